@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from dp_accounting import DpEvent
-
+from flower_dp.core import dp
 from flower_dp.privacy.charge import EVERY_CLIENT, Charge, ledgers_of
 from flower_dp.privacy.events import leaves_of
 from flower_dp.privacy.ledger import Ledger
@@ -41,7 +40,7 @@ def own_ledgers(strategy: Any) -> dict[str, list[Ledger]]:
     return ledgers
 
 
-def events_of(*ledgers: Ledger) -> Counter[DpEvent]:
+def events_of(*ledgers: Ledger) -> Counter[dp.DpEvent]:
     return sum((Counter(dict(leaves_of(ledger.event))) for ledger in ledgers), Counter())
 
 

@@ -9,17 +9,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from dp_accounting import (
-    ComposedDpEvent,
-    DpEvent,
-    GaussianDpEvent,
-    LaplaceDpEvent,
-    PoissonSampledDpEvent,
-    SampledWithoutReplacementDpEvent,
-    SelfComposedDpEvent,
-)
-from scipy import optimize, stats
-
 from flower_dp.clients import (
     BLUR,
     LUS,
@@ -32,6 +21,7 @@ from flower_dp.clients import (
     ScaffoldRecipe,
     Training,
 )
+from flower_dp.core import dp
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
@@ -94,7 +84,7 @@ class Charge:
     """
 
     ledgers: Callable[[Any], Sequence[Ledger]]
-    event: Callable[[Words], DpEvent]
+    event: Callable[[Words], dp.DpEvent]
     rounds_late: int = 0
 
 
@@ -172,27 +162,35 @@ class Method:
 
 def gaussian_delta(multiplier: float, epsilon: float) -> float:
     """The delta of a Gaussian release with noise std / sensitivity (Balle and Wang 2018, Theorem 8)."""
+    from scipy import stats
+
     half = 1 / (2 * multiplier)
     return float(
         stats.norm.cdf(half - epsilon * multiplier) - math.exp(epsilon + stats.norm.logcdf(-half - epsilon * multiplier))
     )
 
 
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    from scipy import optimize
+
+    return float(optimize.brentq(function, low, high, xtol=1e-12))
+
+
 @lru_cache(maxsize=256)
-def closed_epsilon(event: DpEvent, num_rounds: int, relation: str, delta: float) -> float:
+def closed_epsilon(event: dp.DpEvent, num_rounds: int, relation: str, delta: float) -> float:
     """The epsilon of plain releases in every round: R Gaussians are one with 1/sqrt(R) of the multiplier, pure epsilons add up."""
-    if isinstance(event, SelfComposedDpEvent):
+    if isinstance(event, dp.SelfComposedDpEvent):
         return closed_epsilon(event.event, event.count * num_rounds, relation, delta)
     multiplier = event.noise_multiplier / (2 if relation == "replace-one" else 1)
-    if isinstance(event, LaplaceDpEvent):
+    if isinstance(event, dp.LaplaceDpEvent):
         return num_rounds / multiplier
-    return float(optimize.brentq(lambda e: gaussian_delta(multiplier / math.sqrt(num_rounds), e) - delta, 0, 500, xtol=1e-12))
+    return _root(lambda e: gaussian_delta(multiplier / math.sqrt(num_rounds), e) - delta, 0, 500)
 
 
 @lru_cache(maxsize=256)
 def gaussian_multiplier(epsilon: float, delta: float) -> float:
     """The least noise std / sensitivity that gives (epsilon, delta)."""
-    return float(optimize.brentq(lambda z: gaussian_delta(z, epsilon) - delta, 0.1, 1000, xtol=1e-12))
+    return _root(lambda z: gaussian_delta(z, epsilon) - delta, 0.1, 1000)
 
 
 # Methods with one noised sum
@@ -230,10 +228,12 @@ def blurs_client(arguments: Words, **node: Any) -> DPClient:
 def charged_to_all(multiplier: Callable[[Words], float]) -> tuple[Charge, ...]:
     """Participants know their own share of the noise, if they have one; outsiders do not."""
     return (
-        Charge(ledgers=lambda strategy: [strategy.rules.ledger], event=lambda arguments: GaussianDpEvent(multiplier(arguments))),
+        Charge(
+            ledgers=lambda strategy: [strategy.rules.ledger], event=lambda arguments: dp.GaussianDpEvent(multiplier(arguments))
+        ),
         Charge(
             ledgers=lambda strategy: [strategy.rules.outside_ledger],
-            event=lambda arguments: GaussianDpEvent(NOISE_MULTIPLIER),
+            event=lambda arguments: dp.GaussianDpEvent(NOISE_MULTIPLIER),
         ),
     )
 
@@ -362,7 +362,7 @@ def fedsgd_dpc(mechanism: str) -> dict[str, Any]:
             "largest_noise_scale_of_a_mean_gradient": scale,
         }
 
-    event = LaplaceDpEvent if mechanism == "laplace" else GaussianDpEvent
+    event = dp.LaplaceDpEvent if mechanism == "laplace" else dp.GaussianDpEvent
     return {
         "name": "fedsgd-dpc",
         "title": f"FedSGD-DPC ({mechanism.capitalize()})",
@@ -433,17 +433,17 @@ def nbafl_client(arguments: Words, **node: Any) -> LocalDPClient:
 NBAFL_CHARGES = (
     Charge(
         ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()),
-        event=lambda arguments: GaussianDpEvent(nbafl_unit(arguments) / arguments.clip_norm),
+        event=lambda arguments: dp.GaussianDpEvent(nbafl_unit(arguments) / arguments.clip_norm),
     ),
     # A client's part in an average is C / heard, and the noise on it grows as 1 / heard: the multiplier is the same for any.
     Charge(
         ledgers=lambda strategy: list(strategy.rules.broadcast_ledgers.values()),
-        event=lambda arguments: GaussianDpEvent(nbafl_unit(arguments) * nbafl_rounds(arguments) / arguments.clip_norm),
+        event=lambda arguments: dp.GaussianDpEvent(nbafl_unit(arguments) * nbafl_rounds(arguments) / arguments.clip_norm),
         rounds_late=1,
     ),
     Charge(
         ledgers=lambda strategy: list(strategy.rules.participant_ledgers.values()),
-        event=lambda arguments: GaussianDpEvent(
+        event=lambda arguments: dp.GaussianDpEvent(
             nbafl_unit(arguments) * math.sqrt(nbafl_rounds(arguments) ** 2 - 1) / arguments.clip_norm
         ),
         rounds_late=1,
@@ -487,9 +487,9 @@ def dp_pasgd(num_local_steps: int) -> dict[str, Any]:
         """Of the movement of the weights: the steps' noises add up."""
         return PASGD_STEP_SIZE * math.sqrt(num_local_steps) * of_a_mean(arguments)
 
-    def event(arguments: Words) -> DpEvent:
-        one = GaussianDpEvent(multiplier(arguments))
-        return one if num_local_steps == 1 else SelfComposedDpEvent(one, num_local_steps)
+    def event(arguments: Words) -> dp.DpEvent:
+        one = dp.GaussianDpEvent(multiplier(arguments))
+        return one if num_local_steps == 1 else dp.SelfComposedDpEvent(one, num_local_steps)
 
     return {
         "name": "dp-pasgd",
@@ -583,7 +583,7 @@ def local_steps(
         "charges": (
             Charge(
                 ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()),
-                event=lambda arguments: GaussianDpEvent(multiplier(arguments)),
+                event=lambda arguments: dp.GaussianDpEvent(multiplier(arguments)),
             ),
         ),
         "noise": lambda arguments, heard: message_noise(arguments) / math.sqrt(heard),
@@ -838,12 +838,12 @@ class Evaluating:
             self._event(self.training, NOISE_MULTIPLIER, trained, num_rounds),
             self._event(self.evaluation, EVALUATION_NOISE, evaluated, num_rounds // self.every),
         ]
-        return accounting.epsilon(ComposedDpEvent(parts), delta=self.DELTA, relation=self.relation).epsilon
+        return accounting.epsilon(dp.ComposedDpEvent(parts), delta=self.DELTA, relation=self.relation).epsilon
 
-    def _event(self, sampler: str, multiplier: float, asked: int, draws: int) -> DpEvent:
-        one: DpEvent = GaussianDpEvent(multiplier)
+    def _event(self, sampler: str, multiplier: float, asked: int, draws: int) -> dp.DpEvent:
+        one: dp.DpEvent = dp.GaussianDpEvent(multiplier)
         if sampler == "poisson":
-            one = PoissonSampledDpEvent(0.5, one)
+            one = dp.PoissonSampledDpEvent(0.5, one)
         if sampler == "fixed size":
-            one = SampledWithoutReplacementDpEvent(self.NUM_CLIENTS, 2, one)
-        return SelfComposedDpEvent(one, draws if sampler in ("poisson", "fixed size") else asked)
+            one = dp.SampledWithoutReplacementDpEvent(self.NUM_CLIENTS, 2, one)
+        return dp.SelfComposedDpEvent(one, draws if sampler in ("poisson", "fixed size") else asked)

@@ -16,38 +16,46 @@ import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import pytest
-import torch
 from dp_accounting import DpEvent, SelfComposedDpEvent
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from scipy import stats
-from torch import nn
 
 import flower_dp.strategies
 from flower_dp import wire
-from flower_dp.clients import TensorRecords, client_app, model_arrays
+from flower_dp.clients import client_app, model_arrays
 from flower_dp.privacy import accounting
 from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy
 from flower_dp.strategies.statements.not_covered import OTHER_RUNS
 from tests.adversaries.fuzzing import THOROUGH
 from tests.chance import chance_of
 from tests.charges import Kept, assert_charges_are_the_ledgers
+from tests.contract_runs import (
+    SEED,
+    SIZE,
+    SMALL,
+    STILL,
+    Run,
+    WatchedGrid,
+    evaluating_stock_app,
+    grid_of,
+    run_of,
+    start,
+    still_data,
+    still_model,
+)
 from tests.contracts import METHODS, NUM_RECORDS, SAMPLERS, Evaluating, Method, Words, dp_client, gaussian_delta, shares
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear, records
-from tests.stock import shifted, stock_app
 
 FALSE_ALARM = 1e-6
-FEATURES, CLASSES = 3_000, 2
-SIZE = FEATURES * CLASSES
-SEED = 7
 
 every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
 
@@ -78,110 +86,6 @@ of_each_kind = some_methods(lambda method: not method.variant)
 # Where a client is missing, corrections of SCAFFOLD carry noise of earlier rounds into later ones: tests/strategies/test_scaffold.py.
 fresh_rounds = some_methods(lambda method: not method.variant and not method.carries_noise)
 own_clients_of_each_kind = some_methods(lambda method: not method.variant and method.client is not None)
-
-
-# Problems
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """A model, the records of each client, and what a stock client adds to the model."""
-
-    model: Callable[[], nn.Module]
-    data: Callable[[str], TensorRecords]
-    shift: Callable[[int], float]
-
-
-def still_model() -> nn.Module:
-    model = nn.Linear(FEATURES, CLASSES, bias=False)
-    nn.init.zeros_(model.weight)
-    return model
-
-
-def still_data(name: str) -> TensorRecords:
-    return TensorRecords(inputs=torch.zeros(NUM_RECORDS, FEATURES), targets=torch.zeros(NUM_RECORDS, dtype=torch.int64))
-
-
-SMALL = Problem(model=linear, data=lambda name: records(name, NUM_RECORDS), shift=lambda node: 0.02 * node)
-# Inputs of zero: every gradient is zero, and so is every update. Weights of zero stay zero when they are clipped.
-STILL = Problem(model=still_model, data=still_data, shift=lambda node: 0.0)
-
-
-class WatchedGrid(LocalGrid):
-    """Calls `watch` before the messages of each round leave."""
-
-    watch: Callable[[], None] | None = None
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        messages = list(messages)
-        if self.watch and any(asks_to_train(message) for message in messages):
-            self.watch()
-        return super().send_and_receive(messages, timeout=timeout)
-
-    @property
-    def train_messages(self) -> list[Message]:
-        return [message for message in self.sent if message.metadata.message_type == "train"]
-
-
-def app_of(method: Method, arguments: Words, problem: Problem, *, num_nodes: int, noise_seed: int | None = None) -> ClientApp:
-    """An app whose nodes host the clients in turn, and make their client anew for every message, as Flower does."""
-    if method.client is None:
-        return stock_app(shifted(problem.shift))
-    names = [f"c{index}" for index in range(arguments.num_clients)]
-
-    def client_fn(context: Context) -> Any:
-        part = int(context.node_config["partition-id"])
-        hosted = {name: problem.data(name) for name in names[part::num_nodes]}
-        return method.client(arguments, model=problem.model(), clients=hosted, noise_seed=noise_seed)
-
-    return client_app(client_fn)
-
-
-def grid_of(
-    method: Method,
-    arguments: Words,
-    problem: Problem = SMALL,
-    *,
-    num_nodes: int | None = None,
-    noise_seed: int | None = None,
-    tamper: Any = None,
-) -> WatchedGrid:
-    nodes = num_nodes or arguments.num_clients
-    return WatchedGrid(app_of(method, arguments, problem, num_nodes=nodes, noise_seed=noise_seed), nodes, tamper=tamper)
-
-
-@dataclass(slots=True)
-class Run:
-    """A strategy that has run, and the model before the first round and after each, as vectors.
-
-    A still run has its log as well, and how many rounds were charged when the messages of each round left.
-    """
-
-    strategy: DPStrategy
-    grid: WatchedGrid
-    models: list[np.ndarray] = field(default_factory=list)
-    log: str = ""
-    seen: list[int] = field(default_factory=list)
-
-    @property
-    def bits(self) -> list[bytes]:
-        return [model.tobytes() for model in self.models]
-
-
-def start(strategy: DPStrategy, grid: WatchedGrid, arguments: Words, problem: Problem = SMALL) -> Run:
-    run = Run(strategy, grid)
-
-    def keep(server_round: int, arrays: ArrayRecord) -> None:
-        run.models.append(np.concatenate([array.numpy().ravel() for array in arrays.values()]))
-
-    strategy._run.durable = kept = Kept()
-    strategy.start(grid, model_arrays(problem.model()), num_rounds=arguments.num_rounds, evaluate_fn=keep)
-    assert_charges_are_the_ledgers(strategy, kept)
-    return run
-
-
-def run_of(method: Method, arguments: Words = Words(), problem: Problem = SMALL, **clients: Any) -> Run:  # noqa: B008
-    return start(method.strategy(arguments), grid_of(method, arguments, problem, **clients), arguments, problem)
 
 
 def silent(*nodes: int) -> Callable[[int, Message], list[Message]]:
@@ -825,16 +729,6 @@ class JoinedGrid(LocalGrid):
                 config = {"partition-id": node - 1}
                 self.contexts[node] = Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
         return replies
-
-
-def evaluating_stock_app() -> ClientApp:
-    app = stock_app(shifted(lambda node: 0.0))
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.5})}), reply_to=message)
-
-    return app
 
 
 def evaluating_own_app() -> ClientApp:

@@ -26,10 +26,11 @@ from flower_dp.strategies.checkpoint import NEWEST, OWN_LOOP, PREVIOUS, Checkpoi
 from flower_dp.strategies.run_checkpoints import LEDGER, CheckpointPlace, RunCheckpoints
 from tests.adversaries.fuzzing import THOROUGH
 from tests.chance import chance_of
+from tests.contract_runs import SEED, SMALL, app_of, evaluating_stock_app
 from tests.contracts import METHODS, Method, Words
 from tests.grids import LocalGrid, asks_to_train
 from tests.stock import arrays, shifted, stock_app
-from tests.test_contract import SEED, SMALL, app_of, evaluating_stock_app, of_each_kind, some_methods
+from tests.test_contract import of_each_kind, some_methods
 
 WORDS = {"clip_norm": 0.5, "noise_multiplier": 1.0, "num_clients": 4, "delta": 1e-3}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from flower_dp.audit import worst_case
@@ -112,7 +113,8 @@ def sampling_relation(sampling: Sampler) -> Relation:
 
 def local(
     label: str,
-    recipe: LocalRecipe,
+    method: str,
+    recipe: Callable[[], LocalRecipe],
     strategy: Callable[[], DPStrategy],
     *,
     num_rounds: int = 1,
@@ -125,7 +127,8 @@ def local(
 
     Args:
         label: of the case.
-        recipe: of the client.
+        method: the method's name on the wire.
+        recipe: makes the client's recipe, once, when the first client is made: it may calibrate its noise.
         strategy: makes the strategy.
         num_rounds: of a run.
         num_records: of the client.
@@ -133,13 +136,14 @@ def local(
         inputs: which parameters are pushed.
         post_processed: see `Case`.
     """
+    made = cache(recipe)
 
     def client(**node: Any) -> NodeClient:
-        return LocalDPClient(**node, recipe=recipe, device="cpu")
+        return LocalDPClient(**node, recipe=made(), device="cpu")
 
     return Case(
         label=label,
-        method=recipe.method,
+        method=method,
         strategy=strategy,
         client=client,
         present=(1.0,),
@@ -176,7 +180,8 @@ def fedsgd_dpc(
     }
     return local(
         label,
-        FedSGDDPCRecipe(**shared, loss=worst_case.loss),
+        FedSGDDPCRecipe.method,
+        lambda: FedSGDDPCRecipe(**shared, loss=worst_case.loss),
         lambda: FedSGDDPC(**shared, num_clients=1, cohort_size=1, learning_rate=1.0),
         num_rounds=num_rounds,
         without=-1.0 if relation == "replace-one" else 0.0,
@@ -208,7 +213,8 @@ def local_steps(
     recipe, make = (ScaffoldRecipe, Scaffold) if scaffold else (DPFedPAQRecipe, DPFedPAQ)
     return local(
         label,
-        recipe(**shared, num_replies=num_rounds, loss=worst_case.loss),
+        recipe.method,
+        lambda: recipe(**shared, num_replies=num_rounds, loss=worst_case.loss),
         lambda: make(**shared, sampling=FullSampling(), num_clients=1, num_records=2, num_replies=num_rounds),
         num_rounds=num_rounds,
         num_records=2,
@@ -240,7 +246,8 @@ def dp_pasgd(
     }
     return local(
         label,
-        DPPASGDRecipe(**shared, loss=worst_case.loss),
+        DPPASGDRecipe.method,
+        lambda: DPPASGDRecipe(**shared, loss=worst_case.loss),
         lambda: DPPASGD(**shared, num_clients=1, num_records=num_records),
         num_rounds=num_rounds,
         num_records=num_records,
@@ -261,7 +268,8 @@ def nbafl(
     shared |= {"num_replies": num_rounds, "uplink_exposures": None if paper_epsilon is None else num_rounds}
     return local(
         label,
-        NbAFLRecipe(**shared, training=TRAINING, min_records=1),
+        NbAFLRecipe.method,
+        lambda: NbAFLRecipe(**shared, training=TRAINING, min_records=1),
         lambda: NbAFL(**shared, num_clients=1, num_records=1),
         num_rounds=num_rounds,
     )

@@ -17,8 +17,8 @@ import pytest
 from safetensors.numpy import load
 
 from flower_dp.running.run_folder import RESULTS
+from tests.contract_runs import SEED, run_of
 from tests.contracts import METHODS, Words
-from tests.test_contract import SEED, run_of
 
 HERE = Path(__file__).resolve().parent
 # Ray can't give every worker a title of its own: where the first variable of its environment has changed, it keeps its command.

@@ -21,10 +21,10 @@ from flower_dp.simulation import grid as grid_module
 from flower_dp.simulation.worker import Worker
 from flower_dp.strategies import DPStrategy
 from tests.adversaries.fuzzing import THOROUGH
+from tests.contract_runs import SEED, SMALL, STILL, WatchedGrid, app_of, start, still_data, still_model
 from tests.contracts import METHODS, Words
 from tests.grids import asks_to_train
 from tests.simulation.obedient import Broken, app_that, forging, obey, reported, to
-from tests.test_contract import SEED, SMALL, STILL, WatchedGrid, app_of, start, still_data, still_model
 
 pytestmark = pytest.mark.flwr_run
 # Seconds in which no worker replies that waits.

@@ -16,11 +16,12 @@ from flower_dp.privacy.charge import EVERY_CLIENT, ledgers_of
 from flower_dp.privacy.server_ledger import JointBudget, LedgerError, ServerLedger
 from flower_dp.strategies import DPPASGD, DPFedAvg, EvaluationBudget, LocalEvaluation, PrivateEvaluation
 from tests.charges import events_of, own_ledgers
+from tests.contract_runs import SMALL, app_of, evaluating_stock_app
 from tests.contracts import METHODS, Words
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear
 from tests.stock import shifted, stock_app
-from tests.test_contract import SMALL, app_of, evaluating_stock_app, of_each_kind
+from tests.test_contract import of_each_kind
 
 WORDS = {"clip_norm": 0.5, "noise_multiplier": 4.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
 

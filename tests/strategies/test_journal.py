@@ -10,10 +10,11 @@ from flwr.serverapp.strategy import Result
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.journal import OBSERVERS
+from tests.contract_runs import SEED, SMALL, grid_of, run_of, start
 from tests.contracts import Words
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
-from tests.test_contract import SEED, SMALL, grid_of, run_of, some_methods, start
+from tests.test_contract import some_methods
 
 SECRET = {"cohort-size", "replies", "bytes-down", "bytes-up", "seconds", "elapsed", "missing", "incidents"}
 WORDS = {"clip_norm": 1.0, "noise_multiplier": 2.0, "num_clients": 4, "delta": 1e-3}
