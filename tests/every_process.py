@@ -2,16 +2,14 @@
 
 import gc
 import logging
-import math
 import time
-from contextvars import ContextVar
-from functools import cache
+from functools import lru_cache
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from flower_dp.privacy import accounting, renyi
+from flower_dp.privacy import accounting
 from flower_dp.running import plot
 from flower_dp.strategies.population import client_manager, client_query
 from tests.chance import chance_of
@@ -36,25 +34,8 @@ settings.load_profile("repeatable")
 # A hundred times that of a statement: what it gives is an upper bound as well, a little larger.
 _COARSE = 1e-2
 _exact = accounting._least
-_without_renyi = ContextVar("without_renyi", default=False)
-_of_renyi = renyi.epsilon_of
-renyi.epsilon_of = lambda *terms: None if _without_renyi.get() else _of_renyi(*terms)
-
-
-@cache
-def _coarse(leaves, delta, relation, grid):
-    """The least of the bounds on a coarse grid; Renyi's, which is slow, only where there is no other one."""
-    for without in (True, False):
-        token = _without_renyi.set(without)
-        try:
-            found = _exact.__wrapped__(leaves, delta, relation, max(grid, _COARSE))
-        finally:
-            _without_renyi.reset(token)
-        if found is not None and math.isfinite(found[0]):
-            break
-    return found
-
-
+_least = _exact.__wrapped__
+_coarse = lru_cache(maxsize=None)(lambda leaves, delta, relation, grid: _least(leaves, delta, relation, max(grid, _COARSE)))
 _drawn = plot.png
 
 
