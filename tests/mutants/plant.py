@@ -87,15 +87,17 @@ def run_tests(tree: Path, tests: Iterable[str], *options: str) -> tuple[int, str
     Raises:
         TimeoutError: if they take too long.
     """
-    with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as said:
-        child = _CONTEXT.Process(target=_pytest_in, args=(str(tree), said.name, [*options, *tests]))
+    # With files of their own: pytest removes those of older runs, and a run that does so at the same time would fail.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        said = Path(folder, "said")
+        child = _CONTEXT.Process(target=_pytest_in, args=(str(tree), str(said), [f"--basetemp={folder}/tests", *options, *tests]))
         child.start()
         child.join(MOST_SECONDS)
         if child.exitcode is None:
             child.kill()
             child.join()
             raise TimeoutError(f"its tests took more than {MOST_SECONDS} s")
-        return child.exitcode, said.read()
+        return child.exitcode, said.read_text(encoding="utf-8", errors="replace")
 
 
 def _pytest_in(tree: str, said: str, arguments: list[str]) -> None:
