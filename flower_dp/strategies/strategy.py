@@ -141,10 +141,12 @@ class DPStrategy(RunFigures, Strategy):
     @property
     def statement(self) -> PrivacyStatement:
         """The privacy statement of all that was released so far."""
-        key = (self.rules.state, self.facts)
+        durable = self._run.durable
+        # The run's id too: another one may have released the same, and has another joint epsilon.
+        key = (durable.run, self.rules.state, self.facts)
         if self._stated is None or self._stated[0] != key:
             own = self.rules.statement(self.facts)
-            joint = self._run.durable.joint(Scope(unit=own.unit, relation=own.relation), own.delta)
+            joint = durable.joint(Scope(unit=own.unit, relation=own.relation), own.delta)
             self._stated = (key, replace(own, joint=joint))
         return self._stated[1]
 

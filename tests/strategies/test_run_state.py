@@ -271,6 +271,19 @@ def test_what_a_strategys_runs_have_cost_together_is_told():
     assert seeded.statement.joint.epsilon == math.inf
 
 
+def test_a_run_that_released_what_the_one_before_it_did_has_its_own_joint_epsilon():
+    """Its statement was that of the run before, without a joint epsilon: the states of the two are equal."""
+    strategy = DPFedAvg(**PRIVATE)
+    fresh = strategy.state
+    rounds(strategy, MODEL, range(1, 2))
+    assert strategy.statement.joint is None
+    strategy.state = fresh
+    rounds(strategy, MODEL, range(1, 2))
+    event = SelfComposedDpEvent(strategy.rules.release.mechanism.event(), 2)
+    expected = accounting.epsilon(event, delta=1e-3, relation="add-or-remove-one").epsilon
+    assert strategy.statement.joint.epsilon == pytest.approx(expected, rel=1e-9)
+
+
 class Twice(DPFedAvg):
     def start(self, grid, initial_arrays, num_rounds=3, **named):
         result = super().start(grid, initial_arrays, num_rounds, **named)
