@@ -299,6 +299,7 @@ def another(reply: Message, node: int | None = None) -> Message:
     content[next(key for key, value in content.items() if value is record)] = doubled
     second = Message(content, reply_to=reply)
     second.metadata.__dict__["_src_node_id"] = reply.metadata.src_node_id if node is None else node
+    second.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
     assert second.metadata.src_node_id == (reply.metadata.src_node_id if node is None else node)
     return second
 

@@ -359,6 +359,43 @@ def test_the_reply_of_a_stock_client_stands_for_one_client():
         assert np.linalg.norm(reported.total) == pytest.approx(0.5 * counted)
 
 
+def test_a_late_reply_counts_in_no_later_round():
+    """A node of several clients: those that were asked then are others than now, and have other shares of the noise."""
+    grid = LocalGrid(app(), 2)
+    for node, names in ((1, "a,b"), (2, "c")):
+        grid.contexts[node].node_config["names"] = names
+    strategy = DPFedAvg(**WORDS | {"sampling": OneThenAll()}, placement="distributed")
+    model = model_arrays(nn.Linear(2, 2))
+    late = grid.send_and_receive(strategy.configure_train(1, model, ConfigRecord(), grid))
+    messages = strategy.configure_train(2, model, ConfigRecord(), grid)
+    strategy.aggregate_train(2, [*late, *grid.send_and_receive(messages)[1:]])
+    # The reply of one client with one share of the noise counted as that of two.
+    assert strategy.rounds[-1].replies == 1
+    messages = strategy.configure_train(3, model, ConfigRecord(), grid)
+    strategy.aggregate_train(3, [*late, *grid.send_and_receive(messages)])
+    assert strategy.rounds[-1].replies == 3
+
+
+class OneThenAll(FullSampling):
+    """One client in the first round, and all in the others."""
+
+    def choose(self, round_number, num_clients, rng):
+        return np.arange(1 if round_number == 1 else num_clients)
+
+
+@pytest.mark.parametrize("is_error", [False, True])
+def test_a_reply_in_the_name_of_another_node_does_not_take_its_place(is_error):
+    """Flower's grid returns the metadata that a device has packed with its reply; the SuperLink compares those beside it."""
+    grid = LocalGrid(stock_app(shifted(lambda node: -1e6 if node == 3 else 0.1)), 3)
+    strategy, start = DPFedAvg(**WORDS), arrays(w=np.zeros(1, np.float32))
+    one, two, three = grid.send_and_receive(strategy.configure_train(1, start, ConfigRecord(), grid))
+    forged = Message(Error(code=0, reason="no"), reply_to=grid.sent[-1]) if is_error else three
+    forged.metadata.__dict__["_src_node_id"] = 1
+    after, _ = strategy.aggregate_train(1, [forged, one, two])
+    assert strategy.rounds[0].replies == 2
+    assert after["w"].numpy()[0] == pytest.approx(0.2 / 3, rel=1e-3)
+
+
 # What is published does not tell who takes part
 
 

@@ -6,7 +6,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from torch import nn
 
@@ -131,14 +131,14 @@ def test_a_node_that_is_gone_counts_as_silent_and_is_named(caplog):
 
 
 def test_failures_dead_nodes_and_refused_replies_are_counted_apart():
-    def error(node, reason):
-        return [Message(Error(code=2, reason=reason), reply_to=Message(RecordDict(), node, "train"))]
+    def error(reply, reason):
+        return [Message(metadata=reply.metadata, error=Error(code=2, reason=reason))]
 
     def tamper(node, reply):
         if node == 2:
-            return error(node, "RuntimeError: out of memory")
+            return error(reply, "RuntimeError: out of memory")
         if node == 3:
-            return error(node, f"ValueError: {wire.DECLINED}: clip_norm=2: too much")
+            return error(reply, f"ValueError: {wire.DECLINED}: clip_norm=2: too much")
         if node == 4:
             return []
         return [reply]

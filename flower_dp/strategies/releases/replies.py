@@ -158,17 +158,23 @@ def collect(
 def _answering(
     collected: Collected, replies: Iterable[Message], asked: Mapping[int, tuple[str, ...]], sent: Sequence[Message]
 ) -> Iterator[tuple[int, tuple[str, ...], Message]]:
-    """Yield every node that replies without an error, its clients and its reply; record the others."""
+    """Yield every node that replies without an error, its clients and its reply; record the others.
+
+    A reply counts by the message that it answers. A late one to an earlier message may be of other clients of the node, clipped
+    and noised for another round; and whom a reply is from is what the device says, which Flower's grid passes on as it is.
+    """
     nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in sent}
+    # Without the messages that went through no grid, as in a loop of a test: they have no id.
+    ids = {node: message_id for message_id, node in nodes.items() if message_id}
     open_nodes = dict(asked)
     for reply in replies:
-        node = reply.metadata.src_node_id
+        node, answers = reply.metadata.src_node_id, reply.metadata.reply_to_message_id
         if reply.has_error() and node not in asked:
             # The SuperLink replies for a node that has left.
-            node = nodes.get(reply.metadata.reply_to_message_id, node)
-        names = open_nodes.pop(node, None)
+            node = nodes.get(answers, node)
+        names = open_nodes.pop(node, None) if ids.get(node, answers) == answers else None
         if names is None:
-            log.warning("node %s: reply refused: it was not asked this round, or has replied already", node)
+            log.warning("node %s: reply refused: it answers no message to it of this round, or one that has a reply", node)
         elif reply.has_error():
             _leave_out_error(collected, node, names, reply)
         else:
