@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 from flower_dp import wire
 from flower_dp.core import clipping
 from flower_dp.strategies.population.client_manager import KnownClients
+from flower_dp.strategies.population.pulled import received
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.replies import Collected, StockReply, collect
 from flower_dp.strategies.releases.round import Round
@@ -77,7 +78,7 @@ class PlainExchange:
 
     def replies(self, grid: Grid, messages: Iterable[Message], timeout: float) -> Iterable[Message]:
         """Send the messages and wait for the replies."""
-        return grid.send_and_receive(messages, timeout=timeout)
+        return received(grid, messages, timeout)
 
     def total(self, asked: Asked, replies: Iterable[Message], *, seeded: bool) -> Collected:
         """Check the replies and add them up."""

@@ -19,6 +19,7 @@ from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.privacy.charge import EVERY_CLIENT
 from flower_dp.strategies.population.held_errors import HeldErrors
+from flower_dp.strategies.population.pulled import pulled
 from flower_dp.strategies.releases.replies import APP_RAISED, MOST_REASON
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Hosted, RecordNames
 
@@ -214,7 +215,7 @@ class ClientQuery:
     def _pull(self, grid: Grid, most_names: int) -> dict[int, Hosted]:
         """Return the answers that have arrived; nodes that vote get their next question."""
         hosted: dict[int, Hosted] = {}
-        while self._sent and (replies := list(grid.pull_messages(list(self._sent)))):
+        while self._sent and (replies := pulled(grid, list(self._sent))):
             for reply in replies:
                 # By the question, since the SuperLink replies for a node that has left.
                 node, question = self._sent.pop(reply.metadata.reply_to_message_id, (None, None))
