@@ -2,7 +2,11 @@
 
 import io
 import os
-from collections.abc import Sequence
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from flower_dp.running.run_folder import write_whole
 # Okabe and Ito's colours, which colour-blind readers can distinguish, without the yellow, which is hard to see on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 STYLES = ("-", "--", "-.", ":")
+_LACKS = re.compile(r"Glyph (\d+) .*missing from", re.DOTALL)  # what matplotlib warns of, once a letter
 
 
 def empty(width: float, height: float) -> Figure:
@@ -40,6 +45,8 @@ def entry(lines: Sequence[str]) -> str:
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure to a file, completely or not at all; the name's suffix says of which type.
 
+    Letters that the font lacks are boxes in the figure; a line on standard error names them.
+
     Raises:
         ValueError: if matplotlib writes no such file, or it can't be written.
     """
@@ -47,7 +54,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     buffer = io.BytesIO()
     try:
         # Type 42: many journals refuse matplotlib's own choice, type 3.
-        with rc_context({"pdf.fonttype": 42, "ps.fonttype": 42}):
+        with rc_context({"pdf.fonttype": 42, "ps.fonttype": 42}), _lacking_letters_named():
             figure.savefig(buffer, format=target.suffix[1:].lower())
         write_whole(target, buffer.getvalue())
     except OSError as error:
@@ -67,3 +74,22 @@ def file(path: str | os.PathLike[str]) -> Path:
     if target.suffix[1:].lower() not in known:
         raise ValueError(f"--output={path}: must end in one of {', '.join(f'.{suffix}' for suffix in known)}")
     return target
+
+
+@contextmanager
+def _lacking_letters_named() -> Iterator[None]:
+    """Name all letters that the font lacks in one line, in place of matplotlib's warning for each; other warnings stay."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    letters: dict[str, None] = {}
+    for warning in seen:
+        if lacks := _LACKS.match(str(warning.message)):
+            letters[chr(int(lacks[1]))] = None
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    if letters:
+        sys.stderr.write(
+            f"note: the figure has boxes in place of {' '.join(letters)}, which matplotlib's font lacks; "
+            "name a font that has them as font.family in a file matplotlibrc of the folder that you call from\n"
+        )

@@ -1,5 +1,6 @@
 import json
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -541,3 +542,22 @@ def test_a_clip_norm_that_moves_has_a_panel_of_its_own(write):
     assert [one.get_ylabel() for one in axes] == ["test accuracy (%)", "", "clip norm"]
     (drawn,) = axes[-1].get_lines()
     assert drawn.get_ydata()[1:].tolist() == [4.0, 2.0]
+
+
+@pytest.mark.drawn
+def test_letters_that_the_font_lacks_are_named_in_one_line(write, call, monkeypatch):
+    """Not in a raw warning for each of them; other warnings stay."""
+    told = Figure.savefig
+
+    def draw(*arguments, **options):
+        warnings.warn("something else", UserWarning, stacklevel=1)
+        told(*arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", draw)
+    with pytest.warns(UserWarning, match="something else") as seen:
+        status, out, err = call(write("a", [0.1, 0.2]), "--label", "弱强弱é")
+    assert len(seen) == 1
+    assert status == 0
+    assert "弱强弱é" in out
+    assert err.startswith("note: the figure has boxes in place of 弱 强, which matplotlib's font lacks; name a font")
+    assert err.count("\n") == 1
