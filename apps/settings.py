@@ -32,6 +32,7 @@ TRAINING = (
 )
 # The server and every node hold the names of all of them.
 _MOST_CLIENTS = 10**8
+_MOST_SEED = 2**63 - 1  # of torch, and of a number in a message
 # Values that turn a setting off, where that is not the default.
 _OFF = {"momentum": 0.0, "learning_rate_decay": 0.0, "sampling_rate": 0.0}
 _BOUNDS: dict[str, dict[str, float]] = {
@@ -101,9 +102,9 @@ class Settings:
                 checks.one_of(name, getattr(self, name), valid)
         with findings.noted():
             checks.integer("num-clients", self.num_clients, at_least=1, at_most=_MOST_CLIENTS)
-        for name, least in (("num_rounds", 0), ("evaluate_every", 0), ("seed", 0)):
+        for name, most in (("num_rounds", None), ("evaluate_every", None), ("seed", _MOST_SEED)):
             with findings.noted():
-                checks.integer(key_of(name), getattr(self, name), at_least=least)
+                checks.integer(key_of(name), getattr(self, name), at_least=0, at_most=most)
         self._check_training(findings)
         with findings.noted():
             checks.number("round-timeout", self.round_timeout, above=0)

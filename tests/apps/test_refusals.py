@@ -55,6 +55,12 @@ def test_all_problems_are_told_at_once():
     assert sorted(line.partition(":")[0].partition("=")[0] for line in lines) == sorted(name.partition("=")[0] for name in named)
 
 
+def test_a_seed_that_torch_can_not_take_is_refused():
+    lines = refused({"seed": 2**63})
+    assert lines == ["seed=9223372036854775808: must be a whole number >= 0 and <= 9223372036854775807"]
+    accept({"seed": 2**63 - 1})
+
+
 def test_what_follows_from_a_refused_setting_is_no_news():
     lines = refused({"blur-strength": -1.0, "blur-bound": 0.5})
     assert lines == ["blur-strength=-1.0: must be a finite number >= 0"]
