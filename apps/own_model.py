@@ -30,6 +30,11 @@ from flower_dp.strategies.journal import OnRound
 ModelFn = Callable[[], nn.Module]
 DataFn = Callable[[int, int], Any]
 EvaluateFn = Callable[..., Mapping[str, float] | None]
+_TAKES = {
+    "model-fn": "() -> torch.nn.Module",
+    "data-fn": "(client, num_clients) -> that client's data",
+    "evaluate-fn": "(model) -> metrics by name",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,16 @@ class _Functions:
                 raise ValueError(f"{key}: is missing; give {key.replace('-', '_')}, or set {key}='module:function'")
         return _Functions(model=found["model-fn"], data=found["data-fn"], evaluate=found["evaluate-fn"])
 
+    def check(self) -> None:
+        """Refuse what is no function, a model in place of one that makes it, say.
+
+        Raises:
+            ValueError: naming it.
+        """
+        for key, given in zip(FUNCTIONS, self._all, strict=True):
+            if given is not None and (isinstance(given, nn.Module) or not callable(given)):
+                raise ValueError(f"{key.replace('-', '_')}: is a {type(given).__name__}: must be a function {_TAKES[key]}")
+
     @property
     def _all(self) -> tuple[Any, Any, Any]:
         return self.model, self.data, self.evaluate
@@ -122,6 +137,7 @@ def app(
         ('ServerApp', 'ClientApp')
     """
     given = _Functions(model=model_fn, data=data_fn, evaluate=evaluate_fn)
+    given.check()
     server = ServerApp()
 
     @server.main()
@@ -229,11 +245,28 @@ def _evaluation(
         was = model.training
         model.eval()
         with torch.inference_mode():
-            metrics = evaluate_fn(model, **{name: numbers[name] for name in taken}) or {}
+            metrics = evaluate_fn(model, **{name: numbers[name] for name in taken})
         model.train(was)
-        return MetricRecord({name: float(value) for name, value in metrics.items()})
+        return MetricRecord({**_numbers(metrics)})
 
     return evaluate
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    """Return what an `evaluate_fn` has returned, as plain numbers by name."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"it returned a {type(metrics).__name__}: must be a dict of numbers by name, or None")
+    numbers = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise ValueError(f"its metric {name!r}: the name must be a string")
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # torch's, of a tensor with several numbers
+            raise ValueError(f"its metric {name!r} is a {type(value).__name__}: must be one number") from None
+    return numbers
 
 
 def _taken(evaluate_fn: EvaluateFn) -> list[str]:

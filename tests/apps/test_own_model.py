@@ -331,6 +331,35 @@ def test_what_functions_return_is_checked(tmp_path):
             play(flower_dp.app(**arguments), tmp_path / named[:5], **PRIVATE)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"model_fn": make_model()}, r"model_fn: is a Linear: must be a function \(\) -> torch.nn.Module"),
+        ({"data_fn": [1]}, r"data_fn: is a list: must be a function \(client, num_clients\)"),
+        ({"evaluate_fn": {"accuracy": 0.5}}, "evaluate_fn: is a dict: must be a function"),
+    ],
+)
+def test_what_is_no_function_is_refused_at_once(arguments, named):
+    """A model in place of a function was called without inputs, and the error was of its `forward`."""
+    with pytest.raises(ValueError, match=named):
+        flower_dp.app(**{"model_fn": make_model, "data_fn": load_records} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "named"),
+    [
+        (0.5, "it returned a float: must be a dict of numbers by name, or None"),
+        ({3: 0.5}, "its metric 3: the name must be a string"),
+        ({"accuracy": "good"}, "its metric 'accuracy' is a str: must be one number"),
+        ({"each": torch.zeros(2)}, "its metric 'each' is a Tensor: must be one number"),
+    ],
+)
+def test_what_evaluate_fn_returns_is_named_if_it_is_no_metrics(metrics, named, tmp_path):
+    app = flower_dp.app(model_fn=make_model, data_fn=load_records, evaluate_fn=lambda model: metrics)
+    with pytest.raises(RuntimeError, match=f"evaluate_fn failed on the initial model, before any charge: ValueError: {named}"):
+        play(app, tmp_path / "run", **PRIVATE)
+
+
 def test_the_model_follows_from_the_seed_and_leaves_torchs_own_state_alone(tmp_path):
     from safetensors.numpy import load_file
 
