@@ -208,13 +208,16 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
         name: The name of the run.
 
     Raises:
-        ValueError: `path` is a file, or a folder that holds anything else.
+        ValueError: `path` is a file, a folder that holds anything else, or one that can't be made.
     """
     if path is not None:
         folder = Path(path).expanduser().absolute()
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"output_dir={str(path)!r}: is a file; must be a new or an empty folder")
-        folder.mkdir(_OWNERS_ALONE, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(_OWNERS_ALONE, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"output_dir={str(path)!r}: can't be made: {error.strerror}; take another folder") from None
         held = sorted(entry.name for entry in folder.iterdir() if entry.name != LOG)
         if held:
             raise ValueError(f"output_dir={str(path)!r}: already holds {held[0]}; must be a new or an empty folder")

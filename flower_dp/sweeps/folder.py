@@ -77,7 +77,10 @@ class SweepFolder:
     def _make(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--output-dir={self.path}: is a file; must be a folder")
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--output-dir={self.path}: can't be made: {error.strerror}; take another folder") from None
         held = sorted(entry.name for entry in self.path.iterdir() if entry.name not in (LOCK, RUNS))
         if held and not (self.path / FILE).is_file():
             raise ValueError(f"--output-dir={self.path}: already holds {held[0]}; must be new, empty, or the folder of a sweep")

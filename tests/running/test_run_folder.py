@@ -48,6 +48,12 @@ def test_a_file_is_refused(tmp_path):
         run_folder.new_folder(tmp_path / "x", "main")
 
 
+def test_a_folder_that_can_not_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"output_dir='.*/file/run': can't be made: Not a directory; take another folder"):
+        run_folder.new_folder(tmp_path / "file" / "run", "main")
+
+
 def test_default_folders_are_new_each_time(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     folders = {run_folder.new_folder(None, "my run/../x") for _ in range(5)}

@@ -190,6 +190,17 @@ def test_a_folder_with_something_else_is_refused(tmp_path, kind):
         pass
 
 
+def test_a_folder_that_can_not_be_made_is_an_option_that_is_wrong(tmp_path):
+    """The exit status was 1, as of a run that has failed, and a line said how the sweep goes on."""
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "out"
+    with (
+        pytest.raises(ValueError, match=r"--output-dir=.*/file/out: can't be made: Not a directory"),
+        SweepFolder(place).locked(),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("kept", ["nothing", "the file", "a run", "an older folder"])
 def test_a_sweep_that_was_refused_leaves_no_new_folder(tmp_path, kept):
     folder = SweepFolder(tmp_path / "out")
