@@ -128,7 +128,10 @@ def run(
         if is_new:
             stack.callback(_remove_if_empty, folder)
         stack.callback(begun.forget, folder)
-        begun.write(folder)
+        try:
+            begun.write(folder)
+        except OSError as error:
+            refuse(f"--output-dir={folder}: can't be written: {error.strerror}; take another folder")
         if supernodes is None and num_supernodes > num_workers:
             typer.echo(f"{num_supernodes} SuperNodes, one per client; --supernodes changes that")
         _launch(begun, folder, check=check)

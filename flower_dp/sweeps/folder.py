@@ -84,7 +84,10 @@ class SweepFolder:
         held = sorted(entry.name for entry in self.path.iterdir() if entry.name not in (LOCK, RUNS))
         if held and not (self.path / FILE).is_file():
             raise ValueError(f"--output-dir={self.path}: already holds {held[0]}; must be new, empty, or the folder of a sweep")
-        (self.path / RUNS).mkdir(mode=0o700, exist_ok=True)
+        try:
+            (self.path / RUNS).mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--output-dir={self.path}: can't be written: {error.strerror}; take another folder") from None
 
     def _remove(self) -> None:
         """Remove the folder, if nothing is in it but what `_make` and the lock have put there."""

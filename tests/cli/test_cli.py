@@ -15,6 +15,7 @@ from scipy.stats import norm
 
 import flower_dp
 from flower_dp.running import apps, progress
+from flower_dp.running.launched import Launched
 from flower_dp.running.signals import Interrupted
 from flower_dp.strategies.checkpoint import NEWEST, Checkpoint, CheckpointFolder
 from flower_dp.strategies.run_state import RunState
@@ -443,6 +444,19 @@ def test_a_used_folder_is_refused_before_anything_starts(checkout, call):
     status, _, err = call("run", "--output-dir", str(checkout / "results"))
     assert status == 2
     assert "already holds model.safetensors" in err
+
+
+def test_a_folder_that_is_for_reading_alone_is_named(checkout, call, monkeypatch):
+    """It ended with a traceback."""
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Launched, "write", refuse)
+    status, _, err = call("run", "--output-dir", str(checkout / "results"))
+    assert status == 2
+    assert err == f"error: --output-dir={checkout / 'results'}: can't be written: Permission denied; take another folder\n"
+    assert not (checkout / "results").exists()
 
 
 def test_presets_are_listed_with_their_first_comment(checkout, call):

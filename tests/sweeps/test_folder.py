@@ -201,6 +201,12 @@ def test_a_folder_that_can_not_be_made_is_an_option_that_is_wrong(tmp_path):
         pass
 
 
+def test_a_folder_that_can_not_be_written_is_an_option_that_is_wrong(tmp_path):
+    (tmp_path / "runs").write_text("")  # as good as a folder that is for reading alone
+    with pytest.raises(ValueError, match=r"--output-dir=.*: can't be written: File exists"), SweepFolder(tmp_path).locked():
+        pass
+
+
 @pytest.mark.parametrize("kept", ["nothing", "the file", "a run", "an older folder"])
 def test_a_sweep_that_was_refused_leaves_no_new_folder(tmp_path, kept):
     folder = SweepFolder(tmp_path / "out")
