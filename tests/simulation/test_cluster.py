@@ -26,6 +26,7 @@ from flower_dp.running.apps import own_app, read_app
 from flower_dp.running.processes import ProcessTree
 from flower_dp.simulation import RayGrid, cluster
 from tests.ports import free_ports
+from tests.torch_free import module
 
 ROOT = Path(flower_dp.__file__).parents[1]
 
@@ -174,43 +175,22 @@ def test_the_files_of_an_app_that_travel(tmp_path):
 
 # A cluster of two raylets, which share no folder
 
-APP = """
+APP = module("""
 import time
 from pathlib import Path
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
-
 import my_help
-from flower_dp import record_run
-from flower_dp.core.sampling import FullSampling
-from flower_dp.strategies import DPFedAvg
-
-server, client = ServerApp(), ClientApp()
 
 
-@client.train()
-def train(message, context):
+def first(context):
     with (Path.home() / "served").open("a") as file:
         file.write(f"{context.node_config['partition-id']} {my_help.__file__}\\n")
-    trained = {name: Array(array.numpy() + np.float32(0.1)) for name, array in message.content["arrays"].items()}
-    content = {"arrays": ArrayRecord(trained), "metrics": MetricRecord({"num-examples": 8})}
-    return Message(RecordDict(content), reply_to=message)
 
 
 def evaluate(server_round, arrays):
     time.sleep(0.1)  # so that a test can come in between two rounds
     return MetricRecord({"accuracy": 0.5})
-
-
-@server.main()
-def main(grid, context):
-    strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=2.0, sampling=FullSampling(), num_clients=20, delta=1e-3)
-    arrays = ArrayRecord({"weight": Array(np.zeros((2, 3), np.float32))})
-    record_run(strategy, grid, arrays, num_rounds=12, config=context.run_config, evaluate_fn=evaluate)
-"""
+""")
 PROJECT = """
 [project]
 name = "mine"
@@ -224,6 +204,7 @@ serverapp = "my_app:server"
 clientapp = "my_app:client"
 
 [tool.flwr.app.config]
+num-rounds = 12
 output-dir = ""
 """
 

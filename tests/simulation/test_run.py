@@ -24,6 +24,7 @@ from flower_dp.simulation import lane, workers
 from flower_dp.simulation import run as simulation
 from tests.simulation.obedient import pair
 from tests.sweeps.conftest import APP, MODULE
+from tests.torch_free import module
 
 ROOT = Path(flower_dp.__file__).parents[1]
 SETTINGS = {
@@ -211,35 +212,15 @@ def test_nonsense_is_refused_before_anything_starts(arguments, named, monkeypatc
         flower_dp.simulate(arguments.pop("app"), **arguments)
 
 
-# Without torch, which it and its workers would import.
-SCRIPT = """
+# What a client calls and reads is defined in the script itself.
+SCRIPT = (
+    module(num_clients=1)
+    + """
 import signal
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
-
 import flower_dp
-from flower_dp.core.sampling import FullSampling
-from flower_dp.strategies import DPFedAvg
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests in the background may have it ignored
-server, client = ServerApp(), ClientApp()
-
-class Model:
-    shape = (3, 2)  # defined in the script itself
-
-@client.train()
-def train(message, context):
-    trained = ArrayRecord({"weight": Array(np.ones(Model.shape, np.float32))})
-    return Message(RecordDict({"arrays": trained, "metrics": MetricRecord({"num-examples": 8})}), reply_to=message)
-
-@server.main()
-def main(grid, context):
-    strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=2.0, sampling=FullSampling(), num_clients=1, delta=1e-3)
-    arrays = ArrayRecord({"weight": Array(np.zeros(Model.shape, np.float32))})
-    flower_dp.record_run(strategy, grid, arrays, num_rounds=context.run_config["num-rounds"], config=context.run_config)
 
 try:
     flower_dp.simulate(server, client, num_nodes=1, run_config={"num-rounds": 2_000}, output_dir="run")
@@ -248,6 +229,7 @@ except KeyboardInterrupt:
     print("left:", [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True) if one.status() != "zombie"])
     flower_dp.simulate(server, client, num_nodes=1, run_config={"num-rounds": 3_000}, output_dir="next")
 """
+)
 
 
 def script(tmp_path):

@@ -23,6 +23,7 @@ from flower_dp.sweeps.folder import SweepFolder
 from flower_dp.sweeps.lanes import Ended
 from flower_dp.sweeps.sweep import Sweep
 from tests.sweeps.conftest import finish
+from tests.torch_free import module
 
 
 @pytest.fixture
@@ -60,8 +61,8 @@ def rows(folder):
     return list(csv.DictReader((folder / "results.csv").read_text().splitlines()))
 
 
-# Without torch, which every process would import. With some learning rates its server fails, or its process dies, or it waits for `HOLD`.
-STOCK = """
+# With some learning rates its server fails, or its process dies, or it waits for `HOLD`.
+STOCK = module("""
 import json
 import os
 import signal
@@ -69,26 +70,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
-
-from flower_dp import record_run
-from flower_dp.core.sampling import FullSampling
-from flower_dp.strategies import DPFedAvg
-
-
 FAILS, DIES, WAITS = 0.02, 0.03, 0.2
 calls = Counter()
-server, client = ServerApp(), ClientApp()
-
-
-@client.train()
-def train(message, context):
-    trained = {name: Array(array.numpy() + np.float32(0.1)) for name, array in message.content["arrays"].items()}
-    content = {"arrays": ArrayRecord(trained), "metrics": MetricRecord({"num-examples": 8})}
-    return Message(RecordDict(content), reply_to=message)
 
 
 def evaluate(server_round, arrays):
@@ -101,15 +84,7 @@ def evaluate(server_round, arrays):
     if config["learning-rate"] == DIES:
         os.kill(os.getpid(), signal.SIGKILL)
     return MetricRecord({"accuracy": 0.1 * config["seed"] + 0.25, "process": float(os.getpid())})
-
-
-@server.main()
-def main(grid, context):
-    config = context.run_config
-    strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=2.0, sampling=FullSampling(), num_clients=20, delta=1e-3)
-    arrays = ArrayRecord({"weight": Array(np.zeros((2, 3), np.float32))})
-    record_run(strategy, grid, arrays, num_rounds=config["num-rounds"], config=config, evaluate_fn=evaluate)
-"""
+""")
 REPAIRED = STOCK.replace("FAILS, DIES, WAITS = 0.02, 0.03", "FAILS, DIES, WAITS = 0, 0")
 FILE = "app = 'mine'\nseeds = 1\nat-once = 1\n[settings]\nnum-rounds = 12\n[grid]\nlearning-rate = [0.02, 0.03, 0.1, 0.2]\n"
 
