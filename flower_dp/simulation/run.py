@@ -108,7 +108,8 @@ def simulate(
             and never who takes part.
         cpus_per_node: CPU cores of a worker, which runs one node at a time.
         gpus_per_node: the fraction of a GPU that a worker gets; with 0 it sees none.
-        node_config: partition -> further settings of that node, as a device's owner would set them (`ledger-path`, for example).
+        node_config: a function, partition -> further settings of that node, as a device's owner would set them (`ledger-path`,
+            for example).
         output_dir: the run folder, new or empty; None for a new one under `~/.flower-dp/runs`.
         resume: the folder of a run that was interrupted, or failed: it goes on from its last checkpoint, with the same app and
             settings. A run that has ended is not run again.
@@ -140,6 +141,10 @@ def simulate(
     checks.number("gpus_per_node", gpus_per_node, at_least=0)
     if seed is not None:
         checks.integer("seed", seed, at_least=0)
+    if not isinstance(run_config, Mapping | None):
+        raise ValueError(f"run_config: is a {type(run_config).__name__}: must be a dict of settings by flat key")
+    if not (node_config is None or callable(node_config)):
+        raise ValueError(f"node_config: is a {type(node_config).__name__}: must be a function partition -> settings of that node")
     values = {**(run_config or {}), **({} if seed is None else {"seed": seed})}
     with ExitStack() as stack:
         loaded = stack.enter_context(_loaded(app, client_app, values, away=bool(ray_address)))

@@ -200,6 +200,8 @@ def test_two_apps_on_warm_workers(capsys):
         ({"cpus_per_node": 0}, "cpus_per_node=0"),
         ({"gpus_per_node": -1}, "gpus_per_node=-1"),
         ({"seed": -1}, "seed=-1"),
+        ({"run_config": ["num-rounds"]}, "run_config: is a list: must be a dict"),
+        ({"node_config": {0: {"ledger-path": "x"}}}, "node_config: is a dict: must be a function partition -> settings"),
         ({"client_app": None}, "client_app: is a NoneType"),
         ({"app": 3}, "app: is a int: must be flower_dp.app"),
         ({"app": "/nowhere"}, "/nowhere: is neither a folder of a Flower app nor a preset"),
