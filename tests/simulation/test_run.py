@@ -1,6 +1,7 @@
 """`flower_dp.simulate`: what may be run, what comes back, what is warm, and what an interruption leaves."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -137,6 +138,8 @@ def test_a_run_of_a_sweep(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for handler in logging.getLogger("flwr").handlers:  # as in a process of its own, where pytest captures nothing
+        monkeypatch.setattr(handler, "stream", sys.__stderr__)
     order = lane.Order(
         app=str(tmp_path / "app"),
         overrides={"num-rounds": 2, "learning-rate": 0.2, "seed": 5},
