@@ -240,12 +240,19 @@ def test_sampling_of_a_fixed_number_is_accounted():
     assert one_run < selection.epsilon([event], GEOMETRIC, delta=1e-4, relation=REPLACE).epsilon < 3 * one_run
 
 
-@pytest.mark.parametrize("wrong", [math.nan, 0.0])
-def test_a_divergence_that_no_number_is_proves_nothing(wrong, monkeypatch):
+def test_a_divergence_that_no_number_is_proves_nothing(monkeypatch):
     curve = renyi.curve_of([(Gaussian(4.0), 1)], ADD).copy()
-    curve[-1] = wrong
+    curve[-1] = math.nan
     monkeypatch.setattr(renyi, "curve_of", lambda *_: curve)
     assert selection.rdp_epsilon([Gaussian(4.0)], GEOMETRIC, delta=1e-5, relation=ADD) is None
+
+
+@pytest.mark.parametrize("number", [GEOMETRIC, POISSON])
+@pytest.mark.parametrize("event", [Gaussian(1e9), Laplace(1e9), dp.PoissonSampledDpEvent(1e-7, Gaussian(10.0))])
+def test_a_divergence_that_rounding_has_made_next_to_0_proves_nothing(event, number):
+    assert selection.rdp_epsilon([event], number, delta=1e-12, relation=ADD) is None
+    one_run = accounting.epsilon(event, delta=1e-12, relation=ADD).epsilon
+    assert one_run < selection.epsilon([event], number, delta=1e-12, relation=ADD).epsilon < 1
 
 
 def test_nonsense_is_refused_by_name():
