@@ -17,6 +17,8 @@ FINEST = 0.1
 _LARGEST_GRID = 100.0
 # Beyond this even that grid has too many points; other accountants bound such an epsilon, which protects nobody anyway.
 _LARGEST_SIZE = 1e8
+# Beyond this the library's probabilities of Laplace noise leave float64's range. The pure epsilon is as good there.
+_LARGEST_LAPLACE_LOSS = 700.0
 # Below this the rounding of the Fourier transforms inside a composition is no longer far smaller than delta.
 SMALLEST_DELTA = 1e-9
 # Reserved for that rounding, which may be in the unsafe direction; in a long composition it grows with the number of releases.
@@ -127,6 +129,8 @@ def _leaf_pld(leaf: dp.DpEvent, relation: Relation, grid: float) -> Any:
     if relation == "replace-one":
         return None
     fixed_size.num_points(inner, rate, grid)
+    if 1 / inner.noise_multiplier > _LARGEST_LAPLACE_LOSS:
+        raise OverflowError(f"{inner}: its losses are too large")
     return privacy_loss_distribution.from_laplace_mechanism(
         inner.noise_multiplier, value_discretization_interval=grid, sampling_prob=rate
     )

@@ -174,6 +174,17 @@ def test_pure_epsilons_and_the_rest_add_up(gaussian: Any, laplace: Any, relation
     assert small.accountant == "pld"
 
 
+@pytest.mark.exact
+@pytest.mark.parametrize(("relation", "sensitivity"), [(ADD, 1.0), (REPLACE, 2.0)])
+@pytest.mark.parametrize("loss", [650.0, 720.0, 745.0, 770.0])
+def test_laplace_losses_near_the_range_of_floats(loss: float, relation: Relation, sensitivity: float) -> None:
+    """Their probabilities are denormal numbers, or 0: the library ended in an error."""
+    release = Laplace(sensitivity / loss)
+    assert epsilon(Repeat(release, 2), delta=1e-5, relation=relation).epsilon == pytest.approx(2 * loss, rel=1e-6)
+    mixed = epsilon(Compose([release, Poisson(0.1, Gaussian(1.0))]), delta=1e-5, relation=relation).epsilon
+    assert loss - 1 < mixed < loss + 10
+
+
 @pytest.mark.parametrize("release", [Gaussian(0.5), Laplace(0.5), Poisson(0.5, Gaussian(0.5)), Poisson(0.5, Laplace(0.5))])
 def test_a_grid_that_takes_too_much_memory_is_refused(release: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("fixed_size", "poisson"):
