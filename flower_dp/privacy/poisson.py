@@ -3,7 +3,8 @@
 dp-accounting defines the pair of distributions, the range of its losses and the builder. Its own loop over the grid takes some
 seven microseconds a point in Python; a run's plan, and a calibration for each of many clients, need millions of points.
 
-The Renyi divergence of the pair of replace-one, which dp-accounting does not have, is here too.
+Renyi divergences of the pairs are here too: dp-accounting has none of replace-one, and between whole orders its bounds of
+add-or-remove-one may be many times too large.
 """
 
 import math
@@ -49,16 +50,30 @@ def replaced_divergence(release: dp.GaussianDpEvent, rate: float, order: float) 
     """Return the Renyi divergence of one sampled release under replace-one; infinite where it would take too many points.
 
     The pair P = (1 - q) N(0, std^2) + q N(-1, std^2), Q = (1 - q) N(0, std^2) + q N(1, std^2) dominates the release
-    (`docs/privacy.md` has the proof), so its divergence bounds that of every pair of neighbours. The integral of
-    P^order Q^(1 - order) is a sum over equidistant points: for an integrand that is analytic near the real line, its error falls
-    exponentially in their number.
+    (`docs/privacy.md` has the proof), so its divergence bounds that of every pair of neighbours.
 
     Args:
         release: one Gaussian release, with noise std / clip norm for its multiplier.
         rate: the probability q with which each unit takes part, in (0, 1).
         order: above 1.
     """
-    std = release.noise_multiplier
+    return _divergence(release.noise_multiplier, rate, order, replaced=True)
+
+
+def removed_divergence(release: dp.GaussianDpEvent, rate: float, order: float) -> float:
+    """Return the Renyi divergence of one sampled release under add-or-remove-one, as `replaced_divergence`.
+
+    The pair is P as there and N(0, std^2); the other way round it is never more (Mironov, Talwar & Zhang 2019, Theorem 5).
+    """
+    return _divergence(release.noise_multiplier, rate, order, replaced=False)
+
+
+def _divergence(std: float, rate: float, order: float, *, replaced: bool) -> float:
+    """Return the divergence of P from Q, or from N(0, std^2).
+
+    The integral of P^order Q^(1 - order) is a sum over equidistant points: for an integrand that is analytic near the real line,
+    its error falls exponentially in their number.
+    """
     # The density of N(0, std^2) is analytic everywhere; the ratios to it are, up to pi std^2 beside the real line.
     step = min(std, std**2) / 4
     # What is left out is less than 1e-18 of the integral: right of the points P < Q, and left of 1 - 2 order the integrand falls
@@ -67,8 +82,8 @@ def replaced_divergence(release: dp.GaussianDpEvent, rate: float, order: float) 
     if not last - first < _MOST_NODES * step:
         return math.inf
     xs = np.arange(first, last + step, step)
-    with_unit, replaced = (_log_mixed(shift * xs, std, rate) for shift in (-1.0, 1.0))
-    terms = order * with_unit, (1 - order) * replaced, -0.5 * (xs / std) ** 2
+    with_unit, other = _log_mixed(-xs, std, rate), _log_mixed(xs, std, rate) if replaced else np.zeros_like(xs)
+    terms = order * with_unit, (1 - order) * other, -0.5 * (xs / std) ** 2
     moment = float(special.logsumexp(sum(terms))) + math.log(step / std) - 0.5 * math.log(2 * math.pi)
     # The terms may cancel out where the moment is small.
     rounding = _EPSILON * float(np.max(sum(map(np.abs, terms))))

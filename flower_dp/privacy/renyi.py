@@ -1,6 +1,7 @@
 """Epsilon from Renyi divergences, as dp-accounting computes and converts them.
 
-Those of Poisson-sampled Gaussian releases under replace-one, which it does not have, are `flower_dp.privacy.poisson`'s.
+Those of Poisson-sampled Gaussian releases under replace-one, which it does not have, are `flower_dp.privacy.poisson`'s; so are
+those under add-or-remove-one below order 2, where its own may be 60 times too large.
 """
 
 import logging
@@ -115,6 +116,10 @@ def _divergence(leaf: dp.DpEvent, relation: Relation, order: float) -> float:
         divergence = poisson.replaced_divergence(*inner_of(leaf), order)
     else:
         divergence = float(accountant(relation, [order]).compose(library_event(leaf, relation)).rdp[0])
+        inner, rate = inner_of(leaf)
+        if order < 2 and rate < 1 and isinstance(leaf, dp.PoissonSampledDpEvent):
+            exact = poisson.removed_divergence(inner, rate, order)
+            divergence = exact if math.isnan(divergence) else min(divergence, exact)
     # What is left of a small divergence may be 0, which the conversion takes for no cost at all.
     return divergence if inner_of(leaf)[1] == 1 else divergence * (1 + _ROUNDING) + _ROUNDING / (order - 1)
 
