@@ -71,7 +71,8 @@ def _of_leaf(leaf: dp.DpEvent, order: float, relation: Relation) -> float:
     if rate < 1 and (relation == "replace-one" or isinstance(leaf, dp.PoissonSampledDpEvent)):
         # Sampling never adds a cost: what the sample is, is a mixture that both neighbours share.
         bounds.append(renyi.divergence_of(inner, relation, order))
-    found = [bound for bound in bounds if bound is not None and not math.isnan(bound)]
+    # One of NaN, or one that rounding has made 0, is none.
+    found = [bound for bound in bounds if bound is not None and bound > 0]
     if not found:
         raise UnsupportedEventError(f"event {leaf}: has no bound under relation={relation!r} in a fully adaptive budget")
     return min(found)

@@ -78,6 +78,14 @@ def test_a_releases_divergence_is_never_below_that_of_its_worst_pair(event, rela
     assert not tight or found == pytest.approx(worst, rel=1e-6)
 
 
+@pytest.mark.parametrize("relation", [ADD, REPLACE])
+@pytest.mark.parametrize("release", [Laplace(3e16), Laplace(1e17), Gaussian(1e50)])
+def test_a_release_that_costs_next_to_nothing_costs_something(release, relation):
+    budget = JointBudget(epsilon=1.0, delta=1e-5, fully_adaptive=True)
+    assert renyi_filter.divergence(release, budget.renyi_order, relation) > 0
+    assert renyi_filter.num_affordable(dp.NoOpDpEvent(), release, budget, relation) > 10**9
+
+
 def test_a_release_without_a_bound_is_refused_and_not_charged(path):
     event = dp.SampledWithoutReplacementDpEvent(100, 10, Laplace(1.0))
     with pytest.raises(UnsupportedEventError, match="has no bound under relation='add-or-remove-one' in a fully adaptive budget"):
