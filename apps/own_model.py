@@ -22,7 +22,7 @@ from flower_dp.clients import FlatModel, Records, as_records, client_app, model_
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.clients.training.losses import Loss
-from flower_dp.running.apps import OwnFunction
+from flower_dp.running.apps import OwnFunction, own_app
 from flower_dp.running.recorded import record_run
 from flower_dp.strategies import DPStrategy
 from flower_dp.strategies.journal import OnRound
@@ -48,6 +48,10 @@ class Apps:
 
     server: ServerApp
     client: ClientApp
+
+    def num_clients(self, run_config: Mapping[str, Any]) -> Any:
+        """Return the number of clients of a run with these settings, of which each node hosts at least one."""
+        return {**own_app().defaults, **run_config}["num-clients"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,24 @@ class _Loaded:
     client: ClientApp | Callable[[], ClientApp]
     run_config: Mapping[str, Value]
     name: str
+    num_clients: Any = None  # as the settings have it; None where a node may host no client
     bundle: bytes = b""  # the app's files, for a cluster
+
+    def nodes(self, num_nodes: int | None) -> int | None:
+        """Return how many nodes there are at most; None for any number.
+
+        Raises:
+            ValueError: some of `num_nodes` would have no client.
+        """
+        most = (
+            self.num_clients if isinstance(self.num_clients, int) and self.num_clients >= 1 else None
+        )  # else the app refuses it
+        if num_nodes is not None and most is not None and num_nodes > most:
+            raise ValueError(
+                f"num_nodes={num_nodes}: must be at most num-clients={most}, as a node hosts at least one; without it, there is "
+                "one node a worker"
+            )
+        return num_nodes or most
 
 
 def simulate(
@@ -101,8 +118,8 @@ def simulate(
         app: what `flower_dp.app` has returned; or a ServerApp, with `client_app`; or the folder of a Flower app, or the name of
             one of flower-dp's presets.
         client_app: the ClientApp of a ServerApp.
-        num_nodes: SuperNodes to simulate; None for one per worker. A node of `flower_dp.app` hosts many clients; where a stock
-            client or your own `client_fn` stands for one client, give their number.
+        num_nodes: SuperNodes to simulate; None for one per worker. A node of `flower_dp.app` hosts many clients, one at least;
+            where a stock client or your own `client_fn` stands for one client, give their number.
         run_config: settings of the run, by flat key (`{"num-rounds": 10, "dp-fedavg.clip-norm": 0.5}`).
         seed: sets `seed` in the run-config: data split, initial model and order of records in apps of this package; never noise,
             and never who takes part.
@@ -148,12 +165,13 @@ def simulate(
     values = {**(run_config or {}), **({} if seed is None else {"seed": seed})}
     with ExitStack() as stack:
         loaded = stack.enter_context(_loaded(app, client_app, values, away=bool(ray_address)))
+        most_nodes = loaded.nodes(num_nodes)
         stack.enter_context(_run_folder(_folder(output_dir, resume, loaded.name), resume=resume is not None))
         try:
             cluster = Cluster(address=address_of(ray_address), bundle=loaded.bundle) if ray_address else None
             workers = warm_workers(cpus=cpus_per_node, gpus=gpus_per_node, at_most=num_nodes, cluster=cluster)
             stack.callback(workers.keep)
-            nodes = num_nodes or len(workers.actors)
+            nodes = num_nodes or min(len(workers.actors), most_nodes or len(workers.actors))
             grid = stack.enter_context(
                 RayGrid(loaded.client, workers, num_nodes=nodes, run_config=loaded.run_config, node_config=node_config)
             )
@@ -200,7 +218,10 @@ def _loaded(app: Any, client_app: ClientApp | None, values: Mapping[str, Value],
         raise ValueError(f"app: is a {type(app).__name__}: must be flower_dp.app(...), a ServerApp, or the folder of an app")
     if not isinstance(client, ClientApp):
         raise ValueError(f"client_app: is a {type(client).__name__}: must be the ClientApp that belongs to the ServerApp")
-    yield _Loaded(server=server, client=client, run_config=values, name="run")
+    count = getattr(app, "num_clients", None)  # of what `flower_dp.app` has returned
+    yield _Loaded(
+        server=server, client=client, run_config=values, name="run", num_clients=count(values) if callable(count) else None
+    )
 
 
 @contextmanager
@@ -208,12 +229,17 @@ def _from_folder(target: str, values: Mapping[str, Value], *, away: bool) -> Ite
     what = resolve(target, [])
     config = with_values(what, values)
     if what.app.own:  # the package's own, wherever it is
-        yield _Loaded(server=own_module("server_app").app, client=own_client_app, run_config=config, name=what.name)
+        num_clients = config["num-clients"]
+        yield _Loaded(
+            server=own_module("server_app").app, client=own_client_app, run_config=config, name=what.name, num_clients=num_clients
+        )
         return
     client = client_of(what.app, away=away)
     try:
         files = bundled(what.app) if away else b""
-        yield _Loaded(server=components(what.app)[1](), client=client, run_config=config, name=what.name, bundle=files)
+        server = components(what.app)[1]()
+        count = {**what.app.settings(), **config}["num-clients"] if what.app.built else None
+        yield _Loaded(server=server, client=client, run_config=config, name=what.name, num_clients=count, bundle=files)
     finally:
         forget(str(what.app.folder))  # another app may have modules of the same names
 

@@ -11,6 +11,7 @@ import time
 import tomllib
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -196,6 +197,9 @@ def test_two_apps_on_warm_workers(capsys):
     assert capsys.readouterr().out == ""
 
 
+OWN = flower_dp.app(model_fn=lambda: torch.nn.Linear(3, 2), data_fn=lambda client, num_clients: pytest.fail("asked for data"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -207,6 +211,8 @@ def test_two_apps_on_warm_workers(capsys):
         ({"node_config": {0: {"ledger-path": "x"}}}, "node_config: is a dict: must be a function partition -> settings"),
         ({"client_app": None}, "client_app: is a NoneType"),
         ({"app": 3}, "app: is a int: must be flower_dp.app"),
+        ({"app": OWN, "num_nodes": 5, "run_config": {"num-clients": 4}}, "num_nodes=5: must be at most num-clients=4"),
+        ({"app": "mnist-nbafl", "num_nodes": 5, "run_config": {"num-clients": 4}}, "num_nodes=5: must be at most num-clients=4"),
         ({"app": "/nowhere"}, "/nowhere: is neither a folder of a Flower app nor a preset"),
     ],
 )
@@ -215,6 +221,21 @@ def test_nonsense_is_refused_before_anything_starts(arguments, named, monkeypatc
     arguments = {"app": ServerApp()} | arguments
     with pytest.raises(ValueError, match=named):
         flower_dp.simulate(arguments.pop("app"), **arguments)
+
+
+def test_no_node_is_without_a_client_however_many_workers_there_are(monkeypatch):
+    made = []
+
+    def grid(*_, num_nodes, **__):
+        made.append(num_nodes)
+        raise KeyError
+
+    monkeypatch.setattr(simulation, "warm_workers", lambda **_: SimpleNamespace(actors=range(8), keep=lambda: None))
+    monkeypatch.setattr(simulation, "RayGrid", grid)
+    for num_clients in (4, 20):
+        with pytest.raises(KeyError):
+            flower_dp.simulate(OWN, run_config={"num-clients": num_clients})
+    assert made == [4, 8]
 
 
 # What a client calls and reads is defined in the script itself.
