@@ -54,14 +54,33 @@ def nodes_of(target: Target, nodes: int | None, workers: int) -> int:
         ValueError: there are more nodes than clients.
     """
     app, config = target.app, {**target.app.settings(), **target.overrides}
-    clients = config.get("num-clients") if app.own or app.built else _num_clients(target, config)
-    if not isinstance(clients, int) or isinstance(clients, bool) or clients < 1:
+    if app.own or app.built:
+        return nodes_among(config.get("num-clients"), nodes, workers, option="--supernodes")
+    clients = _num_clients(target, config)
+    return nodes or (clients if _is_count(clients) else workers)
+
+
+def nodes_among(clients: Any, nodes: int | None, workers: int, *, option: str) -> int:
+    """Return how many SuperNodes host these clients, at least one each: as many as asked for, else one per worker.
+
+    Args:
+        clients: how many, as the settings have it; what is no such number is refused elsewhere.
+        nodes: as asked for.
+        workers: how many there are.
+        option: how `nodes` is asked for.
+
+    Raises:
+        ValueError: there are more nodes than clients.
+    """
+    if not _is_count(clients):
         return nodes or workers
-    if nodes is not None and nodes > clients and (app.own or app.built):
-        raise ValueError(
-            f"--supernodes={nodes}: must be at most num-clients={clients}; without it, one node a worker hosts them all"
-        )
-    return nodes or (min(workers, clients) if app.own or app.built else clients)
+    if nodes is not None and nodes > clients:
+        raise ValueError(f"{option}={nodes}: must be at most num-clients={clients}; without it, one node a worker hosts them all")
+    return nodes or min(workers, clients)
+
+
+def _is_count(clients: Any) -> bool:
+    return isinstance(clients, int) and not isinstance(clients, bool) and clients >= 1
 
 
 def num_gpus() -> int | None:

@@ -17,6 +17,7 @@ from flower_dp.core.environment import RESUME, RESUMED, RUN_FOLDER
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running import progress as screen
 from flower_dp.running.apps import own_module, resolve, with_values
+from flower_dp.running.preflight import nodes_among
 from flower_dp.running.recorded import WATCH, Watch, unasked
 from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_TEXT, new_folder
 from flower_dp.simulation.cluster import Cluster, address_of, bundled, check_machines
@@ -71,24 +72,8 @@ class _Loaded:
     client: ClientApp | Callable[[], ClientApp]
     run_config: Mapping[str, Value]
     name: str
-    num_clients: Any = None  # as the settings have it; None where a node may host no client
+    num_clients: Any = None  # as the settings have it; None where a node is a client, or not known
     bundle: bytes = b""  # the app's files, for a cluster
-
-    def nodes(self, num_nodes: int | None) -> int | None:
-        """Return how many nodes there are at most; None for any number.
-
-        Raises:
-            ValueError: some of `num_nodes` would have no client.
-        """
-        most = (
-            self.num_clients if isinstance(self.num_clients, int) and self.num_clients >= 1 else None
-        )  # else the app refuses it
-        if num_nodes is not None and most is not None and num_nodes > most:
-            raise ValueError(
-                f"num_nodes={num_nodes}: must be at most num-clients={most}, as a node hosts at least one; without it, there is "
-                "one node a worker"
-            )
-        return num_nodes or most
 
 
 def simulate(
@@ -165,13 +150,13 @@ def simulate(
     values = {**(run_config or {}), **({} if seed is None else {"seed": seed})}
     with ExitStack() as stack:
         loaded = stack.enter_context(_loaded(app, client_app, values, away=bool(ray_address)))
-        most_nodes = loaded.nodes(num_nodes)
+        nodes_among(loaded.num_clients, num_nodes, 1, option="num_nodes")  # before anything starts
         stack.enter_context(_run_folder(_folder(output_dir, resume, loaded.name), resume=resume is not None))
         try:
             cluster = Cluster(address=address_of(ray_address), bundle=loaded.bundle) if ray_address else None
             workers = warm_workers(cpus=cpus_per_node, gpus=gpus_per_node, at_most=num_nodes, cluster=cluster)
             stack.callback(workers.keep)
-            nodes = num_nodes or min(len(workers.actors), most_nodes or len(workers.actors))
+            nodes = nodes_among(loaded.num_clients, num_nodes, len(workers.actors), option="num_nodes")
             grid = stack.enter_context(
                 RayGrid(loaded.client, workers, num_nodes=nodes, run_config=loaded.run_config, node_config=node_config)
             )

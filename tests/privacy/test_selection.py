@@ -251,6 +251,8 @@ def test_a_divergence_that_no_number_is_proves_nothing(monkeypatch):
 @pytest.mark.parametrize("event", [Gaussian(1e9), Laplace(1e9), dp.PoissonSampledDpEvent(1e-7, Gaussian(10.0))])
 def test_a_divergence_that_rounding_has_made_next_to_0_proves_nothing(event, number):
     assert selection.rdp_epsilon([event], number, delta=1e-12, relation=ADD) is None
+    # One that is 0 altogether.
+    assert selection.rdp_epsilon([Gaussian(1e200)], number, delta=1e-12, relation=ADD) is None
     one_run = accounting.epsilon(event, delta=1e-12, relation=ADD).epsilon
     assert one_run < selection.epsilon([event], number, delta=1e-12, relation=ADD).epsilon < 1
 
