@@ -165,6 +165,7 @@ class CanaryClient(DPClient):
             device=like.model.device,
             seed=like.seed,
             engine=like.engine,
+            group_size=like.group_size,
             metrics=like.metrics,
         )
         self._canaries = dict(canaries)
@@ -179,7 +180,7 @@ class CanaryClient(DPClient):
         total = self.others.setdefault(instruction.server_round, np.zeros(dimension))
 
         def see(row: Tensor) -> None:
-            total[:] += clip_l2(row[:dimension], ask.promise.clip_norm).numpy()
+            total[:] += clip_l2(row[:dimension], ask.promise.clip_norm).cpu().numpy()
 
         def planted(pipeline: Any) -> Any:
             return replace(pipeline, train=CanaryUpdates(train=pipeline.train, given=self._canaries, length=length, see=see))

@@ -43,6 +43,8 @@ class DPClient(NodeClient):
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
         engine: "one_by_one", or, in a simulation, "batched" or "auto", the one that `quicker_engine` says:
             `flower_dp.clients.training.engines`.
+        group_size: how many clients "batched" trains at once on a GPU, if so many models fit into its memory; a public number, such
+            as the most clients of this node that a round is expected to draw. None: at most 64.
         metrics: the model and one client's records -> its metrics, for private evaluation; by default `loss`, and `accuracy`
             where targets are classes.
         context: of the node. With it the client refuses a node whose config names a ledger, for it keeps no account;
@@ -73,6 +75,7 @@ class DPClient(NodeClient):
         seed: int = 0,
         noise_seed: int | None = None,
         engine: str = "one_by_one",
+        group_size: int | None = None,
         metrics: Metrics | None = None,
         context: Context | None = None,
     ) -> None:
@@ -82,6 +85,9 @@ class DPClient(NodeClient):
         self.training = training
         checks.one_of("engine", engine, (*ENGINES, "auto"))
         self.engine = quicker_engine(self.model.module, self.model.device) if engine == "auto" else engine
+        if group_size is not None:
+            checks.integer("group_size", group_size, at_least=1)
+        self.group_size = group_size
         self.metrics = metrics or loss_and_accuracy(training.loss)
 
     @property
@@ -101,7 +107,9 @@ class DPClient(NodeClient):
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:
         """Return the work whose rows are updates, or vectors of metrics, each clipped, with its share of the noise."""
         ask, number = instruction.ask, instruction.server_round
-        train: Train = TrainedUpdates(training=self.training, model=self.model, server_round=number, engine=self.engine)
+        train: Train = TrainedUpdates(
+            training=self.training, model=self.model, server_round=number, engine=self.engine, group_size=self.group_size
+        )
         length = vector.numel()
         if ask.metrics is not None:
             train, length = MetricRows(model=self.model, metrics=self.metrics, bounds=ask.metrics), ask.metrics.num_counted

@@ -48,9 +48,10 @@ class TrainedWeights:
             loss = self.training.train(model, job.records, self.server_round, torch.Generator().manual_seed(job.seed))
         except Exception as error:
             log.error("training failed (%s): the reply is made from the global model", type(error).__name__)
-            loss = torch.zeros((), device=vector.device)
+            loss = torch.zeros((), device=model.device)
             model.vector.copy_(vector)
-        return (model.vector.clone() if bool(model.vector.isfinite().all()) else vector), loss
+        weights = model.vector.to(vector.device, copy=True)
+        return (weights if bool(weights.isfinite().all()) else vector), loss
 
     def _check_model(self, vector: Tensor, records: Records) -> None:
         """Raise if the model can't be trained on made-up records either, few or a whole batch: then no record is the cause.

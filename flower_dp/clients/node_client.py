@@ -21,6 +21,7 @@ from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, in_own_words, reading
 from flower_dp.clients.reply.pipeline import failure
 from flower_dp.clients.reply.work import Work, add_up
+from flower_dp.clients.training.devices import default_device, exact_device, reproducible
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks, noise
@@ -67,8 +68,7 @@ class NodeClient(NumPyClient):
             raise ValueError("clients: a node must host at least one client")
         for name in clients:
             checks.line("clients: name", name)
-        chosen = torch.device(device) if device else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = FlatModel(model, chosen)
+        self.model = FlatModel(model, default_device(device))
         self.clients = clients
         self.policy = ClientPolicy() if policy is None else policy
         self.seed = seed
@@ -125,7 +125,8 @@ class NodeClient(NumPyClient):
                 continue
             if (why := self._dry_run(name, records)) is None:
                 return None
-            log.error("client %s: dry run: %s", name, why)
+            if why not in found:
+                log.error("client %s: dry run: %s", name, why)
             found.append(why)
         return found[0] if found else None
 
@@ -133,7 +134,8 @@ class NodeClient(NumPyClient):
         """Return why a client can't train, in fixed words; None if it can, or in doubt."""
         started = time.monotonic()
         try:
-            return self._why_unfit(records)
+            with reproducible(self.model.device):
+                return self._why_unfit(records)
         except Exception as error:
             log.warning("client %s: no dry run: %s: %s", name, type(error).__name__, error)
             return None
@@ -167,7 +169,7 @@ class NodeClient(NumPyClient):
         Raises:
             Declined, RuntimeError: as `fit`.
         """
-        with in_own_words("training"):
+        with in_own_words("training"), reproducible(self.model.device):
             return self._answer(arrays, config, evaluates=False)
 
     def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
@@ -188,7 +190,7 @@ class NodeClient(NumPyClient):
         Raises:
             Declined, RuntimeError: as `fit`.
         """
-        with in_own_words("evaluation"):
+        with in_own_words("evaluation"), reproducible(self.model.device):
             return self._answer(arrays, config, evaluates=True)[1]
 
     def _answer(
@@ -250,7 +252,7 @@ class NodeClient(NumPyClient):
             vector = layout.flatten(trained)
         if not np.isfinite(vector).all():  # every record would count as zero, and be paid for
             raise Declined("the server's model has NaN or infinite entries")
-        return torch.from_numpy(vector).to(self.model.device)
+        return torch.from_numpy(vector).to(exact_device(self.model.device))
 
     @abstractmethod
     def _why_unfit(self, records: Records) -> str | None:

@@ -77,13 +77,14 @@ def clip_l1(rows: Array, clip_norm: float) -> Array:
     return _clip(rows, _bound(clip_norm), l1_norms)
 
 
-def indicator(update: Array, clip_norm: float, scale: float) -> float:
-    """Return scale / 2 if the L2 norm of an update [d] is at most `clip_norm`, else -scale / 2; a little nearer to 0.
+def indicator(updates: Array, clip_norm: float, scale: float) -> Array:
+    """Return scale / 2 where the L2 norm of an update [d], or of each of several [n, d], is at most `clip_norm`, else -scale / 2.
 
-    The margin is more than a cast to float32 can add back.
+    It is float64, and a little nearer to 0: by more than a cast to float32 can add back.
     """
-    within = float(l2_norms(update)) <= clip_norm
-    return (0.5 if within else -0.5) * scale * (1 - _MARGIN)
+    norms = l2_norms(updates)
+    xp, value = array_namespace(norms), 0.5 * scale * (1 - _MARGIN)
+    return xp.where(norms <= clip_norm, xp.full_like(norms, value), xp.full_like(norms, -value))
 
 
 def _bound(clip_norm: float) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from array_api_compat import array_namespace, device
 
 from flower_dp.clients.reply.parts import Clip, GaussianShare, IndicatorClip, Mask, Noise, NotPrivate, RowClip, ServerNoise
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Train, Trained
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Train, Trained, rows_together
 from flower_dp.clients.reply.rows import changed
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, Lossless, RandK, TopK
 from flower_dp.core.noise import check_lattice
@@ -26,6 +26,11 @@ class WithSlot:
     """Training whose rows have one more entry at the end, 0, which the clip fills."""
 
     train: Train
+
+    @property
+    def rows_together(self) -> int:
+        """As of the training."""
+        return rows_together(self.train)
 
     def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's row [d + 1] and training loss, or its error, in order."""

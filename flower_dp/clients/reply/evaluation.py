@@ -70,7 +70,7 @@ class MetricRows:
         finally:
             module.train(was)
         row = self.bounds.counted({name: _number(value) for name, value in values.items()})
-        return torch.from_numpy(row).to(self.model.device), torch.zeros((), device=self.model.device)
+        return torch.from_numpy(row).to(vector.device), torch.zeros((), device=vector.device)
 
 
 def _number(value: Any) -> float:

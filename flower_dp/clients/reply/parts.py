@@ -57,8 +57,8 @@ class Mask:
         object.__setattr__(self, "indices", np.concatenate([self.of.indices(self.length), extra]))
 
     def keep(self, row: Array) -> Array:
-        """Return the kept coordinates [k] of a row [d]."""
-        return row[self._on(row)]
+        """Return the kept coordinates [..., k] of rows [..., d]."""
+        return row[..., self._on(row)]
 
     def spread(self, kept: Array) -> Array:
         """Return the vector [d] of kept coordinates [k], 0 elsewhere."""
@@ -91,7 +91,7 @@ class RowClip:
     step: float
 
     def __call__(self, row: Array) -> Array:
-        """Return the clipped row.
+        """Return the clipped row, or rows [n, d].
 
         Raises:
             ValueError: if an entry is NaN or infinite.
@@ -126,17 +126,16 @@ class IndicatorClip:
         return self.indicator.joint_norm
 
     def __call__(self, row: Array) -> Array:
-        """Return the clipped row; what stands in its last entry is replaced by the indicator.
+        """Return the clipped row, or rows [n, d]; what stands in the last entry of each is replaced by the indicator.
 
         Raises:
             ValueError: if an entry is NaN or infinite.
         """
         xp = array_namespace(row)
-        update, asked = row[:-1], self.indicator
+        update, asked = row[..., :-1], self.indicator
         clipped = clip_l2(update, asked.clip_norm)
-        within = indicator(update, asked.clip_norm, asked.scale)
-        last = xp.full((1,), within, dtype=clipped.dtype, device=device(clipped))
-        return noise.toward_zero(xp.concat([clipped, last]), self.step)
+        last = xp.astype(indicator(update, asked.clip_norm, asked.scale), clipped.dtype)[..., None]
+        return noise.toward_zero(xp.concat([clipped, last], axis=-1), self.step)
 
 
 @final

@@ -7,6 +7,7 @@ between clip and noise; rounding to the lattice belongs to the clip. Selections 
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from array_api_compat import array_namespace
@@ -69,7 +70,8 @@ class Job:
 class Train(Protocol):
     """Local training of some clients.
 
-    If it clips the contribution of every record, it has an attribute `record_clip`, a `RecordClip` equal to the pipeline's. If it
+    If the rows of several clients may be clipped at once, which takes less time on a GPU, it has an attribute `rows_together`: how
+    many, a number that no client's data and no other client decide. If it clips the contribution of every record, it has an attribute `record_clip`, a `RecordClip` equal to the pipeline's. If it
     adds the noise of every step, it has an attribute `step_noise`, the same `StepNoise` object as the pipeline's.
     """
 
@@ -217,9 +219,10 @@ class Pipeline:
             vector: the global model [d], float32.
             jobs: the clients.
         """
-        for job, trained in zip(jobs, self.train.rows(vector, jobs), strict=True):
+        pairs = zip(jobs, self.train.rows(vector, jobs), strict=True)
+        for job, trained, clipped in self._clipped_together(pairs, rows_together(self.train)):
             try:
-                answer = self._reply(trained, job)
+                answer = self._reply(trained, job, clipped)
             except Exception as error:
                 answer = failure(job.name, error)
             yield answer
@@ -229,19 +232,56 @@ class Pipeline:
         width = width_of_sum(num_rows, self.clip, self.noise)
         return self.encode.encode(total if self.before_clip is None else self.before_clip.spread(total), width)
 
-    def _reply(self, trained: Trained, job: Job) -> Reply | Refusal:
+    def _clipped_together(
+        self, pairs: Iterator[tuple[Job, Trained]], size: int
+    ) -> Iterator[tuple[Job, Trained, "_Clipped | None"]]:
+        """Yield every client's row with what clipping `size` rows at once makes of it; None: it is to be clipped alone."""
+        if size == 1:
+            yield from ((job, trained, None) for job, trained in pairs)
+            return
+        while part := list(islice(pairs, size)):
+            rows = [trained[0] for _, trained in part if not isinstance(trained, Exception)]
+            try:
+                clipped = iter(self._clipped(rows, size) if rows else [])
+            except Exception as error:  # such as rows of different shapes
+                log.debug("rows can't be clipped at once: %s: %s", type(error).__name__, error)
+                yield from ((job, trained, None) for job, trained in part)
+                continue
+            for job, trained in part:
+                yield job, trained, None if isinstance(trained, Exception) else next(clipped)
+
+    def _clipped(self, rows: Sequence[Array], size: int) -> list["_Clipped"]:
+        """Clip rows [d] as one matrix [size, d]: its shape is the same for any number of clients, so no row's bits depend on it."""
+        xp = array_namespace(rows[0])
+        matrix = xp.stack([*rows, *[xp.zeros_like(rows[0])] * (size - len(rows))])
+        if self.before_clip is not None:
+            matrix = self.before_clip.keep(matrix)
+        finite = xp.all(xp.isfinite(matrix), axis=-1)
+        matrix = xp.where(finite[:, None], matrix, xp.zeros_like(matrix))
+        norms, clipped = l2_norms(matrix), self.clip(matrix)
+        flags = finite.tolist()
+        return [_Clipped(row=clipped[i] if flags[i] else None, norm=norms[i]) for i in range(len(rows))]
+
+    def _clipped_alone(self, row: Array, *, measured: bool) -> "_Clipped":
+        if self.before_clip is not None:
+            row = self.before_clip.keep(row)
+        norm = l2_norms(row) if measured else None
+        try:
+            return _Clipped(row=self.clip(row), norm=norm)
+        except ValueError as error:
+            if str(error) != NOT_FINITE:
+                raise
+            return _Clipped(row=None, norm=norm)
+
+    def _reply(self, trained: Trained, job: Job, made: "_Clipped | None" = None) -> Reply | Refusal:
         if isinstance(trained, Exception):
             raise trained
         row, loss = trained
         length = row.shape[0]
-        if self.before_clip is not None:
-            row = self.before_clip.keep(row)
-        norm = l2_norms(row) if job.measured else None
-        try:
-            clipped = self.clip(row)
-        except ValueError as error:
-            if str(error) != NOT_FINITE:
-                raise
+        if made is None:
+            made = self._clipped_alone(row, measured=job.measured)
+        norm, clipped = made.norm if job.measured else None, made.row
+        if clipped is None:
             return Refusal(reason=f"{FAILED}: {NOT_FINITE}")
         secret = Once(job.secret)
         noised = self.noise.add(clipped, self.clip.step, secret)
@@ -255,6 +295,19 @@ class Pipeline:
             num_bytes = alone.num_bytes
         kept = None if self.keep is None else self.keep(leaving, job.kept)
         return Reply(row=leaving, loss=loss, norm=norm, num_bytes=num_bytes, alone=alone, kept=kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Clipped:
+    """A clipped row on the lattice, None for one that is not finite; and its norm before the clip."""
+
+    row: Array | None
+    norm: Array | None
+
+
+def rows_together(train: Train) -> int:
+    """Return how many of a training's rows are clipped at once."""
+    return getattr(train, "rows_together", 1)
 
 
 class Once:

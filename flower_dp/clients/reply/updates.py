@@ -6,19 +6,37 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flower_dp.clients.reply.pipeline import Job
-from flower_dp.clients.training.engines import local_updates
+from flower_dp.clients.training.devices import exact_device, is_accelerator
+from flower_dp.clients.training.engines import local_updates, num_slots
 from flower_dp.clients.training.engines.one_by_one import Trained
 from flower_dp.clients.training.recipe import FlatModel, Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedUpdates:
-    """Local training by an engine: a row is the trained model minus the global model."""
+    """Local training by an engine: a row is the trained model minus the global model.
+
+    Attributes:
+        training: the recipe.
+        model: where to train.
+        server_round: 1, 2, ...
+        engine: of `local_updates`.
+        group_size: of `local_updates`.
+    """
 
     training: Training
     model: FlatModel
     server_round: int
     engine: str
+    group_size: int | None = None
+
+    @property
+    def rows_together(self) -> int:
+        """How many rows are clipped at once: as many as the batched engine trains at once on a GPU."""
+        device = self.model.device
+        if self.engine != "batched" or not is_accelerator(exact_device(device)):
+            return 1
+        return num_slots(self.model.layout.size, device, self.group_size)
 
     def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
         """Yield every client's update and training loss, or its error, in order."""
@@ -32,6 +50,7 @@ class TrainedUpdates:
             seeds=[job.seed for job in jobs],
             losses=losses,
             engine=self.engine,
+            group_size=self.group_size,
         )
         for row in rows:
             yield row if isinstance(row, Exception) else (row, losses[-1])

@@ -114,7 +114,7 @@ class ConvexModel:
         A record counts as zero if it can't be read, does not fit the model, is no class, or has a feature or target that is not
         finite. That depends on the record alone: a gradient that was zero at some weights only would be that of no convex loss.
         """
-        parts = self._read(records, positions, draws_seed(seed))
+        parts = self._read(records, positions, draws_seed(seed), weights.device)
         if not parts:
             return torch.zeros_like(weights), torch.zeros((), device=weights.device)
         inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -141,9 +141,9 @@ class ConvexModel:
             return 2 * (score - targets), (score - targets) ** 2
         return torch.sigmoid(score) - targets, nn.functional.softplus(score) - targets * score
 
-    def _read(self, records: Records, positions: Tensor, seed: int) -> list[tuple[Tensor, Tensor]]:
+    def _read(self, records: Records, positions: Tensor, seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Return features [n, f] and targets [n] of the records that can be read and fit the model, in float64."""
-        made = made_up(records, self.model.device)
+        made = made_up(records, device)
         if made is not None and not isinstance(made[0], Tensor):
             raise UnfitModelError(f"convex-glm needs inputs in one tensor: this client's are {type(made[0]).__name__}")
         size, problems = max(1, len(positions)), set[str]()
@@ -158,7 +158,7 @@ class ConvexModel:
                 labels = labels.where((classes == 0) | (classes == 1), torch.nan)
             return features, labels
 
-        read = apart(records, positions, fitting, size=size, device=self.model.device, seed=seed, problems=problems)
+        read = apart(records, positions, fitting, size=size, device=device, seed=seed, problems=problems)
         return [(features[places], labels[places]) for _, places, (features, labels) in read]
 
     def _matrix(self, weights: Tensor) -> Tensor:

@@ -2,20 +2,12 @@
 
 import hashlib
 import random
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-
-class _Lent(Protocol):
-    """A process-wide generator."""
-
-    def get_state(self) -> Any: ...
-
-    def set_state(self, state: Any) -> Any: ...
-
-    def manual_seed(self, seed: int) -> Any: ...
+from flower_dp.clients.training.devices import Generator, default_generators
 
 
 class _Python:
@@ -44,9 +36,7 @@ class OwnDraws:
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        # The generators of every device that has its own; the CPU's are used besides a GPU's.
-        others = None if device.type == "cpu" else getattr(torch.get_device_module(device), "default_generators", None)
-        self._lent: list[_Lent] = [torch.default_generator, *([others[device.index]] if others else [])]
+        self._lent: list[Generator] = default_generators(device)
         self._seed = seed
         self._kept: list[Any] = []
 

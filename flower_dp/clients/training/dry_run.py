@@ -9,14 +9,18 @@ nobody knows which targets it takes.
 """
 
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flower_dp.clients import reasons
+from flower_dp.clients.training.devices import is_accelerator
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines import local_updates
 from flower_dp.clients.training.findings import findings_of
@@ -36,9 +40,15 @@ from flower_dp.clients.training.records import (
     made_up,
     outputs_of,
 )
+from flower_dp.core import checks
 
 log = logging.getLogger("flwr")
 
+# In the line of a node's log that tells why made-up records can't be computed, and in each line of the traceback below it.
+FIRST_CAUSE = "dry run, first cause"
+TRACEBACK = "dry run | "
+# Characters of an error's text in that line.
+_MOST_OF_CAUSE = 300
 # Records of a made-up batch: some models need more than one.
 _FEW = 2
 _Batch = tuple[Inputs, Tensor]
@@ -75,7 +85,7 @@ def of_records(model: FlatModel, records: Records, loss: Loss) -> str | None:
         try:
             check_model(model, records, loss)
         except UnfitModelError as error:
-            log.warning("dry run: %s: %s", error, error.__cause__)
+            _log_cause("the gradient of a single record", error.__cause__ or error)
             if isinstance(error.__cause__, KeepsError):
                 return reasons.KEEPS
             return _why_no_record(model, records, loss)
@@ -113,7 +123,7 @@ class _Trial:
     def __init__(self, model: FlatModel, training: Training) -> None:
         self._model, self._training = model, training
         # On a GPU an index out of range makes it unusable for the process.
-        self._safe = model.device.type == "cpu"
+        self._safe = not is_accelerator(model.device)
 
     def why_not(self, example: _Batch) -> str | None:
         """Return why there is no step on any batch that looks like this record [1, ...]; None if there is one."""
@@ -122,7 +132,7 @@ class _Trial:
             if isinstance(row, Tensor):
                 return reasons.KEEPS if self._keeps(batch, row) else None
             error = row
-        log.warning("dry run: training on a made-up batch fails: %s: %s", type(error).__name__, error)
+        _log_cause("a step of training", error)
         if (why := self.why_no_outputs(example)) is not None:
             return why
         if self.loss_fails(example):  # a loss of the user's own may take other targets than these
@@ -207,7 +217,7 @@ def _example(records: Records, device: torch.device, *, public: bool) -> _Batch 
     try:
         made = made_up(records, device)
     except Exception as error:
-        log.warning("dry run: the transform fails on a record of zeros: %s: %s", type(error).__name__, error)
+        _log_cause("the transform of a record of zeros", error)
         return reasons.TRANSFORM
     if made is not None or public:
         return made
@@ -222,6 +232,21 @@ def _example(records: Records, device: torch.device, *, public: bool) -> _Batch 
         log.warning("dry run: the first record can't be read: %s: %s", type(error).__name__, error)
         return None
     return inputs, targets
+
+
+def _log_cause(what: str, error: BaseException) -> None:
+    """Log in one line why made-up records can't be computed, and below it the traceback; each once in a process."""
+    while (earlier := error.__cause__) is not None:
+        error = earlier
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    text = checks.one_line(f"{type(error).__name__}: {error}", most=_MOST_OF_CAUSE)
+    _log_once(f"{FIRST_CAUSE}: {what} fails: {text}{place}", "".join(traceback.format_exception(error)))
+
+
+@lru_cache(maxsize=64)
+def _log_once(line: str, trace: str) -> None:
+    log.error("\n".join([line, *(TRACEBACK + one for one in trace.rstrip().splitlines())]))
 
 
 def _is_pair(row: Any) -> bool:

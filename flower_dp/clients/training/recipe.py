@@ -49,16 +49,16 @@ class FlatModel:
 
     def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
         _refuse_batch_statistics(module)
-        self.device = device or torch.device("cpu")
         # Data that the batched engine caches for this model.
         self.programs: dict[Any, Any] = {}
         # Of `findings_of`, where no other model is known to be alike.
         self.findings: Any = None
-        self.module = module.to(self.device, torch.float32)
+        self.module = module.to(device or torch.device("cpu"), torch.float32)
         named = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         self.layout = Layout.of({name: parameter.detach() for name, parameter in named.items()})
         self.parameters: list[Tensor] = list(named.values())
         self.vector = self.layout.flatten({name: parameter.detach() for name, parameter in named.items()})
+        self.device = self.vector.device  # with its index: "cuda" and "cuda:0" are not equal
         self._share(self.vector, self.parameters)
         self._frozen = [value for value in self.module.parameters() if not value.requires_grad]
         # One copy of a buffer that two layers share.

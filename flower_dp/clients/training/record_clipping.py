@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.reply.parts import RecordClip
+from flower_dp.clients.training.devices import exact_device
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.findings import findings_of
 from flower_dp.clients.training.joins import one_alone
@@ -63,7 +64,7 @@ def clipped_sum(
         UnfitModelError: if the model has no gradient even for a record of zeros.
     """
     check_model(model, records, loss)
-    total = torch.zeros_like(model.vector, dtype=torch.float64)
+    total = torch.zeros(model.layout.size, dtype=torch.float64, device=exact_device(model.device))
     losses = [torch.zeros(0, device=model.device)]
     problems: set[str] = set()
     size = _chunk(model) if relation == "replace-one" else 1
@@ -73,7 +74,7 @@ def clipped_sum(
         finite = made.isfinite().all(dim=1) & values.isfinite()
         # All rows of the part are clipped, whichever of its records could be read: on a GPU the last bits of a norm may depend on
         # how many rows there are.
-        clipped = clip.records(made.where(finite[:, None], 0.0))
+        clipped = clip.records(made.where(finite[:, None], 0.0).to(total.device))
         total += clipped[places].sum(dim=0, dtype=torch.float64)
         losses.append(values[places][finite[places]])
         if len(losses[-1]) < len(places):

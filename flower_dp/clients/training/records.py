@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
+
+from flower_dp.clients.training.devices import select_rows
 
 # A model's inputs, one row per record: a tensor, or tensors by the names of the model's arguments.
 Inputs = Tensor | Mapping[str, Tensor]
@@ -88,8 +91,8 @@ class TensorRecords:
     """Records in tensors, possibly some rows of tensors that many clients share.
 
     Attributes:
-        inputs: [n, ...], of any dtype; uint8 images stay small this way. Or several such tensors by the names of the model's
-            arguments, such as {"input_ids": ..., "attention_mask": ...}.
+        inputs: [n, ...], of any dtype, on any device; uint8 images stay small this way. Or several such tensors by the names of
+            the model's arguments, such as {"input_ids": ..., "attention_mask": ...}.
         targets: [n, ...].
         indices: the rows that are this client's [records], int64; None for all of them. Where the unit of privacy is a record, a
             client with a row twice does not reply.
@@ -149,9 +152,13 @@ class TensorRecords:
 
     def rows(self, positions: Tensor, device: torch.device) -> tuple[Any, Tensor]:
         """Return inputs and targets of some records, before the transform."""
-        rows = positions if self.indices is None else self.indices[positions]
-        inputs = each(self.inputs, lambda tensor: tensor.index_select(0, rows).to(device))
-        return inputs, self.targets.index_select(0, rows).to(device)
+        rows = self.positions_of_rows(positions)
+        inputs = each(self.inputs, lambda tensor: select_rows(tensor, rows).to(device))
+        return inputs, select_rows(self.targets, rows).to(device)
+
+    def positions_of_rows(self, positions: Tensor) -> Tensor:
+        """Return which rows of the tensors some records are."""
+        return positions if self.indices is None else self.indices[positions]
 
     def zeros(self, device: torch.device) -> tuple[Any, Tensor]:
         """Return inputs and target [1, ...] of a record of zeros, before the transform."""
@@ -165,6 +172,36 @@ class TensorRecords:
         """Return inputs and target [1, ...] of a record of zeros: shapes and types of the tensors are public."""
         inputs, targets = self.zeros(device)
         return (inputs if self.transform is None else self.transform(inputs)), targets
+
+
+def rows_of_all(asked: Mapping[Any, tuple["Records", Tensor]], device: torch.device) -> dict[Any, tuple[Any, Tensor]]:
+    """Return `TensorRecords.rows` of several clients that share their tensors, with one lookup for all of them.
+
+    Args:
+        asked: each client's records and some positions [n].
+        device: where the rows are needed.
+
+    Returns:
+        By the keys of `asked`; empty if not all of them are `TensorRecords` of the same tensors, or the lookup fails: whose rows
+        are wrong shows when they are read client by client.
+    """
+    clients = [records for records, _ in asked.values() if type(records) is TensorRecords]  # a subclass may do anything
+    if not clients or len(clients) < len(asked):
+        return {}
+    first = clients[0]
+    if any(records.inputs is not first.inputs or records.targets is not first.targets for records in clients):
+        return {}
+    try:
+        parts = [records.positions_of_rows(part) for records, (_, part) in zip(clients, asked.values(), strict=True)]
+        inputs, targets = TensorRecords(inputs=first.inputs, targets=first.targets).rows(torch.cat(parts), device)
+    except Exception:
+        return {}
+    found, start = {}, 0
+    for key, part in zip(asked, parts, strict=True):
+        own = slice(start, start + len(part))
+        found[key] = each(inputs, itemgetter(own)), targets[own]
+        start += len(part)
+    return found
 
 
 def repeats_rows(records: Records) -> bool:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from flower_dp.clients.training.engines.batched import num_slots as num_slots  # noqa: PLC0414 (others import it from here)
 from flower_dp.clients.training.engines.batched import train_batched
+from flower_dp.clients.training.devices import is_accelerator
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one
 from flower_dp.clients.training.lus import LUS
 from flower_dp.clients.training.recipe import FlatModel, Training
@@ -28,7 +30,7 @@ def quicker_engine(module: nn.Module, device: torch.device) -> str:
     Convolutions on a processor gain nothing from groups, and clients of a group wait for the one with the most records.
     """
     convolves = any(isinstance(layer, _ConvNd) for layer in module.modules())
-    return "one_by_one" if convolves and device.type == "cpu" else "batched"
+    return "one_by_one" if convolves and not is_accelerator(device) else "batched"
 
 
 def local_updates(
@@ -41,13 +43,14 @@ def local_updates(
     seeds: Sequence[int],
     losses: list[Tensor] | None = None,
     engine: str = "one_by_one",
+    group_size: int | None = None,
 ) -> Iterator[Tensor | Exception]:
     """Yield every client's update, trained model minus global model, one new row [d] each, in order.
 
     If a client's training fails, its error is yielded instead of its row. It affects no other client's row.
 
     Args:
-        vector: the global model [d], float32, on the model's device.
+        vector: the global model [d], float32, on the device where rows are needed: the model's, or the CPU.
         clients: each client's records.
         training: the recipe; its sparsifier has the last word on every row.
         model: where to train; its weights are overwritten, its buffers are restored afterwards.
@@ -55,15 +58,20 @@ def local_updates(
         seeds: one seed a client, for the order of its records and for all else that is drawn.
         losses: receives the mean training loss of every client that trained, before its row is yielded.
         engine: "one_by_one", or "batched" in a simulation.
+        group_size: how many clients the batched engine trains at once on a GPU; see `num_slots`.
 
     Raises:
-        ValueError: for an unknown engine, or if the numbers of seeds and clients differ.
+        ValueError: for an unknown engine, a group size below 1, or if the numbers of seeds and clients differ.
     """
     checks.one_of("engine", engine, ENGINES)
+    if group_size is not None:
+        checks.integer("group_size", group_size, at_least=1)
     if len(seeds) != len(clients):
         raise ValueError(f"seeds: {len(seeds)} for {len(clients)} clients")
     if engine == "batched":
-        trained = train_batched(vector, clients, training, model=model, server_round=server_round, seeds=seeds)
+        trained = train_batched(
+            vector, clients, training, model=model, server_round=server_round, seeds=seeds, group_size=group_size
+        )
     else:
         pairs = zip(clients, seeds, strict=True)
         trained = (train_one(vector, one, training, model=model, server_round=server_round, seed=seed) for one, seed in pairs)

@@ -12,23 +12,28 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flower_dp.clients.training.devices import is_accelerator
 from flower_dp.clients.training.engines.feed import Feed, Kind, MixedRecordsError
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one
 from flower_dp.clients.training.engines.program import Program
 from flower_dp.clients.training.recipe import FlatModel, Training
-from flower_dp.clients.training.records import Records, TensorRecords
+from flower_dp.clients.training.records import Records, TensorRecords, rows_of_all
 
 log = logging.getLogger("flwr")
 
 _MOST_SLOTS = 64
-# The number of weights in a group: as many as fit a CPU's caches, or this part of a GPU's memory, the rest of which activations
-# may use.
+# The number of weights in a group: as many as fit a CPU's caches, or this part of a GPU's memory, the rest of which gradients and
+# activations may use.
 _CACHED_FLOATS = 2**20
 _PART_OF_GPU = 64
 # The number of weights of the clients that are sorted by their number of steps at a time, and wait to be yielded.
 _WAITING_FLOATS = 2**20
 # The largest distance between the two engines' updates of made-up records, relative to the norm.
 _TOLERANCE = 1e-3
+# Key of the largest number of slots for which memory was enough, where more were tried.
+_FITTING = "slots that fit"
+_MANY = 2**62
+_TINY = torch.finfo(torch.float32).tiny
 
 
 class UnfitRecipeError(RuntimeError):
@@ -43,35 +48,51 @@ def train_batched(
     model: FlatModel,
     server_round: int,
     seeds: Sequence[int],
+    group_size: int | None = None,
 ) -> Iterator[Trained]:
     """Yield the result of every client, in order.
 
-    A client is trained alone with `one_by_one` if its model can't be batched, or its records are not all of one shape. The reason
+    `group_size` is that of `num_slots`. A client is trained alone with `one_by_one` if its model can't be batched, or its records are not all of one shape. The reason
     is logged, once for a model, a recipe and a kind of record. The choice depends on the model, the recipe and the shape of the
     client's own records, never on their content or on other clients.
     """
-    trainer = _Trainer(vector, training, model, server_round)
+    slots = min(num_slots(model.layout.size, model.device, group_size), model.programs.get(_FITTING, _MANY))
+    trainer = _Trainer(vector, training, model, server_round, slots)
     window = trainer.num_slots * max(1, _WAITING_FLOATS // max(1, model.layout.size * trainer.num_slots))
     for start in range(0, len(clients), window):
         yield from trainer.train(clients[start : start + window], seeds[start : start + window])
 
 
-def num_slots(num_parameters: int, device: torch.device) -> int:
-    """Return how many clients are in a group: a power of two, from the model's size and the device alone."""
-    floats = _CACHED_FLOATS
-    if device.type == "cuda":
-        floats = torch.cuda.get_device_properties(device).total_memory // 4 // _PART_OF_GPU
-    fitting = min(_MOST_SLOTS, max(2, floats // max(1, num_parameters)))
-    return int(2 ** (fitting.bit_length() - 1))
+def num_slots(num_parameters: int, device: torch.device, group_size: int | None = None) -> int:
+    """Return how many clients are in a group, an even number that never depends on which clients take part, or how many.
+
+    Args:
+        num_parameters: of the model.
+        device: where the group is trained.
+        group_size: on a GPU the number itself, if so many models fit into its memory: an operation costs the same for few clients
+            and many. Else, and on a CPU, it is a power of two of at most 64, from the model's size and the device alone.
+    """
+    floats, most = _CACHED_FLOATS, _MOST_SLOTS
+    if is_accelerator(device):
+        floats = _memory(device) // 4 // _PART_OF_GPU
+        most = _MOST_SLOTS if group_size is None else group_size + group_size % 2
+    fitting = max(2, floats // max(1, num_parameters))
+    return most if most <= fitting else int(2 ** (fitting.bit_length() - 1))
+
+
+def _memory(device: torch.device) -> int:
+    """Return the bytes of an accelerator's memory; of one that does not say, a few GiB."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return 2**32 if properties is None else int(properties(device).total_memory)
 
 
 class _Trainer:
     """One round of one node's clients."""
 
-    def __init__(self, vector: Tensor, training: Training, model: FlatModel, server_round: int) -> None:
+    def __init__(self, vector: Tensor, training: Training, model: FlatModel, server_round: int, num_slots: int) -> None:
         self._vector, self._training, self._model, self._round = vector, training, model, server_round
         self._threads = torch.get_num_threads()
-        self.num_slots = num_slots(model.layout.size, model.device)
+        self.num_slots = num_slots
 
     def train(self, clients: Sequence[Records], seeds: Sequence[int]) -> Iterator[Trained]:
         """Train these clients, in groups with similar numbers of steps; yield the result of each, in order."""
@@ -90,13 +111,11 @@ class _Trainer:
     ) -> Iterator[tuple[int, Trained]]:
         """Yield the results of the clients with these indices, each with its index."""
         kinds: dict[Kind, dict[int, Feed]] = {}
-        for index in group:
-            try:
-                feed = Feed(clients[index], self._training, self._vector.device, seeds[index])
-            except Exception as error:
-                yield index, error
-            else:
+        for index, feed in self._feeds(group, clients, seeds):
+            if isinstance(feed, Feed):
                 kinds.setdefault(feed.kind, {})[index] = feed
+            else:
+                yield index, feed
         for kind, feeds in kinds.items():
             program, places, left = self._program(kind), list(feeds), set(feeds)
             if program is None:
@@ -107,10 +126,32 @@ class _Trainer:
                     index = places[slot]
                     left.remove(index)
                     yield index, self._alone(clients[index], seeds[index]) if isinstance(trained, MixedRecordsError) else trained
+            except torch.OutOfMemoryError:  # no client's fault
+                self._use_less_memory()
+                yield from ((index, self._alone(clients[index], seeds[index])) for index in sorted(left))
             except Exception as error:
                 # One client's records make a step fail. To find out which, train each client in a group alone.
                 for index in sorted(left):
                     yield from [(index, error)] if len(feeds) == 1 else self._train_group([index], clients, seeds)
+
+    def _feeds(
+        self, group: Sequence[int], clients: Sequence[Records], seeds: Sequence[int]
+    ) -> Iterator[tuple[int, Feed | Exception]]:
+        """Yield the batches of the clients with these indices, each with its index, or the error of its first records."""
+        device, feeds = self._model.device, dict[int, Feed]()
+        for index in group:
+            try:
+                feeds[index] = Feed(clients[index], self._training, device, seeds[index])
+            except Exception as error:
+                yield index, error
+        rows = {}
+        if is_accelerator(device):  # whose every lookup costs as much as one for all clients
+            rows = rows_of_all({index: (clients[index], feed.first) for index, feed in feeds.items()}, device)
+        for index, feed in feeds.items():
+            try:
+                yield index, feed.begin(rows.get(index))
+            except Exception as error:
+                yield index, error
 
     def _num_steps(self, records: Records) -> int:
         """Return how many steps a client takes; 0 if even that fails, and training will then raise the error."""
@@ -124,15 +165,25 @@ class _Trainer:
 
     def _program(self, kind: Kind) -> Program | None:
         """Return the program for a kind of record, or None if clients are trained one by one."""
-        key = (self._training, kind, self._threads)
+        key = (self._training, kind, self._threads, self.num_slots)
         if key not in self._model.programs:
             try:
                 self._model.programs[key] = self._proven(kind)
             except Exception as error:
                 log.warning("engine batched: clients train one by one: %s: %s", type(error).__name__, error)
                 self._model.programs[key] = None
+                if isinstance(error, torch.OutOfMemoryError):
+                    self._use_less_memory()
         program: Program | None = self._model.programs[key]
         return program
+
+    def _use_less_memory(self) -> None:
+        """Make the groups of later rounds half as large; clients of this one train one by one."""
+        half = max(2, self.num_slots // 4 * 2)
+        log.warning("engine batched: groups of %s clients do not fit into memory: the next round tries %s", self.num_slots, half)
+        for key in [key for key in self._model.programs if key != _FITTING and key[-1] == self.num_slots]:
+            self._model.programs[key] = None
+        self._model.programs[_FITTING] = half
 
     def _proven(self, kind: Kind) -> Program:
         """Return a program that trains made-up records as `one_by_one` does, with the same bits in every slot.
@@ -157,15 +208,19 @@ class _Trainer:
         expected = train_one(self._vector, own, self._brief(), model=self._model, server_round=self._round, seed=0)
         if isinstance(expected, Exception):
             raise expected
-        if not (rows[0] - expected[0]).norm() <= _TOLERANCE * expected[0].norm():
-            raise RuntimeError("a client's update in a group differs from its update alone; is the loss a mean over records?")
+        distance = float((rows[0] - expected[0]).norm() / expected[0].norm().clamp(min=_TINY))
+        if not distance <= _TOLERANCE:
+            raise RuntimeError(
+                f"a client's update in a group differs from its update alone by {distance:.1e} of its norm; is the loss a mean "
+                "over records?"
+            )
         return program
 
     def _brief(self) -> Training:
         return replace(self._training, num_local_epochs=1, num_local_steps=None)
 
     def _tried(self, program: Program, clients: Sequence[Records]) -> list[Tensor]:
-        feeds = [Feed(records, self._brief(), self._vector.device, seed=0) for records in clients]
+        feeds = [Feed(records, self._brief(), self._model.device, seed=0).begin() for records in clients]
         rows: dict[int, Tensor] = {}
         for slot, trained in program.train(feeds, self._vector, self._training.step_size(self._round)):
             if isinstance(trained, Exception):

@@ -53,19 +53,40 @@ class Feed:
         seed: the client's, for this round.
 
     Attributes:
-        kind: the kind of all its records, that of the first ones.
+        first: positions of the records that are read first.
+        kind: the kind of all its records, that of the first ones; after `begin`.
 
     Raises:
-        Exception: any error that the data set raises for the first records.
+        Exception: any error of the data set's length.
     """
+
+    kind: Kind
 
     def __init__(self, records: Records, training: Training, device: torch.device, seed: int) -> None:
         self._records, self._device, self._batch_size = records, device, training.batch_size
         self._draws = OwnDraws(device, draws_seed(seed))
         self._positions = training.positions(len(records), torch.Generator().manual_seed(seed))
-        first = self._read(next(self._positions))
+        self.first = next(self._positions)
+
+    def begin(self, rows: Batch | None = None) -> "Feed":
+        """Read the first records; return this object.
+
+        Args:
+            rows: `TensorRecords.rows` of them, if they have been read already.
+
+        Raises:
+            Exception: any error that the data set raises for them.
+        """
+        if rows is None:
+            first = self._read(self.first)
+        elif (transform := self._records.transform) is None:  # type: ignore[attr-defined]
+            first = rows
+        else:
+            with self._draws:
+                first = transform(rows[0]), rows[1]
         self.kind = Kind.of(*first)
         self._batches = self._all(first)
+        return self
 
     def __iter__(self) -> Iterator[Batch]:
         """Return the batches; there is one pass."""

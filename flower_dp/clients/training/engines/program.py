@@ -1,13 +1,13 @@
 """Local training of a group of clients at once, for a fixed number of clients and of records in a step."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
+from flower_dp.clients.training.devices import reproducible
 from flower_dp.clients.training.engines.feed import Batch, Kind
 from flower_dp.clients.training.engines.one_by_one import Trained
 from flower_dp.clients.training.engines.trace import LAYOUT, traced
@@ -96,7 +96,7 @@ class Program:
             return losses.detach(), list(found)
 
         # On a GPU the gradients would be computed in another thread, where nothing is recorded.
-        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), _deterministic(model.device):
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), reproducible(model.device):
             return traced(gradients, self._inputs, self._targets, self._shares, *self._weights)
 
     def train(self, feeds: Sequence[Iterable[Batch]], vector: Tensor, step_size: float) -> Iterator[tuple[int, Trained]]:
@@ -107,7 +107,8 @@ class Program:
         Raises:
             Exception: if a step fails, for any client.
         """
-        self._vectors.copy_(vector)
+        start = vector.to(self._vectors.device)
+        self._vectors.copy_(start)
         for velocity in self._velocity:
             velocity.zero_()
         losses: list[Tensor] = []
@@ -127,16 +128,16 @@ class Program:
             for slot in finished:
                 del training[slot]
                 # A row in its own memory, so that later operations on it also give the same bits.
-                yield slot, (self._vectors[slot] - vector, means[slot])
+                yield slot, ((self._vectors[slot] - start).to(vector.device), means[slot])
             if training:
                 self._stage(batches)
-                losses.append(self._step(vector, step_size))
+                losses.append(self._step(start, step_size))
 
     @torch.no_grad()
     def _step(self, start: Tensor, step_size: float) -> Tensor:
         """Take one step in every slot, away from the global model [d]; return the losses before it."""
         recipe = self._training
-        with _deterministic(self._inputs.device):
+        with reproducible(self._inputs.device):
             losses, gradients = self._gradients(self._weights)
             if recipe.sam_radius:
                 gradients = self._sam_gradients(gradients)
@@ -230,11 +231,6 @@ def _norms(gradient: Gradient) -> Tensor:
 
 def _multiplied(gradients: list[Gradient]) -> list[Tensor]:
     return [gradient if isinstance(gradient, Tensor) else torch.bmm(*gradient) for gradient in gradients]
-
-
-def _deterministic(device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which a GPU's convolutions give the same bits every time."""
-    return torch.backends.cudnn.flags(deterministic=True) if device.type == "cuda" else nullcontext()
 
 
 def _drop_idle_views(traced: torch.fx.GraphModule) -> None:

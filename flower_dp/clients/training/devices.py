@@ -1,0 +1,104 @@
+"""Devices: where a model is trained, and what differs between a CPU and a GPU."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+# Devices without float64, in which norms, sums and noise must be computed.
+_SINGLE_PRECISION = frozenset({"mps"})
+
+
+class Generator(Protocol):
+    """A process-wide generator of random numbers."""
+
+    def get_state(self) -> Any: ...
+
+    def set_state(self, state: Any) -> Any: ...
+
+    def manual_seed(self, seed: int) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Functions:
+    """A generator by the functions of a device's module, for a backend that does not list its generators (MPS)."""
+
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], Any]
+    manual_seed: Callable[[int], Any]
+
+
+def default_device(device: torch.device | str | None = None) -> torch.device:
+    """Return the device to train on: the one that is given, else the GPU if this process has one, else the CPU."""
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Tell whether a device is not the CPU: operations are queued, and each read of a number waits for all of them."""
+    return device.type != "cpu"
+
+
+def exact_device(device: torch.device) -> torch.device:
+    """Return where rows are clipped, noised and added up: the device itself, or the CPU for a device without float64."""
+    return torch.device("cpu") if device.type in _SINGLE_PRECISION else device
+
+
+def default_generators(device: torch.device) -> list[Generator]:
+    """Return torch's process-wide generators that work on a device may use: the CPU's, and the device's own.
+
+    Raises:
+        RuntimeError: if the device has a generator that can't be found: its draws would follow from no seed.
+    """
+    if not is_accelerator(device):
+        return [torch.default_generator]
+    module = torch.get_device_module(device)
+    listed = getattr(module, "default_generators", None)
+    if listed:
+        index = module.current_device() if device.index is None else device.index
+        return [torch.default_generator, listed[index]]
+    if not hasattr(module, "get_rng_state"):
+        raise RuntimeError(f"device {device}: its random generator can't be found")
+    own = _Functions(get_state=module.get_rng_state, set_state=module.set_rng_state, manual_seed=module.manual_seed)
+    return [torch.default_generator, own]
+
+
+def select_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return some rows of a tensor, on the tensor's device.
+
+    Args:
+        tensor: [n, ...], on any device.
+        rows: int64, on any device.
+
+    Raises:
+        IndexError: for a row that the tensor does not have. (A GPU would be unusable for the process after such a lookup.)
+    """
+    if is_accelerator(tensor.device) and rows.numel():
+        least, greatest = torch.aminmax(rows)
+        if int(least) < 0 or int(greatest) >= len(tensor):
+            raise IndexError("index out of range in self")
+    return tensor.index_select(0, rows.to(tensor.device))
+
+
+def reproducible(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which all of a client's work is computed: on a GPU, deterministic convolutions without TF32.
+
+    TF32 keeps 10 bits of a float32. torch allows it in convolutions by default and in matrix products on request. Here both take
+    it on request only: `torch.set_float32_matmul_precision("high")`.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.backends.cudnn.flags(
+        enabled=torch.backends.cudnn.enabled, deterministic=True, benchmark=False, allow_tf32=_wants_tf32()
+    )
+
+
+def _wants_tf32() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it was set by torch's newer switch, `torch.backends.cuda.matmul.fp32_precision`
+        return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
