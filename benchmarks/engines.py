@@ -98,12 +98,13 @@ JOBS = (
 )
 
 
-def clients_of(job: Job, num_clients: int) -> list[TensorRecords]:
-    """Return clients that share 10,000 random uint8 records."""
+def clients_of(job: Job, num_clients: int, device: torch.device | str = "cpu") -> list[TensorRecords]:
+    """Return clients that share 10,000 random uint8 records, which are on a device."""
     rng = torch.Generator().manual_seed(0)
     inputs = torch.randint(256, (10_000, *job.shape), generator=rng, dtype=torch.uint8)
     targets = torch.randint(10, (10_000,), generator=rng)
     rows = torch.randint(10_000, (num_clients, job.records_per_client), generator=rng)
+    inputs, targets = inputs.to(device), targets.to(device)
     return [TensorRecords(inputs=inputs, targets=targets, indices=own, transform=_scaled) for own in rows]
 
 
@@ -111,47 +112,67 @@ def _scaled(raw: Tensor) -> Tensor:
     return raw.to(torch.float32) / 127.5 - 1
 
 
-class Runner:
-    """One job on one device."""
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Return how long some work takes, with all that it leaves on the device."""
+    _synchronize(device)
+    started = time.perf_counter()
+    work()
+    _synchronize(device)
+    return time.perf_counter() - started
 
-    def __init__(self, job: Job, num_clients: int, device: torch.device) -> None:
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Runner:
+    """One job on one device, with the records there or elsewhere."""
+
+    def __init__(self, job: Job, num_clients: int, device: torch.device, records_on: torch.device | str = "cpu") -> None:
         self._training, self._device = job.training, device
         torch.manual_seed(0)
         self.model = FlatModel(job.model(), device)
         self._vector = self.model.vector.clone()
-        self._clients = clients_of(job, num_clients)
+        self._clients = clients_of(job, num_clients, records_on)
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether the batched engine has trained clients one by one."""
+        return any(program is None for program in self.model.programs.values())
+
+    @property
+    def slots(self) -> int:
+        """How many clients the batched engine trains at once."""
+        return num_slots(self.model.layout.size, self._device, len(self._clients))
 
     def rows(self, engine: str, places: list[int]) -> Any:
         """Return the rows of some clients, one at a time."""
-        clients = [self._clients[place] for place in places]
+        clients, group_size = [self._clients[place] for place in places], len(self._clients)
         arguments: dict[str, Any] = {"model": self.model, "server_round": 1, "seeds": places, "engine": engine}
-        return local_updates(self._vector, clients, self._training, **arguments)
+        return local_updates(self._vector, clients, self._training, group_size=group_size, **arguments)
 
-    def seconds(self, engine: str) -> float:
-        """Train all clients; return the time it took."""
-        self._synchronize()
-        started = time.perf_counter()
+    def train(self, engine: str) -> None:
+        """Train all clients, and throw their rows away."""
         for row in self.rows(engine, list(range(len(self._clients)))):
             if isinstance(row, Exception):
                 raise row
-        self._synchronize()
-        return time.perf_counter() - started
+
+    def seconds(self, engine: str) -> float:
+        """Train all clients; return the time it took."""
+        return seconds_of(lambda: self.train(engine), self._device)
 
     def same_bits(self) -> bool:
         """Return whether a client's row is the same alone, first, in the middle and in a second group."""
-        full = num_slots(self.model.layout.size, self._device)
-        others = list(range(1, min(2 * full, len(self._clients))))
+        full = self.slots
+        others = [1 + place % (len(self._clients) - 1) for place in range(2 * full)]
         (alone,) = self.rows("batched", [0])
-        for before in {0, 1, full - 1, full // 2, min(full + 1, len(others))}:
+        for before in {0, 1, full - 1, full // 2, full + 1}:
             places = [*others[:before], 0, *others[before:]]
             for place, row in zip(places, self.rows("batched", places), strict=True):
                 if place == 0 and not torch.equal(row, alone):
                     return False
         return True
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def measure(job: Job, options: argparse.Namespace) -> dict[str, Any]:
@@ -168,8 +189,8 @@ def measure(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         "job": job.name,
         "clients": options.clients,
         "parameters": runner.model.layout.size,
-        "slots": num_slots(runner.model.layout.size, device),
-        "batched": all(program is not None for program in runner.model.programs.values()),
+        "slots": runner.slots,
+        "batched": not runner.fell_back,
         "seconds": best,
         "first_seconds": first,
         "ratio": best["one_by_one"] / best["batched"],

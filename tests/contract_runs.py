@@ -3,7 +3,7 @@
 Workers of Ray import this file with the app. It needs neither pytest nor an accountant, whose imports take seconds.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +28,12 @@ SEED = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A model, the records of each client, and what a stock client adds to the model."""
+    """A model, the records of each client, what a stock client adds to the model, and further arguments of this package's clients."""
 
     model: Callable[[], nn.Module]
     data: Callable[[str], TensorRecords]
     shift: Callable[[int], float]
+    node: Mapping[str, Any] = field(default_factory=dict)
 
 
 def still_model() -> nn.Module:
@@ -75,7 +76,7 @@ def app_of(method: Method, arguments: Words, problem: Problem, *, num_nodes: int
     def client_fn(context: Context) -> Any:
         part = int(context.node_config["partition-id"])
         hosted = {name: problem.data(name) for name in names[part::num_nodes]}
-        return method.client(arguments, model=problem.model(), clients=hosted, noise_seed=noise_seed)
+        return method.client(arguments, model=problem.model(), clients=hosted, noise_seed=noise_seed, **problem.node)
 
     return client_app(client_fn)
 

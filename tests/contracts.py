@@ -218,11 +218,11 @@ def client_level(cls: type[DPStrategy], **own: Any) -> Callable[[Words], DPStrat
 
 
 def dp_client(arguments: Words, **node: Any) -> DPClient:
-    return DPClient(**node, training=TRAINING, device="cpu")
+    return DPClient(**{"device": "cpu"} | node, training=TRAINING)
 
 
 def blurs_client(arguments: Words, **node: Any) -> DPClient:
-    return DPClient(**node, training=BLURS, device="cpu")
+    return DPClient(**{"device": "cpu"} | node, training=BLURS)
 
 
 def charged_to_all(multiplier: Callable[[Words], float]) -> tuple[Charge, ...]:
@@ -345,7 +345,7 @@ def fedsgd_dpc(mechanism: str) -> dict[str, Any]:
             delta=delta(arguments),
             num_replies=arguments.replies,
         )
-        return LocalDPClient(**node, recipe=recipe, device="cpu")
+        return LocalDPClient(**{"device": "cpu"} | node, recipe=recipe)
 
     def message_noise(arguments: Words) -> float:
         """Of the mean over the records, with the client's weight 1/N on it."""
@@ -427,7 +427,7 @@ def nbafl_client(arguments: Words, **node: Any) -> LocalDPClient:
         min_records=NUM_RECORDS,
         num_replies=arguments.replies,
     )
-    return LocalDPClient(**node, recipe=recipe, device="cpu")
+    return LocalDPClient(**{"device": "cpu"} | node, recipe=recipe)
 
 
 NBAFL_CHARGES = (
@@ -474,7 +474,7 @@ def dp_pasgd(num_local_steps: int) -> dict[str, Any]:
         return DPPASGD(**words_of(arguments), num_clients=arguments.num_clients, noise_seed=arguments.noise_seed)
 
     def client(arguments: Words, **node: Any) -> LocalDPClient:
-        return LocalDPClient(**node, recipe=DPPASGDRecipe(**words_of(arguments)), device="cpu")
+        return LocalDPClient(**{"device": "cpu"} | node, recipe=DPPASGDRecipe(**words_of(arguments)))
 
     def multiplier(arguments: Words) -> float:
         """Noise std / clip norm of the sum of a batch; a replaced record moves the sum by twice the clip norm in every step."""
@@ -569,7 +569,7 @@ def local_steps(
             num_replies=arguments.replies,
             quantization_levels=None,
         )
-        return LocalDPClient(**node, recipe=recipe, device="cpu")
+        return LocalDPClient(**{"device": "cpu"} | node, recipe=recipe)
 
     return {
         "name": name,

@@ -20,8 +20,17 @@ if TYPE_CHECKING:
     from flower_dp.running.progress import Display
 
 
-# Lines of the log that are always shown: of a node whose clients can't train, and of noise that is longer than any mean.
-_SHOWN = ("can't train: ", "one round teaches little", "the model has learnt nothing")
+# Lines of the log that are always shown: of a node whose clients can't train, and why; of noise that is longer than any mean; of
+# GPUs that the run leaves alone.
+_SHOWN = (
+    "can't train: ",
+    "dry run, first cause: ",
+    "one round teaches little",
+    "the model has learnt nothing",
+    "not used by this run: ",
+)
+# In lines that are in the log alone: the traceback of a dry run.
+_TRACEBACK = "dry run | "
 
 
 class Engine(StrEnum):
@@ -134,7 +143,18 @@ def run(
             refuse(f"--output-dir={folder}: can't be written: {error.strerror}; take another folder")
         if supernodes is None and num_supernodes > num_workers:
             typer.echo(f"{num_supernodes} SuperNodes, one per client; --supernodes changes that")
+        if engine is Engine.FLOWER and not ray_address and not gpus_per_worker:
+            _tell_unused_gpus()
         _launch(begun, folder, check=check)
+
+
+def _tell_unused_gpus() -> None:
+    """Say that a run by Flower's engine leaves this machine's GPUs alone; with the other engine the run's log says it."""
+    from flower_dp.running.preflight import num_gpus
+    from flower_dp.simulation.workers import unused_gpus
+
+    if line := unused_gpus(num_gpus() or 0, "--gpus-per-worker 1"):
+        typer.echo(line)
 
 
 def _given(**arguments: str) -> set[str]:
@@ -272,7 +292,7 @@ class _Screen:
             self._display.show(metrics)
 
     def tell(self, line: str) -> None:
-        if not self._quiet or any(text in line for text in _SHOWN):
+        if _TRACEBACK not in line and (not self._quiet or any(text in line for text in _SHOWN)):
             echo(line)
 
 

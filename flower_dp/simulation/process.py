@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from flower_dp.core.checks import SettingsError
+from flower_dp.core.environment import RESUME
 from flower_dp.running import plugins
 from flower_dp.running.apps import App, read_app
 
@@ -65,7 +66,7 @@ def main(request_file: str) -> None:
 def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
     from flower_dp.simulation.cluster import Cluster, bundled  # noqa: PLC0415  (after the settings of Python above)
     from flower_dp.simulation.modules import client_of, components  # noqa: PLC0415
-    from flower_dp.simulation.workers import Workers, start_ray  # noqa: PLC0415
+    from flower_dp.simulation.workers import Workers, log_unused_gpus, start_ray  # noqa: PLC0415
 
     config = {**app.defaults, **request["overrides"]}
     away = request["ray_address"]
@@ -78,7 +79,7 @@ def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
         return "failed", "the app has started no strategy of flower-dp"
     cluster = Cluster(address=away, bundle=bundled(app)) if away else None
     _import_meanwhile(app)
-    start_ray(request["num_workers"], Path(request["ray_folder"]), cluster)
+    ray = start_ray(request["num_workers"], Path(request["ray_folder"]), cluster)
     workers = Workers(num_workers=request["num_workers"], gpus=request["gpus_per_worker"], cluster=cluster)
     from flower_dp.simulation.grid import RayGrid  # noqa: PLC0415
 
@@ -92,6 +93,8 @@ def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
     signal.signal(signal.SIGTERM, _interrupt)  # Ray has set its own
     while not Path(request["go"]).exists():
         time.sleep(_GO_SECONDS)
+    if not request["gpus_per_worker"] and not os.environ.get(RESUME):  # a run that goes on can't change it
+        log_unused_gpus(ray, "--gpus-per-worker 1")
     try:
         server()(grid, grid.server_context())
     except SettingsError as error:  # before anything was spent

@@ -24,7 +24,7 @@ from flower_dp.simulation.cluster import Cluster, address_of, bundled, check_mac
 from flower_dp.simulation.grid import RayGrid
 from flower_dp.simulation.modules import client_of, components, forget, own_client_app
 from flower_dp.simulation.worker import Value
-from flower_dp.simulation.workers import Workers, default_workers, session_of, start_ray, stop_ray
+from flower_dp.simulation.workers import Workers, default_workers, log_unused_gpus, session_of, start_ray, stop_ray
 from flower_dp.strategies.checkpoint import CheckpointFolder
 from flower_dp.strategies.journal import OBSERVERS
 
@@ -275,6 +275,8 @@ def warm_workers(*, cpus: float, gpus: float, at_most: int | None, cluster: Clus
         if cluster is not None:
             check_machines(ray, cpus, gpus)
         _warm[key] = Workers(cpus=cpus, gpus=gpus, at_most=at_most, cluster=cluster)
+        if not gpus:
+            log_unused_gpus(ray, "gpus_per_node=1")
     return _warm[key]
 
 

@@ -24,6 +24,8 @@ from flower_dp.simulation.one_machine import lean
 # Everything listens on this machine's own address only: Ray asks nobody for a password.
 _ADDRESS = "127.0.0.1"
 
+log = logging.getLogger("flwr")
+
 _lock = threading.Lock()
 _starts = threading.Event()
 # What was started or joined here: the folder of a Ray of this process's own, or the cluster.
@@ -325,6 +327,36 @@ def session_of(ray: Any) -> tuple[Any, Any]:
     """Return what identifies this process's connection to Ray."""
     context = ray.get_runtime_context()
     return context.get_session_name(), context.get_job_id()
+
+
+def log_unused_gpus(ray: Any, option: str) -> None:
+    """Log that a run uses none of the GPUs that Ray has found, and which option changes that.
+
+    Args:
+        ray: the module; this process has started Ray, or joined a cluster.
+        option: what gives each worker a GPU.
+    """
+    if line := unused_gpus(ray.cluster_resources().get("GPU", 0), option):
+        log.info(line)
+
+
+def unused_gpus(num_gpus: float, option: str, *, user: str = "run") -> str:
+    """Return a line about GPUs that nothing uses; "" if there is none.
+
+    Args:
+        num_gpus: number of GPUs.
+        option: what gives each worker a GPU.
+        user: what could use them.
+
+    Example:
+        >>> from flower_dp.simulation.workers import unused_gpus
+        >>> unused_gpus(2.0, "--gpus-per-worker 1")
+        '2 GPUs are not used by this run: add --gpus-per-worker 1 (docs: Run on a GPU)'
+    """
+    if num_gpus < 1:
+        return ""
+    gpus = "1 GPU is" if num_gpus == 1 else f"{num_gpus:g} GPUs are"
+    return f"{gpus} not used by this {user}: add {option} (docs: Run on a GPU)"
 
 
 def _worker_class() -> type:

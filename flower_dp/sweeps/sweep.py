@@ -10,6 +10,7 @@ from flower_dp.running.launch import default_workers
 from flower_dp.running.progress import clock, quantities
 from flower_dp.running.run_folder import LOG, forget_statement, is_finished, read_metrics
 from flower_dp.running.signals import Signals
+from flower_dp.simulation.workers import unused_gpus
 from flower_dp.sweeps import plan
 from flower_dp.sweeps.cost import NOT_COVERED, statement_of
 from flower_dp.sweeps.file import SweepFile, read
@@ -109,6 +110,8 @@ class Sweep:
                 forget_statement(folder.path)  # which the runs are about to outgrow, and a kill would leave it
                 made, begun = folder.left(left), True
                 progress.begin(count, one.workers, sum(goes_on for _, _, goes_on in made))
+                if not one.gpus_per_worker:
+                    progress.tell_unused_gpus()
                 lanes.make(made, progress.ended)
         finally:
             if begun:
@@ -157,6 +160,11 @@ class _Progress:
         more = f"; {going_on} of them from a checkpoint" if going_on else ""
         each = "1 worker" if workers == 1 else f"{workers} workers"
         self._tell(f"{self._left} runs to make, {count} at once, {each} each{more}")
+
+    def tell_unused_gpus(self) -> None:
+        """Say that the runs leave this machine's GPUs alone, if it has any."""
+        if line := unused_gpus(preflight.num_gpus() or 0, "gpus-per-worker = 1 to its file", user="sweep"):
+            self._tell(line)
 
     def ended(self, ended: Ended) -> None:
         """Say how a run ended, and write the results so far."""

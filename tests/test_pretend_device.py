@@ -1,0 +1,658 @@
+"""This package's clients on a device that is no CPU, without one: every method, both engines, records on the device and off it."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import array_api_compat.torch
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch import Tensor, nn
+
+from flower_dp.clients import (
+    DatasetRecords,
+    DPClient,
+    FedSGDDPCRecipe,
+    FlatModel,
+    LocalDPClient,
+    ProximalTerm,
+    TensorRecords,
+    Training,
+    client_app,
+    fix_batchnorm,
+    local_updates,
+    model_arrays,
+)
+from flower_dp.clients.reply.client_level import pipeline
+from flower_dp.clients.reply.pipeline import Job, Refusal, Reply
+from flower_dp.clients.training import devices
+from flower_dp.clients.training.base import base_hash
+from flower_dp.clients.training.draws import OwnDraws
+from flower_dp.clients.training.engines import ENGINES, num_slots
+from flower_dp.core.clipping import l2_norms
+from flower_dp.core.noise import lattice_step, noise_generator
+from flower_dp.core.sampling import FullSampling
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
+from flower_dp.running.trained_model import put_into
+from flower_dp.strategies import DPFedAvg, FedSGDDPC, LocalEvaluation, PrivateEvaluation
+from flower_dp.wire import Indicator, RoundMask
+from tests import pretend
+from tests.asks import ask as made
+from tests.contract_runs import SEED, SIZE, SMALL, STILL, Problem, Run, run_of
+from tests.contracts import METHODS, NOISE_MULTIPLIER, Method, Words
+from tests.grids import LocalGrid
+from tests.local_grids import linear, records
+from tests.pretend import DEVICE, Pretend
+
+OWN_CLIENTS = [method for method in METHODS if method.client is not None]
+every_method = pytest.mark.parametrize("method", OWN_CLIENTS, ids=lambda method: method.label)
+
+
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.Generator` makes generators on the pretend device as well."""
+    for module in (torch, array_api_compat.torch):
+        monkeypatch.setattr(module, "Generator", pretend.Generator)
+
+
+@pytest.fixture
+def without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is as Apple's GPUs are."""
+    monkeypatch.setattr(Pretend, "float64", False)
+    monkeypatch.setattr(devices, "_SINGLE_PRECISION", frozenset({pretend.NAME}))
+
+
+def moved(own: TensorRecords, *, indices: bool = False) -> TensorRecords:
+    """The same records on the device; which rows they are, too, if asked for."""
+    rows = own.indices.to(DEVICE) if indices and own.indices is not None else own.indices
+    return replace(own, inputs=own.inputs.to(DEVICE), targets=own.targets.to(DEVICE), indices=rows)
+
+
+def on(problem: Problem, *, here: bool, **node: Any) -> Problem:
+    """The same problem for clients that train on the device, whose records are there as well if `here`."""
+    data = (lambda name: moved(problem.data(name))) if here else problem.data
+    return replace(problem, data=data, node={"device": DEVICE, **node})
+
+
+def seeded(method: Method, problem: Problem = SMALL, **arguments: Any) -> Run:
+    return run_of(method, Words(noise_seed=SEED), problem, noise_seed=SEED, **arguments)
+
+
+@cache
+def on_the_cpu(method: Method) -> Run:
+    return seeded(method)
+
+
+# The device itself: what raises on a GPU raises here
+
+
+def test_what_mixes_devices_raises_and_all_else_has_the_bits_of_the_cpu() -> None:
+    here, there = torch.randn(4, 3), torch.randn(4, 3).to(DEVICE)
+    for mixed in (
+        lambda: here + there,
+        lambda: there @ here.T,
+        lambda: there.index_select(0, torch.tensor([1])),
+        lambda: there.normal_(generator=torch.Generator()),
+        lambda: torch.where(there > 0, here, there),
+        there.numpy,
+    ):
+        with pytest.raises((RuntimeError, TypeError), match=r"same device|generator of the tensor's device|numpy"):
+            mixed()
+    rows = there[torch.tensor([1, 2])]  # torch takes an index from the CPU
+    assert rows.device == DEVICE
+    assert torch.equal((rows @ there.T).cpu(), there.cpu()[1:3] @ there.cpu().T)
+
+
+# Methods
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("here", [False, True], ids=["records off it", "records on it"])
+@every_method
+def test_a_method_runs_on_it_as_on_the_cpu(method: Method, here: bool) -> None:
+    """To the last bit, where no noise is drawn on the device."""
+    run = seeded(method, on(SMALL, here=here))
+    assert [report.replies for report in run.strategy.rounds] == [4] * 3
+    assert run.strategy.statement.epsilon == on_the_cpu(method).strategy.statement.epsilon
+    if not method.message_noise(Words()) or method.unit == "record" or method.replaces_model:
+        assert run.bits == on_the_cpu(method).bits
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_float64")
+@pytest.mark.parametrize("here", [False, True], ids=["records off it", "records on it"])
+@every_method
+def test_a_method_runs_without_float64_to_the_last_bit(method: Method, here: bool) -> None:
+    """What is clipped, noised and added up is so on the CPU."""
+    assert seeded(method, on(SMALL, here=here)).bits == on_the_cpu(method).bits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_nodes", [1, 5])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("label", ["dp-fedavg distributed", "fed-smp", "dp-fedsam distributed, adaptive clip"])
+def test_shares_of_noise_that_are_drawn_on_it_have_the_stated_scale(label: str, engine: str, num_nodes: int) -> None:
+    (method,) = (one for one in METHODS if one.label == label)
+    arguments = Words(num_clients=5, num_rounds=4, clip_norm=0.8, delta=1e-5)
+    run = run_of(method, arguments, on(STILL, here=True, engine=engine, group_size=5), num_nodes=num_nodes)
+    released = np.diff(np.stack(run.models).astype(np.float64), axis=0)
+    std = method.noise(arguments, 5)
+    # 24,000 draws: a scale that is right is 3 % off less often than once in 10^9.
+    assert released.std() == pytest.approx(std, rel=0.03)
+    assert np.abs(np.corrcoef(released) - np.eye(4)).max() < 6 / math.sqrt(SIZE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("here", [False, True], ids=["records off it", "records on it"])
+@pytest.mark.parametrize(
+    "label", [method.label for method in OWN_CLIENTS if method.exact and not method.message_noise(Words())]
+)
+def test_a_group_of_clients_is_trained_and_clipped_on_it_as_on_the_cpu(label: str, here: bool) -> None:
+    (method,) = (one for one in METHODS if one.label == label)
+    grouped = seeded(method, on(SMALL, here=here, engine="batched", group_size=3), num_nodes=1)
+    assert [report.replies for report in grouped.strategy.rounds] == [4] * 3
+    alone = on_the_cpu(method)
+    for model, other in zip(grouped.models, alone.models, strict=True):
+        np.testing.assert_allclose(model, other, atol=2e-3 * np.abs(other).max())
+
+
+class Evaluated:
+    """Runs with private evaluations, on a device."""
+
+    @staticmethod
+    def client_level(device: Any, here: bool) -> list[Mapping[str, float]]:
+        strategy = DPFedAvg(
+            clip_norm=0.5,
+            noise_multiplier=NOISE_MULTIPLIER,
+            sampling=FullSampling(),
+            num_clients=4,
+            delta=1e-3,
+            noise_seed=SEED,
+            evaluation=PrivateEvaluation(noise_multiplier=0.1, sampling=FullSampling(), metrics={"accuracy": 1.0, "loss": 5.0}),
+        )
+        training = Training(learning_rate=0.1, batch_size=4)
+        return evaluations(
+            strategy, lambda hosted, _: DPClient(model=linear(), clients=hosted, training=training, device=device), here
+        )
+
+    @staticmethod
+    def record_level(device: Any, here: bool) -> list[Mapping[str, float]]:
+        common: dict[str, Any] = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 1.0}
+        budget = EvaluationBudget(epsilon=0.9, num_evaluations=3)
+        strategy = FedSGDDPC(
+            **common,
+            num_clients=4,
+            cohort_size=4,
+            num_records=8,
+            learning_rate=0.25,
+            num_replies=3,
+            noise_seed=SEED,
+            evaluation=LocalEvaluation(budget=budget, metrics={"accuracy": 1.0, "loss": 5.0}),
+        )
+
+        def client(hosted: Any, context: Context) -> LocalDPClient:
+            recipe = FedSGDDPCRecipe(**common, num_replies=3)
+            return LocalDPClient(
+                model=linear(),
+                clients=hosted,
+                recipe=recipe,
+                context=context,
+                evaluation=budget,
+                device=device,
+                noise_seed=SEED,
+            )
+
+        return evaluations(strategy, client, here)
+
+
+def evaluations(strategy: Any, client: Callable[[Any, Context], Any], here: bool) -> list[Mapping[str, float]]:
+    def client_fn(context: Context) -> Any:
+        name = f"c{context.node_config['partition-id']}"
+        own = records(name, 8)
+        return client({name: moved(own) if here else own}, context)
+
+    strategy.start(LocalGrid(client_app(client_fn), 4), model_arrays(linear()), num_rounds=3)
+    return [dict(metrics) for metrics in strategy.evaluations.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("float64", [True, False])
+@pytest.mark.parametrize("here", [False, True], ids=["records off it", "records on it"])
+@pytest.mark.parametrize("run", [Evaluated.client_level, Evaluated.record_level], ids=["client", "record"])
+def test_private_evaluations_on_it_are_those_of_the_cpu(run: Any, here: bool, float64: bool, request: Any) -> None:
+    expected = run("cpu", False)
+    assert len(expected) == 3
+    if not float64:
+        request.getfixturevalue("without_float64")
+    assert run(DEVICE, here) == expected
+
+
+# Engines
+
+
+def images(num_records: int, seed: int) -> TensorRecords:
+    rng = torch.Generator().manual_seed(seed)
+    inputs = torch.randint(256, (40, 2, 6, 6), generator=rng, dtype=torch.uint8)
+    rows = torch.randperm(40, generator=rng)[:num_records]
+    return TensorRecords(
+        inputs=inputs, targets=torch.randint(3, (40,), generator=rng), indices=rows, transform=lambda raw: raw.float() / 255 - 0.5
+    )
+
+
+def convolutions() -> nn.Module:
+    torch.default_generator.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+def dropping() -> nn.Module:
+    torch.default_generator.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(72, 3))
+
+
+class LoRA(nn.Module):
+    """A frozen layer with a trained product of two small matrices beside it, and a table of constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.base = nn.Linear(72, 3).requires_grad_(False)
+        self.down, self.up = nn.Linear(72, 2, bias=False), nn.Linear(2, 3, bias=False)
+        self.register_buffer("scale", torch.tensor([0.5, 1.0, 2.0]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        flat = inputs.flatten(1)
+        outputs: Tensor = (self.base(flat) + self.up(self.down(flat))) * self.scale
+        return outputs
+
+
+RECIPE = Training(
+    learning_rate=0.1,
+    batch_size=3,
+    num_local_epochs=2,
+    momentum=0.5,
+    sam_radius=0.05,
+    weight_decay=0.01,
+    regularizers=(ProximalTerm(strength=0.5),),
+)
+
+
+def rows_of(model: nn.Module, clients: list[Any], device: Any, engine: str, training: Training = RECIPE) -> list[Tensor]:
+    flat = FlatModel(model, torch.device(device))
+    found = local_updates(
+        flat.vector.clone(), clients, training, model=flat, server_round=1, seeds=list(range(len(clients))), engine=engine
+    )
+    rows = list(found)
+    assert all(isinstance(row, Tensor) for row in rows), rows
+    if engine == "batched":
+        assert flat.programs
+        assert None not in flat.programs.values()
+    return [row.cpu() for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("make", [convolutions, LoRA])
+def test_an_engine_gives_the_bits_of_the_cpu(make: Callable[[], nn.Module], engine: str) -> None:
+    clients = [images(size, size) for size in (9, 4, 7)]
+    expected = rows_of(make(), clients, "cpu", engine)
+    assert min(row.abs().max() for row in expected) > 1e-4
+    for own in (clients, [moved(one) for one in clients], [moved(one, indices=True) for one in clients]):
+        for row, other in zip(rows_of(make(), own, DEVICE, engine), expected, strict=True):
+            assert torch.equal(row, other)
+
+
+def test_one_lookup_serves_all_clients_that_share_their_tensors() -> None:
+    own = images(9, 1)
+    clients = [replace(own, indices=torch.arange(first, first + 6)) for first in (0, 8, 30)]
+    expected = rows_of(convolutions(), clients, "cpu", "batched")
+    for there in (clients, [replace(one, inputs=here.inputs, targets=here.targets) for here in [moved(own)] for one in clients]):
+        Pretend.counted.clear()
+        for row, other in zip(rows_of(convolutions(), there, DEVICE, "batched"), expected, strict=True):
+            assert torch.equal(row, other)
+    broken = [*there[:2], replace(there[2], indices=torch.tensor([3, 40]))]  # 40 is no row
+    model = FlatModel(convolutions(), DEVICE)
+    arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [0, 1, 2], "engine": "batched"}
+    first, second, error = local_updates(model.vector.clone(), broken, RECIPE, **arguments)
+    assert isinstance(error, IndexError)
+    assert torch.equal(first.cpu(), expected[0])
+    assert torch.equal(second.cpu(), expected[1])
+
+
+def test_what_a_round_costs_does_not_grow_with_the_clients_of_a_group() -> None:
+    """A GPU waits for each number that is read from it; each operation takes microseconds to start."""
+    own = moved(replace(images(9, 1), transform=None))
+    own = replace(own, inputs=(own.inputs.float() / 255).flatten(1))
+    counts = []
+    for number in (4, 24):
+        clients = {f"c{index}": replace(own, indices=torch.arange(index, index + 12)) for index in range(number)}
+        client = DPClient(
+            model=nn.Linear(72, 3),
+            clients=clients,
+            training=Training(learning_rate=0.1, batch_size=4),
+            device=DEVICE,
+            engine="batched",
+            group_size=24,
+        )
+        counts.append(cost_of_a_round(client, number))
+    (reads, few), (more_reads, many) = counts
+    print("COUNTS", counts)
+    assert more_reads == reads < 12
+    # For each client: its records and their targets are cut from those of all, its row from those of the group, and added up.
+    assert (many - few) / 20 <= 4
+
+
+def cost_of_a_round(client: DPClient, number: int) -> tuple[int, int]:
+    """Numbers that are read from the device, and operations on it, in the second round of a client."""
+    strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=1.0, sampling=FullSampling(), num_clients=number, delta=1e-3)
+    counted: list[Counter[str]] = []
+
+    def client_fn(context: Context) -> DPClient:
+        counted.append(Counter(Pretend.counted))
+        Pretend.counted.clear()
+        return client
+
+    grid = LocalGrid(client_app(client_fn), 1)
+    strategy.start(grid, model_arrays(client.model.module), num_rounds=3)
+    assert [report.replies for report in strategy.rounds] == [number] * 3
+    last = Counter(Pretend.counted)
+    return last["to the CPU"], sum(count for name, count in last.items() if name not in ("to the CPU", "views"))
+
+
+# The clip of several rows at once
+
+LENGTH = 50
+
+
+class Rows:
+    """Training that gives each client a row, or an error; so many rows are clipped at once."""
+
+    def __init__(self, rows: list[Any], rows_together: int) -> None:
+        self.given, self.rows_together = rows, rows_together
+
+    def rows(self, vector: Tensor, jobs: Any) -> Iterator[Any]:
+        yield from (row if isinstance(row, Exception) else (row, torch.tensor(0.0)) for row in self.given)
+
+
+def replies(rows: list[Any], rows_together: int, device: Any = DEVICE, **asked: Any) -> list[Reply | Refusal]:
+    """What clients with these rows reply; the server adds the noise."""
+    train = Rows([row if isinstance(row, Exception) else row.to(device) for row in rows], rows_together)
+    jobs = [Job(name=f"c{place}", records=[], seed=0, secret=noise_generator, measured=True) for place in range(len(rows))]
+    made_of = pipeline(made(size=LENGTH, **asked), train=train, length=LENGTH)
+    return list(made_of.replies(torch.zeros(LENGTH).to(device), jobs))
+
+
+def drawn_rows() -> list[Tensor]:
+    """Rows far within the clip norm of 1, close to it, beyond it, and so long that they are scaled in float64; and zeros."""
+    rng = torch.Generator().manual_seed(3)
+    return [scale * torch.randn(LENGTH, generator=rng) for scale in (0.01, 0.1, 0.14, 0.142, 1.0, 1e4, 1e35, 0.0)]
+
+
+ASKS: dict[str, dict[str, Any]] = {
+    "whole rows": {},
+    "with an indicator": {"indicator": Indicator(clip_norm=0.8, scale=0.4), "clip_norm": math.hypot(0.8, 0.2)},
+    "masked": {"mask": RoundMask(seed=7, keep_ratio=0.4)},
+}
+
+
+@pytest.mark.parametrize("asked", ASKS.values(), ids=ASKS)
+def test_rows_that_are_clipped_together_are_those_that_are_clipped_alone(asked: dict[str, Any]) -> None:
+    """Up to the last bit of the factor: one step of the lattice. The norm is within the bound exactly."""
+    rows = drawn_rows()
+    clip_norm, step = asked.get("clip_norm", 1.0), lattice_step(1.0, clip_norm=1.0, dimension=LENGTH)
+    for together, alone in zip(replies(rows, 5, **asked), replies(rows, 1, "cpu", **asked), strict=True):
+        assert isinstance(together, Reply)
+        assert isinstance(alone, Reply)
+        assert (together.row.cpu() - alone.row).abs().max() <= 2 * step
+        assert float(l2_norms(together.row.cpu())) <= clip_norm
+        assert float(together.norm) == pytest.approx(float(alone.norm), rel=1e-12)
+    assert float(l2_norms(together.row.cpu())) > 0 or not rows[-1].any()
+
+
+@pytest.mark.parametrize("asked", ASKS.values(), ids=ASKS)
+def test_no_neighbour_changes_a_bit_of_a_row_that_is_clipped_with_others(asked: dict[str, Any]) -> None:
+    """Neither a long row, nor one that is not finite, nor an error, nor how many there are, nor the place."""
+    own = drawn_rows()[4]
+    (alone,) = replies([own], 4, **asked)
+    others = [own * 1e30, own * math.nan, own * math.inf, RuntimeError("no"), torch.zeros(LENGTH)]
+    for before in itertools.permutations(others, 2):
+        found = replies([*before, own, others[0]], 4, **asked)
+        assert torch.equal(found[2].row.cpu(), alone.row.cpu())
+        for one, reply in zip(before, found, strict=False):
+            lost = isinstance(one, Exception) or not bool(one.isfinite().all())
+            assert isinstance(reply, Refusal) == lost
+
+
+def test_rows_of_different_lengths_are_clipped_alone() -> None:
+    found = replies([torch.ones(LENGTH), torch.ones(LENGTH - 1)], 4)
+    assert [float(l2_norms(reply.row.cpu())) <= 1 for reply in found] == [True, True]
+
+
+def test_rows_are_clipped_together_by_the_batched_engine_alone() -> None:
+    """And by no device that has one client: it would clip rows that nobody has."""
+    from flower_dp.clients.reply.updates import TrainedUpdates
+
+    def size(engine: str, device: Any) -> int:
+        model = FlatModel(linear(), torch.device(device))
+        training = Training(learning_rate=0.1)
+        return TrainedUpdates(training=training, model=model, server_round=1, engine=engine, group_size=7).rows_together
+
+    assert [size("batched", DEVICE), size("one_by_one", DEVICE), size("batched", "cpu")] == [8, 1, 1]
+
+
+# Groups
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "group_size", "slots"),
+    [(1000, None, 64), (1000, 100, 100), (1000, 101, 102), (1000, 1, 2), (2**20, 100, 16), (2**40, 100, 2)],
+)
+def test_a_group_has_as_many_clients_as_are_asked_for_and_fit(num_parameters: int, group_size: int | None, slots: int) -> None:
+    """The device has 4 GiB: 1/64 of it holds 2^24 weights."""
+    assert num_slots(num_parameters, DEVICE, group_size) == slots
+    assert num_slots(num_parameters, torch.device("cpu"), group_size) == num_slots(num_parameters, torch.device("cpu"))
+
+
+def test_a_group_that_does_not_fit_into_memory_is_halved_in_the_next_round(caplog: Any, monkeypatch: Any) -> None:
+    from flower_dp.clients.training.engines import program
+
+    stage, sizes = program.Program._stage, []
+
+    def limited(self: Any, batches: Any) -> None:
+        sizes.append(self._num_slots)
+        if self._num_slots > 4:
+            raise torch.OutOfMemoryError("out of memory")
+        stage(self, batches)
+
+    monkeypatch.setattr(program.Program, "_stage", limited)
+    model, clients = FlatModel(convolutions(), DEVICE), [images(6, seed) for seed in range(3)]
+    arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [0, 1, 2], "engine": "batched", "group_size": 16}
+    start = model.vector.clone()
+    rounds = [[row.cpu() for row in local_updates(start, clients, RECIPE, **arguments)] for _ in range(3)]
+    assert list(dict.fromkeys(sizes)) == [16, 8, 4]
+    assert caplog.text.count("do not fit into memory") == 2
+    for rows in rounds[1:]:
+        torch.testing.assert_close(rows, rounds[0], atol=1e-5, rtol=1e-4)
+
+
+# What is drawn
+
+
+@pytest.mark.parametrize("engine", ["one_by_one"])
+def test_dropout_on_it_follows_the_clients_own_seed_alone(engine: str) -> None:
+    state = pretend._Module.default_generators[0].get_state()
+    first, second = images(6, 1), images(6, 2)
+    together = rows_of(dropping(), [first, second], DEVICE, engine)
+    assert torch.equal(pretend._Module.default_generators[0].get_state(), state)
+    pretend._Module.default_generators[0].manual_seed(123)
+    assert all(torch.equal(*pair) for pair in zip(together, rows_of(dropping(), [first, second], DEVICE, engine), strict=True))
+    (other,) = rows_of(dropping(), [first], DEVICE, engine)
+    assert torch.equal(other, together[0])
+
+
+@pytest.mark.parametrize("device", [DEVICE, torch.device(pretend.NAME)], ids=str)
+def test_draws_on_it_resume_where_they_stopped(device: torch.device) -> None:
+    """Also on a device without an index."""
+    draws, expected = OwnDraws(device, 7), torch.Generator(device).manual_seed(7)
+    for _ in range(3):
+        with draws:
+            drawn = torch.rand(5, device=DEVICE)
+        assert torch.equal(drawn.cpu(), torch.rand(5, device=DEVICE, generator=expected).cpu())
+
+
+def test_a_device_whose_generator_cannot_be_found_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(pretend._Module, "default_generators", ())
+    with pytest.raises(RuntimeError, match="device pretend:0: its random generator can't be found"):
+        OwnDraws(DEVICE, 7)
+
+
+def test_a_device_that_lists_no_generators_is_seeded_by_its_functions(monkeypatch: Any) -> None:
+    """As MPS."""
+    (own,) = pretend._Module.default_generators
+    monkeypatch.setattr(pretend._Module, "default_generators", ())
+    for name, function in (("get_rng_state", own.get_state), ("set_rng_state", own.set_state), ("manual_seed", own.manual_seed)):
+        monkeypatch.setattr(pretend._Module, name, staticmethod(function), raising=False)
+    before, draws = own.get_state(), OwnDraws(DEVICE, 7)
+    for _ in range(2):
+        with draws:
+            drawn = torch.rand(5, device=DEVICE, generator=own)
+    expected = torch.rand(10, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(7))
+    assert torch.equal(drawn.cpu(), expected.cpu()[5:])
+    assert torch.equal(own.get_state(), before)
+
+
+# Records
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.table, self.output = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        outputs: Tensor = self.output((self.table(tokens) * mask[..., None]).sum(1))
+        return outputs
+
+
+def texts() -> TensorRecords:
+    rng = torch.Generator().manual_seed(1)
+    inputs = {"tokens": torch.randint(9, (8, 5), generator=rng), "mask": torch.ones(8, 5)}
+    return TensorRecords(inputs=inputs, targets=torch.randint(3, (8,), generator=rng))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_gradients_of_single_records_are_those_of_the_cpu(named: bool) -> None:
+    from flower_dp.clients.training.per_record import record_gradients
+
+    own, model = (texts(), Named()) if named else (images(8, 1), LoRA())
+    found = []
+    for device in ("cpu", DEVICE):
+        flat = FlatModel(model, torch.device(device))
+        inputs, targets = own.batch(torch.arange(8), flat.device)
+        rows, losses = record_gradients(flat, inputs, targets, loss=nn.functional.cross_entropy, engine="torch.func")
+        found.append((rows.cpu(), losses.cpu()))
+    torch.testing.assert_close(*found)
+    assert found[0][0].any()
+
+
+def test_named_inputs_train_on_it() -> None:
+    own = texts()
+    here = replace(own, inputs={name: value.to(DEVICE) for name, value in own.inputs.items()}, targets=own.targets.to(DEVICE))
+    (expected,) = rows_of(Named(), [own], "cpu", "one_by_one")
+    for there in (own, here):
+        assert torch.equal(rows_of(Named(), [there], DEVICE, "one_by_one")[0], expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", DEVICE], ids=str)
+def test_records_of_a_data_set_may_be_anywhere(device: Any) -> None:
+    pairs = [(torch.full((3,), float(index)).to(device), index % 2) for index in range(6)]
+    own = DatasetRecords(dataset=pairs, example=(torch.zeros(3), 0))
+    inputs, targets = own.batch(torch.tensor([4, 1]), DEVICE)
+    assert inputs.device == targets.device == DEVICE
+    assert (inputs.tolist(), targets.tolist()) == ([[4.0] * 3, [1.0] * 3], [0, 1])
+
+
+@pytest.mark.parametrize("rows", [[3, -1], [3, 40]])
+def test_a_row_that_does_not_exist_is_refused_before_the_device_is_asked(rows: list[int]) -> None:
+    """A GPU would be unusable for the process."""
+    with pytest.raises(IndexError):
+        replace(moved(images(9, 1)), indices=torch.tensor(rows)).batch(torch.arange(2), DEVICE)
+
+
+# Models
+
+
+def test_a_model_has_its_device_with_an_index() -> None:
+    assert FlatModel(linear(), torch.device(pretend.NAME)).device == DEVICE
+    assert FlatModel(linear()).device == torch.device("cpu")
+
+
+def test_the_hash_of_a_frozen_base_is_the_same_on_it() -> None:
+    assert base_hash(LoRA().to(DEVICE)) == base_hash(LoRA()) != ""
+
+
+def test_a_frozen_parameter_that_training_changes_is_noticed_on_it() -> None:
+    class Moving(LoRA):
+        def forward(self, inputs: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.base.bias.add_(1)
+            return super().forward(inputs)
+
+    model = FlatModel(Moving(), DEVICE)
+    arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [0], "engine": "one_by_one"}
+    (row,) = local_updates(model.vector.clone(), [images(4, 1)], RECIPE, **arguments)
+    assert "frozen" in str(row)
+
+
+def test_a_run_can_be_put_into_a_model_on_it() -> None:
+    model = linear().to(DEVICE)
+    put_into(model, {"0.weight": np.full((3, 6), 2.0, np.float32)}, {}, "here")
+    assert model[0].weight.device == DEVICE
+    assert model[0].weight.cpu().unique().tolist() == [2.0]
+    assert model_arrays(model)["0.weight"].numpy().max() == 2
+
+
+def test_batchnorm_is_replaced_where_it_is() -> None:
+    fixed = fix_batchnorm(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)).to("meta"))
+    assert {value.device.type for value in fixed.parameters()} == {"meta"}
+
+
+# Why nothing trains
+
+
+class Broken(nn.Module):
+    """Makes a tensor on the CPU, wherever its inputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs + torch.ones(6))
+        return outputs
+
+
+@pytest.mark.parametrize("level", ["client", "record"])
+def test_the_log_of_a_node_says_why_no_client_trains(level: str, caplog: Any) -> None:
+    """In one line, and with a traceback in lines of their own; once, though there are several clients."""
+    hosted = {name: records(name, 8) for name in ("c0", "c1")}
+    context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+    recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=3)
+    client = (
+        DPClient(model=Broken(), clients=hosted, training=Training(learning_rate=0.1), device=DEVICE)
+        if level == "client"
+        else LocalDPClient(model=Broken(), clients=hosted, recipe=recipe, context=context, device=DEVICE)
+    )
+    assert client.why_unable() is not None
+    (told,) = [record.getMessage() for record in caplog.records if "first cause" in record.getMessage()]
+    first, *trace = told.splitlines()
+    assert "Expected all tensors to be on the same device" in first
+    assert trace[0] == "dry run | Traceback (most recent call last):"
+    assert any("in forward" in line for line in trace)
+    assert all(line.startswith("dry run | ") for line in trace)
