@@ -9,6 +9,7 @@ from apps.methods import Run
 from apps.records import Config, config_of, deal
 from flower_dp.clients import client_app
 from flower_dp.clients.node_client import NodeClient
+from flower_dp.clients.training.devices import default_device
 
 
 def client_fn(context: Context) -> NodeClient:
@@ -27,7 +28,7 @@ def _client(own: Config, part: int, parts: int) -> NodeClient:
     clients = deal(own).clients
     return run.client(
         run.model(),
-        clients.part(part, parts),
+        clients.part(part, parts).on(default_device()),
         lambda: {name: len(records) for name, records in clients.items()},
     )
 

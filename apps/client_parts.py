@@ -1,5 +1,6 @@
 """Parts of clients that several methods make from the common settings. Methods import it when a client is made: torch is slow."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -22,7 +23,11 @@ from flower_dp.clients import (
 from flower_dp.clients.local.evaluation import record_loss_and_accuracy
 from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
+from flower_dp.privacy.release import Release
 from flower_dp.strategies.client_level import ClientLevelRules
+
+# Standard deviations of the number of clients, at most, that a round draws of a node's.
+_SPREAD = 3
 
 
 def training_of(settings: Settings, *, sam_radius: float = 0.0) -> Training:
@@ -68,6 +73,14 @@ def local_client(
     )
 
 
+def _group_size(release: Release, num_hosted: int) -> int:
+    """Return how many of a node's clients a round may be expected to draw: seldom more, and never by which are drawn."""
+    sampler, num_clients = release.sampler, release.num_clients
+    expected = sampler.expected_cohort(num_clients) * num_hosted / num_clients
+    fixed = num_hosted == num_clients and sampler.largest_cohort(num_clients) == expected
+    return min(num_hosted, math.ceil(expected if fixed else expected + _SPREAD * math.sqrt(expected)))
+
+
 def client_level_client(
     settings: Settings, rules: ClientLevelRules, training: Training, model: nn.Module, clients: Mapping[str, Records]
 ) -> DPClient:
@@ -80,6 +93,7 @@ def client_level_client(
         seed=settings.seed,
         training=training,
         engine=settings.engine.replace("-", "_"),
+        group_size=_group_size(rules.release, len(clients)),
         metrics=loss_and_accuracy(training.loss, labels=partial(predictions, settings.model)),
         policy=ClientPolicy(
             max_clip_norm=largest,

@@ -21,7 +21,9 @@ from apps.settings import Settings
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
+from flower_dp.clients.training.devices import default_device
 from flower_dp.clients.training.losses import Loss
+from flower_dp.clients.training.records import on_device
 from flower_dp.running.apps import OwnFunction, own_app
 from flower_dp.running.recorded import record_run
 from flower_dp.strategies import DPStrategy
@@ -30,6 +32,7 @@ from flower_dp.strategies.journal import OnRound
 ModelFn = Callable[[], nn.Module]
 DataFn = Callable[[int, int], Any]
 EvaluateFn = Callable[..., Mapping[str, float] | None]
+_CPU = torch.device("cpu")
 _TAKES = {
     "model-fn": "() -> torch.nn.Module",
     "data-fn": "(client, num_clients) -> that client's data",
@@ -191,7 +194,7 @@ def _client(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, run_co
     names = run.settings.client_names()
     if part >= len(names):
         raise ValueError(f"num-clients={len(names)}: leaves no client to partition-id={part} of num-partitions={parts}")
-    clients = _Clients(functions.data, names, names[part::parts])
+    clients = _Clients(functions.data, names, names[part::parts], default_device())
     everyone = _Clients(functions.data, names, names)
     return _with_loss(run.client(_model(functions.model, run.settings.seed), clients, everyone.sizes), loss)
 
@@ -199,8 +202,8 @@ def _client(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, run_co
 class _Clients(Mapping[str, Records]):
     """Clients by name, whose data is read when it is first asked for."""
 
-    def __init__(self, data_fn: DataFn | None, names: list[str], hosted: list[str]) -> None:
-        self._data_fn = data_fn
+    def __init__(self, data_fn: DataFn | None, names: list[str], hosted: list[str], device: torch.device = _CPU) -> None:
+        self._data_fn, self._device = data_fn, device
         self._indices = {name: index for index, name in enumerate(names)}
         self._hosted = dict.fromkeys(hosted)
         self._read: dict[str, Records] = {}
@@ -209,7 +212,7 @@ class _Clients(Mapping[str, Records]):
         if name not in self._hosted or self._data_fn is None:
             raise KeyError(name)
         if name not in self._read:
-            self._read[name] = as_records(self._data_fn(self._indices[name], len(self._indices)))
+            self._read[name] = on_device(as_records(self._data_fn(self._indices[name], len(self._indices))), self._device)
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:

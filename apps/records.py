@@ -14,6 +14,7 @@ from apps.settings import Settings
 from apps.tasks import Task
 from apps.tasks.partitions import Sampled, partition
 from flower_dp.clients import TensorRecords
+from flower_dp.clients.training.records import on_device
 
 Config = tuple[tuple[str, Any], ...]
 
@@ -26,17 +27,17 @@ class Clients(Mapping[str, TensorRecords]):
     garbage collector would visit again and again.
 
     Attributes:
-        task: whose records they are.
+        pool: all training records of the task.
         dealt: which records every client of the run has.
         names: of these clients, each with its place in `dealt`.
     """
 
-    task: Task
+    pool: TensorRecords
     dealt: Sequence[np.ndarray] | Sampled
     names: dict[str, int]
 
     def __getitem__(self, name: str) -> TensorRecords:
-        return _held(self.task, self.dealt[self.names[name]])
+        return _held(self.pool, self.dealt[self.names[name]])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -47,6 +48,10 @@ class Clients(Mapping[str, TensorRecords]):
     def part(self, part: int, parts: int) -> "Clients":
         """Return every `parts`-th of these clients, from the one at `part` on."""
         return replace(self, names=dict(islice(self.names.items(), part, None, parts)))
+
+    def on(self, device: torch.device) -> "Clients":
+        """Return these clients with their records in a GPU's memory, if they fit."""
+        return replace(self, pool=on_device(self.pool, device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +93,16 @@ def deal(config: Config) -> Dealt:
         records_per_client=settings.records_per_client,
     )
     names = {name: place for place, name in enumerate(settings.client_names())}
+    pool = TensorRecords(
+        inputs=torch.from_numpy(task.train_inputs), targets=torch.from_numpy(task.train_labels), transform=task.prepare
+    )
     if not settings.holds_out:
-        return Dealt(clients=Clients(task=task, dealt=dealt, names=names), validation=None, test=None)
+        return Dealt(clients=Clients(pool=pool, dealt=dealt, names=names), validation=None, test=None)
     train, validation, test = split(dealt, settings)
     return Dealt(
-        clients=Clients(task=task, dealt=train, names=names),
-        validation=_held(task, np.concatenate(validation)) if settings.validation_ratio else None,
-        test=_held(task, np.concatenate(test)) if settings.test_ratio else None,
+        clients=Clients(pool=pool, dealt=train, names=names),
+        validation=_held(pool, np.concatenate(validation)) if settings.validation_ratio else None,
+        test=_held(pool, np.concatenate(test)) if settings.test_ratio else None,
     )
 
 
@@ -156,10 +164,5 @@ def records_to_test_with(run: Run, config: Config) -> TensorRecords:
     )
 
 
-def _held(task: Task, indices: np.ndarray) -> TensorRecords:
-    return TensorRecords(
-        inputs=torch.from_numpy(task.train_inputs),
-        targets=torch.from_numpy(task.train_labels),
-        indices=torch.from_numpy(indices),
-        transform=task.prepare,
-    )
+def _held(pool: TensorRecords, indices: np.ndarray) -> TensorRecords:
+    return replace(pool, indices=torch.from_numpy(indices))

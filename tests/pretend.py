@@ -47,6 +47,9 @@ class _Module(_DummyBackendModule):
     def current_device(self) -> int:
         return 0
 
+    def mem_get_info(self, device: Any) -> tuple[int, int]:
+        return 2**32, 2**32
+
     def get_device_properties(self, device: Any) -> SimpleNamespace:
         return SimpleNamespace(total_memory=2**32)
 
@@ -131,7 +134,7 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _count(func: Any, ours: list[Any], *, stays: bool) -> None:
     is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
-    leaves = ours and not stays or func is _aten._local_scalar_dense.default
+    leaves = (ours and not stays) or func is _aten._local_scalar_dense.default
     if func is _aten.copy_.default:
         leaves = len(ours) == 1
     Pretend.counted["to the CPU" if leaves else "views" if is_view else func._schema.name.partition("::")[2]] += 1

@@ -43,8 +43,8 @@ class DPClient(NodeClient):
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
         engine: "one_by_one", or, in a simulation, "batched" or "auto", the one that `quicker_engine` says:
             `flower_dp.clients.training.engines`.
-        group_size: how many clients "batched" trains at once on a GPU, if so many models fit into its memory; a public number, such
-            as the most clients of this node that a round is expected to draw. None: at most 64.
+        group_size: how many clients "batched" trains at once on a GPU, if so many models fit into its memory; a public number,
+            such as the clients of this node that a round is expected to draw. None: at most 64.
         metrics: the model and one client's records -> its metrics, for private evaluation; by default `loss`, and `accuracy`
             where targets are classes.
         context: of the node. With it the client refuses a node whose config names a ledger, for it keeps no account;

@@ -70,8 +70,10 @@ class Job:
 class Train(Protocol):
     """Local training of some clients.
 
-    If the rows of several clients may be clipped at once, which takes less time on a GPU, it has an attribute `rows_together`: how
-    many, a number that no client's data and no other client decide. If it clips the contribution of every record, it has an attribute `record_clip`, a `RecordClip` equal to the pipeline's. If it
+    If rows of several clients may be clipped at once, which takes less time on a GPU, it has an attribute `rows_together`: how
+    many, a number that neither data nor other clients decide.
+
+    If it clips the contribution of every record, it has an attribute `record_clip`, a `RecordClip` equal to the pipeline's. If it
     adds the noise of every step, it has an attribute `step_noise`, the same `StepNoise` object as the pipeline's.
     """
 
@@ -251,9 +253,10 @@ class Pipeline:
                 yield job, trained, None if isinstance(trained, Exception) else next(clipped)
 
     def _clipped(self, rows: Sequence[Array], size: int) -> list["_Clipped"]:
-        """Clip rows [d] as one matrix [size, d]: its shape is the same for any number of clients, so no row's bits depend on it."""
+        """Clip rows [d] as one matrix [size, d], of the same shape for any number of clients: no row's bits depend on it."""
         xp = array_namespace(rows[0])
-        matrix = xp.stack([*rows, *[xp.zeros_like(rows[0])] * (size - len(rows))])
+        # Norms of rows of zeros are computed a second time.
+        matrix = xp.stack([*rows, *[xp.ones_like(rows[0])] * (size - len(rows))])
         if self.before_clip is not None:
             matrix = self.before_clip.keep(matrix)
         finite = xp.all(xp.isfinite(matrix), axis=-1)

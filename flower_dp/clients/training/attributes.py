@@ -1,6 +1,7 @@
 """What a model holds besides values of parameters and buffers: which tensors its layers have, and plain attributes of layers."""
 
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,14 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def fingerprint(tensor: Tensor) -> tuple[int, int]:
-    """Return the sum of a tensor's bits, in words of 8 bytes: it shows changes that torch does not count, as those of `.data`."""
-    octets = tensor.detach().contiguous().flatten().view(torch.uint8)
-    whole = len(octets) // 8 * 8
-    return int(octets[:whole].view(torch.int64).sum()), int(octets[whole:].sum())
+def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sums of tensors' bits, in words of 8 bytes: they show changes that torch does not count, as those of `.data`.
+
+    They are on the tensors' device, so that two fingerprints are compared with one read.
+    """
+    sums = []
+    for tensor in tensors:
+        octets = tensor.detach().contiguous().flatten().view(torch.uint8)
+        whole = len(octets) // 8 * 8
+        sums += [octets[:whole].view(torch.int64).sum(), octets[whole:].sum()]
+    return torch.stack(sums) if sums else torch.zeros(0)

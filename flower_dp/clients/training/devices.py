@@ -15,11 +15,14 @@ _SINGLE_PRECISION = frozenset({"mps"})
 class Generator(Protocol):
     """A process-wide generator of random numbers."""
 
-    def get_state(self) -> Any: ...
+    def get_state(self) -> Any:
+        """Return the state."""
 
-    def set_state(self, state: Any) -> Any: ...
+    def set_state(self, state: Any) -> Any:
+        """Take over an earlier state."""
 
-    def manual_seed(self, seed: int) -> Any: ...
+    def manual_seed(self, seed: int) -> Any:
+        """Begin the sequence of a seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,18 @@ def is_accelerator(device: torch.device) -> bool:
 def exact_device(device: torch.device) -> torch.device:
     """Return where rows are clipped, noised and added up: the device itself, or the CPU for a device without float64."""
     return torch.device("cpu") if device.type in _SINGLE_PRECISION else device
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on an accelerator; 0 for one that does not say."""
+    told = getattr(torch.get_device_module(device), "mem_get_info", None)
+    return 0 if told is None else int(told(device)[0])
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of an accelerator's memory; of one that does not say, 4 GiB."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return 2**32 if properties is None else int(properties(device).total_memory)
 
 
 def default_generators(device: torch.device) -> list[Generator]:

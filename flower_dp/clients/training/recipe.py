@@ -68,7 +68,7 @@ class FlatModel:
             for owner in self.module.modules()
         ]
         self._attributes = Attributes(self.module)
-        self._base = [fingerprint(value) for value in self._frozen]
+        self._base = fingerprint(self._frozen)
 
     @cached_property
     def base(self) -> str:
@@ -82,7 +82,7 @@ class FlatModel:
             ChangedBaseError: if a frozen parameter was changed, of which there is no copy.
         """
         self.reset_buffers()
-        if self._base != [fingerprint(value) for value in self._frozen]:
+        if not torch.equal(self._base, fingerprint(self._frozen)):
             raise ChangedBaseError("training has changed frozen parameters (requires_grad=False): keep what changes in buffers")
 
     def reset_buffers(self) -> None:

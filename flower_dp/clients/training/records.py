@@ -1,7 +1,7 @@
 """Records: one client's data, in batches that are ready for the model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from flower_dp.clients.training.devices import select_rows
+from flower_dp.clients.training.devices import free_memory, is_accelerator, select_rows
 
+# The part of a GPU's free memory that one client's tensors may take, or those that all clients share.
+_PART_OF_FREE_MEMORY = 8
 # A model's inputs, one row per record: a tensor, or tensors by the names of the model's arguments.
 Inputs = Tensor | Mapping[str, Tensor]
 
@@ -172,6 +174,19 @@ class TensorRecords:
         """Return inputs and target [1, ...] of a record of zeros: shapes and types of the tensors are public."""
         inputs, targets = self.zeros(device)
         return (inputs if self.transform is None else self.transform(inputs)), targets
+
+
+def on_device(records: "Records", device: torch.device) -> Any:
+    """Return records whose tensors are in a GPU's memory, if they are `TensorRecords` and small against what is free there.
+
+    Others are returned as they are, and copied batch by batch.
+    """
+    if type(records) is not TensorRecords or not is_accelerator(device):
+        return records
+    tensors = [records.targets, *([records.inputs] if isinstance(records.inputs, Tensor) else records.inputs.values())]
+    if sum(one.nbytes for one in tensors if one.device.type != device.type) > free_memory(device) // _PART_OF_FREE_MEMORY:
+        return records
+    return replace(records, inputs=each(records.inputs, lambda tensor: tensor.to(device)), targets=records.targets.to(device))
 
 
 def rows_of_all(asked: Mapping[Any, tuple["Records", Tensor]], device: torch.device) -> dict[Any, tuple[Any, Tensor]]:

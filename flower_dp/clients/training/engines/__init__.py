@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from flower_dp.clients.training.engines.batched import num_slots as num_slots  # noqa: PLC0414 (others import it from here)
-from flower_dp.clients.training.engines.batched import train_batched
 from flower_dp.clients.training.devices import is_accelerator
+from flower_dp.clients.training.engines.batched import num_slots as num_slots
+from flower_dp.clients.training.engines.batched import train_batched
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one
 from flower_dp.clients.training.lus import LUS
 from flower_dp.clients.training.recipe import FlatModel, Training

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flower_dp.clients.training.devices import is_accelerator
+from flower_dp.clients.training.devices import is_accelerator, total_memory
 from flower_dp.clients.training.engines.feed import Feed, Kind, MixedRecordsError
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one
 from flower_dp.clients.training.engines.program import Program
@@ -52,9 +52,10 @@ def train_batched(
 ) -> Iterator[Trained]:
     """Yield the result of every client, in order.
 
-    `group_size` is that of `num_slots`. A client is trained alone with `one_by_one` if its model can't be batched, or its records are not all of one shape. The reason
-    is logged, once for a model, a recipe and a kind of record. The choice depends on the model, the recipe and the shape of the
-    client's own records, never on their content or on other clients.
+    `group_size` is that of `num_slots`. A client is trained alone with `one_by_one` if its model can't be batched, its records
+    are not all of one shape, or a group does not fit into memory. The reason is logged, once for a model, a recipe and a kind of
+    record. The choice depends on the model, the recipe, the device and the shape of the client's own records, never on their
+    content or on other clients.
     """
     slots = min(num_slots(model.layout.size, model.device, group_size), model.programs.get(_FITTING, _MANY))
     trainer = _Trainer(vector, training, model, server_round, slots)
@@ -74,16 +75,10 @@ def num_slots(num_parameters: int, device: torch.device, group_size: int | None 
     """
     floats, most = _CACHED_FLOATS, _MOST_SLOTS
     if is_accelerator(device):
-        floats = _memory(device) // 4 // _PART_OF_GPU
+        floats = total_memory(device) // 4 // _PART_OF_GPU
         most = _MOST_SLOTS if group_size is None else group_size + group_size % 2
     fitting = max(2, floats // max(1, num_parameters))
     return most if most <= fitting else int(2 ** (fitting.bit_length() - 1))
-
-
-def _memory(device: torch.device) -> int:
-    """Return the bytes of an accelerator's memory; of one that does not say, a few GiB."""
-    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-    return 2**32 if properties is None else int(properties(device).total_memory)
 
 
 class _Trainer:
