@@ -125,7 +125,12 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs["device"] = torch.device("cpu")
     if stays and _draws(func) and kwargs.get("generator") is None:
         kwargs["generator"] = _Module.default_generators[0]  # as on a GPU, and not the CPU's
-    made = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+    try:
+        made = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+    except IndexError as error:
+        if ours:
+            raise RuntimeError("device-side assert triggered: a GPU is unusable for the process from here on") from error
+        raise
     returns = func._schema.returns
     if returns and returns[0].alias_info is not None and returns[0].alias_info.is_write:
         return written

@@ -35,6 +35,7 @@ from flower_dp.clients.training import devices
 from flower_dp.clients.training.base import base_hash
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines import ENGINES, num_slots
+from flower_dp.clients.training.records import on_device
 from flower_dp.core.clipping import l2_norms
 from flower_dp.core.noise import lattice_step, noise_generator
 from flower_dp.core.sampling import FullSampling
@@ -151,9 +152,10 @@ def test_shares_of_noise_that_are_drawn_on_it_have_the_stated_scale(label: str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("here", [False, True], ids=["records off it", "records on it"])
 @pytest.mark.parametrize("label", [method.label for method in OWN_CLIENTS if method.exact and not method.message_noise(Words())])
-def test_a_group_of_clients_is_trained_and_clipped_on_it_as_on_the_cpu(label: str, here: bool) -> None:
+def test_a_group_of_clients_is_trained_and_clipped_on_it_as_on_the_cpu(label: str, here: bool, caplog: Any) -> None:
     (method,) = (one for one in METHODS if one.label == label)
     grouped = seeded(method, on(SMALL, here=here, engine="batched", group_size=3), num_nodes=1)
+    assert "one by one" not in caplog.text
     assert [report.replies for report in grouped.strategy.rounds] == [4] * 3
     alone = on_the_cpu(method)
     for model, other in zip(grouped.models, alone.models, strict=True):
@@ -331,9 +333,10 @@ def test_clients_with_tensors_of_their_own_are_read_from_these() -> None:
 
 
 @pytest.mark.usefixtures("without_float64")
-def test_a_group_runs_without_float64() -> None:
+def test_a_group_runs_without_float64(caplog: Any) -> None:
     (method,) = (one for one in METHODS if one.label == "dp-fedavg")
     grouped = seeded(method, on(SMALL, here=True, engine="batched", group_size=4), num_nodes=1)
+    assert "one by one" not in caplog.text
     on_cpu = seeded(method, replace(SMALL, node={"engine": "batched"}), num_nodes=1)
     assert grouped.bits == on_cpu.bits
 
@@ -447,8 +450,9 @@ def test_rows_that_are_clipped_together_are_those_that_are_clipped_alone(asked: 
 
 
 @pytest.mark.parametrize("asked", ASKS.values(), ids=ASKS)
-def test_no_neighbour_changes_a_bit_of_a_row_that_is_clipped_with_others(asked: dict[str, Any]) -> None:
+def test_no_neighbour_changes_a_bit_of_a_row_that_is_clipped_with_others(asked: dict[str, Any], caplog: Any) -> None:
     """Neither a long row, nor one that is not finite, nor an error, nor how many there are, nor the place."""
+    caplog.set_level("DEBUG", logger="flwr")
     own = drawn_rows()[4]
     (alone,) = replies([own], 4, **asked)
     others = [own * 1e30, own * math.nan, own * math.inf, RuntimeError("no"), torch.zeros(LENGTH)]
@@ -458,6 +462,7 @@ def test_no_neighbour_changes_a_bit_of_a_row_that_is_clipped_with_others(asked: 
         for one, reply in zip(before, found, strict=False):
             lost = isinstance(one, Exception) or not bool(one.isfinite().all())
             assert isinstance(reply, Refusal) == lost
+    assert "clipped at once" not in caplog.text
 
 
 def test_rows_are_clipped_in_one_shape_for_any_number_of_them(monkeypatch: Any) -> None:
@@ -625,6 +630,22 @@ def test_a_row_that_does_not_exist_is_refused_before_the_device_is_asked(rows: l
     """A GPU would be unusable for the process."""
     with pytest.raises(IndexError):
         replace(moved(images(9, 1)), indices=torch.tensor(rows)).batch(torch.arange(2), DEVICE)
+
+
+def test_records_that_fit_are_kept_on_it_and_others_stay_where_they_are(monkeypatch: Any) -> None:
+    own = images(9, 1)
+    kept = on_device(own, DEVICE)
+    assert {kept.inputs.device, kept.targets.device} == {DEVICE}
+    assert kept.indices is own.indices  # whether a row exists is asked on the CPU
+    named = on_device(texts(), DEVICE)
+    assert {value.device for value in named.inputs.values()} == {DEVICE}
+    size = own.inputs.nbytes + own.targets.nbytes
+    for free, moves in ((8 * size, True), (8 * size - 1, False)):
+        monkeypatch.setattr(pretend._Module, "mem_get_info", lambda *_, free=free: (free, 2**32))
+        assert (on_device(own, DEVICE) is not own) == moves
+    assert on_device(own, torch.device("cpu")) is own
+    pairs = DatasetRecords(dataset=[])
+    assert on_device(pairs, DEVICE) is pairs
 
 
 # Models

@@ -137,3 +137,12 @@ def test_every_client_lives_on_one_node():
     parts = [whole.part(part, 3) for part in range(3)]
     assert sorted(name for part in parts for name in part) == sorted(whole)
     assert all(rows(part[name]) == rows(whole[name]) for part in parts for name in part)
+
+
+def test_all_clients_share_the_tensors_of_their_task():
+    """So a GPU reads the records of a round with one lookup."""
+    clients = deal(config(seed=3)).clients
+    first, *others = clients.on(torch.device("cpu")).part(1, 3).values()
+    assert all(one.inputs is first.inputs and one.targets is first.targets for one in others)
+    moved = clients.on(torch.device("cpu"))
+    assert [rows(one) for one in moved.values()] == [rows(one) for one in clients.values()]

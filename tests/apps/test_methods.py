@@ -468,3 +468,24 @@ def test_a_quantile_makes_the_clip_norm_adaptive_and_the_devices_policy_knows_bo
                 policy.check(replace(asked, noise_std=0.99 * asked.noise_std))
     with pytest.raises(ValueError, match="largest-clip-norm: is read with clip-quantile > 0 only"):
         run_of(config | {f"{name}.clip-quantile": 0.0, f"{name}.clip-count-noise-std": 0.0}).strategy(lambda: {})
+
+
+@pytest.mark.parametrize(
+    ("sampling", "hosted", "size"),
+    [
+        ({"sampling-rate": 0.1, "num-clients": 1000}, 1000, 130),  # 100 expected, and three times their square root
+        ({"sampling-rate": 0.1, "num-clients": 1000}, 250, 40),
+        ({"sampling": "fixed-size", "cohort-size": 100, "num-clients": 1000}, 1000, 100),
+        ({"sampling": "fixed-size", "cohort-size": 100, "num-clients": 1000}, 500, 72),
+        ({"sampling-rate": 1.0, "num-clients": 3}, 3, 3),
+        ({"sampling-rate": 0.9, "num-clients": 10}, 5, 5),
+    ],
+)
+def test_a_group_on_a_gpu_has_as_many_clients_as_a_round_is_expected_to_draw_of_a_node(sampling, hosted, size):
+    """By settings alone, never by which clients are drawn."""
+    run = run_of(
+        {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 1.0, "dp-fedavg.target-epsilon": 0.0, "delta": 1e-3, **sampling}
+    )
+    names = run.settings.client_names()[:hosted]
+    node = run.client(run.model(), dict.fromkeys(names, data()), sizes_of(run))
+    assert node.group_size == size

@@ -45,6 +45,25 @@ def test_a_node_that_cannot_train_is_named(shown):
     assert shown() == "node 7 can't train: the model does not take inputs; its 1 clients send no update\n"
 
 
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_first_cause_of_a_failing_dry_run_is_one_line_and_its_traceback_is_in_the_log_alone(capsys, caplog, quiet):
+    from flower_dp.clients.training.dry_run import _log_cause
+
+    try:
+        raise RuntimeError("found two devices\ncuda:0 and cpu")
+    except RuntimeError as error:
+        _log_cause(f"a step, quiet {quiet},", error)
+    (record,) = caplog.records
+    lines = record.getMessage().splitlines()
+    assert len(lines) > 3
+    screen = _Screen(SimpleNamespace(), quiet=quiet)
+    for line in lines:
+        screen.tell(f"(Worker pid=1) {line}")
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [f"(Worker pid=1) {lines[0]}"]
+    assert "fails: RuntimeError: found two devices cuda:0 and cpu (test_screen.py:" in shown[0]
+
+
 def test_a_reader_that_closes_ends_what_is_made_as_a_signal_does(monkeypatch):
     """What is written afterwards, such as where the statement is, fails no more."""
     reader, writer = os.pipe()
