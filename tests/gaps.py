@@ -24,6 +24,7 @@ def quickly(max_examples: int) -> Any:
     return settings(max_examples=max_examples, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False)
 
 
+ROUNDS = 4
 Nodes = tuple[frozenset[int], ...]
 
 
@@ -51,10 +52,6 @@ class Gaps:
     def names(self) -> list[str]:
         return [f"c{number}" for number in range(len(self.sizes))]
 
-    @property
-    def rounds(self) -> int:
-        return len(self.lost)
-
     def node_of(self, client: int) -> int:
         return client % self.nodes + 1
 
@@ -71,13 +68,17 @@ class Gaps:
 
 
 @st.composite
-def gaps(draw: Any, *, rounds: int, num_clients: tuple[int, int] = (3, 4), sizes: tuple[int, int] = (4, 9)) -> Gaps:
-    found = tuple(draw(st.lists(st.integers(*sizes), min_size=num_clients[0], max_size=num_clients[1])))
+def gaps(draw: Any, *, sizes: tuple[int, int] = (4, 9)) -> Gaps:
+    found = tuple(draw(st.lists(st.integers(*sizes), min_size=3, max_size=4)))
     nodes = draw(st.integers(2, len(found)))
-    some = st.tuples(*(st.frozensets(st.integers(1, nodes), max_size=1 if one % 2 else 2) for one in range(rounds)))
-    dies = draw(st.integers(0, rounds - 1))
+    # In round 1 somebody answers: a run in which nobody does is ended.
+    lost, away = (
+        draw(st.tuples(*(st.frozensets(st.integers(1, nodes), max_size=one) for one in most)))
+        for most in ((1, 2, 1, 2), (0, 1, 2, 1))
+    )
+    dies = draw(st.integers(0, ROUNDS - 1))
     unsent = dies > 1 and draw(st.booleans())  # before the first checkpoint there is nothing to go on with
-    return Gaps(sizes=found, nodes=nodes, lost=draw(some), away=draw(some), dies=dies, unsent=unsent)
+    return Gaps(sizes=found, nodes=nodes, lost=lost, away=away, dies=dies, unsent=unsent)
 
 
 class Killed(BaseException):
@@ -113,7 +114,7 @@ class GappyGrid(LocalGrid):
                 config = next(one for one in message.content.config_records.values() if wire.KEY in one)
                 clients = wire.Instruction.from_json(str(config[wire.KEY])).clients
                 found.setdefault(int(message.metadata.group_id), []).extend(clients)
-        return found
+        return {server_round: sorted(names) for server_round, names in found.items()}
 
 
 def record(client: int) -> tuple[np.ndarray, int]:
@@ -167,5 +168,5 @@ def run(gaps: Gaps, strategy: Callable[[], DPStrategy], client: Callable[..., An
         found.strategies.append(strategy())
         place = {"checkpoint_dir": folder, "resume": resume} if gaps.dies else {}
         with suppress(Killed):
-            found.strategies[-1].start(found.grid, model_arrays(linear()), num_rounds=gaps.rounds, evaluate_fn=keep, **place)
+            found.strategies[-1].start(found.grid, model_arrays(linear()), num_rounds=ROUNDS, evaluate_fn=keep, **place)
     return found
