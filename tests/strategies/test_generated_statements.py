@@ -350,7 +350,6 @@ def test_the_statement_of_clients_with_their_own_budgets_is_that_of_their_replie
     with TemporaryDirectory() as folder:
         found = run(there, strategy, client, Path(folder, "run"))
     replies, unasked, last = turns(case, found)
-    sensitivity = 2 if case["relation"] == REPLACE else 1
     evaluated = dict.fromkeys(names, 0)
     if case["evaluations"]:
         for number in range(case["every"], last + 1, case["every"]):
@@ -358,7 +357,7 @@ def test_the_statement_of_clients_with_their_own_budgets_is_that_of_their_replie
                 evaluated = {name: count + 1 for name, count in evaluated.items()}
     statement = found.strategy.statement
     assert found.strategy.rules.training.counts == replies
-    stds, scales = [], []
+    stds, scales, sensitivity = [], [], 2 if case["relation"] == REPLACE else 1
     for name, size in zip(names, there.sizes, strict=True):
         budget, most, count = case["epsilons"][name], case["replies"][name], replies[name]
         share = 1 / many if case["uniform"] else size / sum(there.sizes)
@@ -384,8 +383,7 @@ def test_the_statement_of_clients_with_their_own_budgets_is_that_of_their_replie
         stds.append(weight * scale * (math.sqrt(2) if case["laplace"] else 1))
         if case["evaluations"]:
             assert statement.clients.evaluation[name] == pytest.approx(alone, rel=1e-6, abs=1e-12)
-    costs = statement.clients.each
-    clients = statement.clients
+    clients, costs = statement.clients, statement.clients.each
     summary = [min(costs.values()), statistics.median(costs.values()), *[max(costs.values())] * 3]
     assert [clients.minimum, clients.median, clients.maximum, costs[clients.worst], statement.epsilon] == summary
     assert clients.count == many
