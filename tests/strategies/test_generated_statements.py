@@ -58,7 +58,9 @@ def sum_cases(draw: Any) -> dict[str, Any]:
     relation = draw(st.sampled_from([ADD, REPLACE]))
     samplers = [FullSampling(), PoissonSampling(sampling_rate=0.6), RoundRobinSampling(cohort_size=many - 1)]
     samplers += [FixedSizeSampling(cohort_size=many - 1)] if relation == REPLACE else []
-    placement = draw(st.sampled_from(["central", "trusted", "untrusted", "lossy"]))
+    # Where shares depend on the cohort, more can go wrong.
+    placement = draw(st.sampled_from(["central", "trusted", "lossy", "untrusted", "untrusted"]))
+    samplers += [samplers[1]] * 2 if placement == "untrusted" else []
     every = draw(st.integers(0, 2))
     return {
         "gaps": there,
@@ -71,7 +73,6 @@ def sum_cases(draw: Any) -> dict[str, Any]:
         "clip_norm": draw(st.sampled_from([0.3, 2.0])),
         "multipliers": draw(st.tuples(st.sampled_from([2.0, 4.0]), st.sampled_from([3.0, 8.0]))),
         "delta": draw(st.sampled_from([1e-3, 1 / many, 0.1])),
-        "before": draw(st.integers(0, 2)),
     }
 
 
@@ -137,7 +138,7 @@ def sum_strategy(case: dict[str, Any], **options: Any) -> Any:
     return cls(**common, evaluation=evaluation, **own, **options)
 
 
-@quickly(20)
+@quickly(30)
 @given(sum_cases())
 def test_the_statement_of_a_noised_sum_is_that_of_its_rounds_by_hand(case):
     there: Gaps = case["gaps"]
