@@ -210,7 +210,15 @@ def test_canaries_of_clients_are_neighbours_by_the_relation_and_their_scores_fin
     scale = clip_norm / cohort
     after = before + (total + clip_norm * other) / cohort
     scores = made.score([before, after, after], others=[other, 0.0], scales=[scale, scale], sampling_rate=1.0)
-    assert ((scores > np.median(scores)) == (choices > 0)).all() or abs(choices.sum()) > many - 2 or np.sign(choices.sum())
+    for rate in (0.3, 0.7):  # the log-likelihood ratio of a contribution with this rate, by hand
+        seen = made.directions @ ((after - before) / scale - other)
+        seen -= np.median(seen) if rate < 0.5 else 0.0
+        variance = max(1.4826 * np.median(np.abs(seen)), 1e-3) ** 2
+        ratio = [np.log(1 - rate + rate * np.exp(np.minimum(700, (sign * seen - 0.5) / variance))) for sign in (1, -1)]
+        expected = ratio[0] - (ratio[1] if relation == REPLACE and (choices < 0).any() else 0.0)
+        sure = np.abs(seen) < 600 * variance
+        found = made.score([before, after], others=[other], scales=[scale], sampling_rate=rate)
+        np.testing.assert_allclose(found[sure], expected[sure], rtol=1e-6, atol=1e-8)
     ordered = np.argsort(scores)
     count = int((choices < 0).sum())
     assert set(ordered[:count].tolist()) == set(np.flatnonzero(choices < 0).tolist())

@@ -33,6 +33,7 @@ from tests.local_grids import CLASSES, FEATURES, linear, vector_of
 DELTA = 1e-3
 BETAS, TAU, ETA = (0.6, 0.9), 1e-2, 0.05  # of FedAdam
 MOMENTUM, SERVER_RATE = 0.5, 0.8
+CONVEXITY, SMOOTHNESS = 2.5, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +188,8 @@ class FedSGDByHand(ByHand):
     def moved(self, weights, rows, server_round):
         case, many = self.case, len(self.case.sizes)
         rate = case.rate * (1 - case.decay) ** (server_round - 1)
+        if case.option == 2:
+            rate = 2 / CONVEXITY / (server_round - 1 + 2 * SMOOTHNESS / CONVEXITY)
         shares = np.full(many, 1 / many) if case.option == 1 else self.shares
         return weights + rate * many / case.cohort * sum(
             (shares[client] * row for client, row in rows.items()), np.zeros_like(weights)
@@ -318,6 +321,12 @@ def fedsgd_words(case: Case) -> dict[str, Any]:
     }
 
 
+def server_steps(case: Case) -> dict[str, Any]:
+    if case.option == 2:
+        return {"strong_convexity": CONVEXITY, "smoothness": SMOOTHNESS}
+    return {"learning_rate": case.rate, "learning_rate_decay": case.decay}
+
+
 def nbafl_words(case: Case) -> dict[str, Any]:
     least = min(case.sizes)
     return {"clip_norm": case.clip_norm, "epsilon": math.inf, "delta": DELTA, "num_replies": ROUNDS, "min_records": least}
@@ -341,8 +350,7 @@ PAIRS = {
         FedSGDByHand,
         lambda case, **options: FedSGDDPC(
             cohort_size=case.cohort,
-            learning_rate=case.rate,
-            learning_rate_decay=case.decay,
+            **server_steps(case),
             **weighted(case),
             **fedsgd_words(case),
             **options,

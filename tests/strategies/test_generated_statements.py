@@ -17,11 +17,14 @@ from dp_accounting import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, Training
+from flower_dp.clients import DPClient, DPFedPAQRecipe, DPPASGDRecipe, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, Training
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import (
+    DPPASGD,
     DPFedAvg,
+    DPFedPAQ,
     DPFedSAM,
     EvaluationBudget,
     FedSGDDPC,
@@ -269,7 +272,7 @@ def test_the_statement_of_nbafl_is_that_of_its_broadcasts_by_hand(case):
     if case["paper"]:
         assert told["the server"].paper.valid == (replies <= case["exposures"] and case["epsilon"] / case["exposures"] < 1)
         assert told["the server"].paper.epsilon == case["epsilon"]
-    found.assert_unfinished_are_told()
+    found.assert_unfinished_are_told(min(ROUNDS, case["replies"]))
 
 
 # A ledger of every client
@@ -394,7 +397,7 @@ def test_the_statement_of_clients_with_their_own_budgets_is_that_of_their_replie
     assert max(costs.values()) <= found.strategy.epsilon * (1 + 1e-6)
     told = [line for line in statement.incidents if "was not asked" in line]
     assert told == ([f"{unasked} times a client whose budget was spent was not asked"] if unasked else [])
-    found.assert_unfinished_are_told()
+    found.assert_unfinished_are_told(last)
     if case["evaluations"]:
         assert_errors(case, found)
 
@@ -419,3 +422,109 @@ def assert_errors(case: dict[str, Any], found: GappyRun) -> None:
             value = metrics[name] / bound
             error = bound * math.sqrt(variance + chosen * value * (1 - value))
             assert metrics[f"{name}-standard-error"] == pytest.approx(error, rel=1e-6)
+
+
+# Local steps that shrink from round to round
+
+
+@st.composite
+def step_cases(draw: Any) -> dict[str, Any]:
+    there = draw(gaps(sizes=(4, 5)))
+    many = len(there.sizes)
+    return {
+        "gaps": there,
+        "fedpaq": draw(st.booleans()),
+        "epsilons": dict(zip(there.names, draw(st.tuples(*(st.sampled_from([0.5, 4.0]) for _ in range(many)))), strict=True)),
+        "replies": draw(st.sampled_from([2, ROUNDS])),
+        "steps": draw(st.integers(1, 2)),
+        "batch": draw(st.integers(1, 2)),
+        "rate": draw(st.sampled_from([0.1, 0.4])),
+        "decay": draw(st.sampled_from([0.0, 0.5])),
+        "pull": draw(st.sampled_from([0.0, 0.7])),
+        "bound": draw(st.sampled_from([0.3, 2.0])),
+        "max_cost": draw(st.sampled_from([None, 25.0])),
+    }
+
+
+def step_methods(case: dict[str, Any]) -> tuple[Any, Any]:
+    many, sizes = len(case["gaps"].sizes), dict(zip(case["gaps"].names, case["gaps"].sizes, strict=True))
+    common: dict[str, Any] = {"epsilon": case["epsilons"], "delta": 1e-3}
+    if case["fedpaq"]:
+        steps = FedPAQSteps(
+            learning_rate=case["rate"],
+            decay_iterations=4 * case["decay"] or None,
+            num_local_steps=case["steps"],
+            batch_size=case["batch"],
+            clip_norm=case["bound"],
+            sensitivity="per-step",
+        )
+        common |= {"steps": steps, "num_replies": case["replies"]}
+        server = {"sampling": FullSampling(), "num_clients": many, "num_records": sizes}
+        recipe: Any = DPFedPAQRecipe(**common)
+        return lambda: DPFedPAQ(**common, **server), lambda **node: LocalDPClient(recipe=recipe, **node)
+    common |= {
+        "batch_size": case["batch"],
+        "clip_norm": case["bound"],
+        "num_steps": case["replies"] * case["steps"],
+        "num_local_steps": case["steps"],
+        "learning_rate": case["rate"],
+        "learning_rate_decay": case["decay"],
+        "weight_decay": case["pull"],
+    }
+    recipe = DPPASGDRecipe(**common)
+    costs = {"cost_per_aggregation": 7.0, "cost_per_step": 1.0, "max_cost": case["max_cost"]}
+    return (
+        lambda: DPPASGD(num_clients=many, num_records=sizes, **common, **costs),
+        lambda **node: LocalDPClient(recipe=recipe, **node),
+    )
+
+
+@quickly(12)
+@given(step_cases())
+def test_the_statement_of_local_steps_is_that_of_the_least_noise_of_any_round_by_hand(case):
+    there: Gaps = case["gaps"]
+    strategy, client = step_methods(case)
+    with TemporaryDirectory() as folder:
+        found = run(there, strategy, client, Path(folder, "run"))
+    statement, rules = found.strategy.statement, found.strategy.rules
+    rounds = min(ROUNDS, case["replies"])
+    if case["max_cost"] and not case["fedpaq"]:
+        rounds = min(rounds, int(case["max_cost"] // (7 + case["steps"])))
+    assert sorted(found.grid.asked("train")) == list(range(1, rounds + 1))
+    assert statement.num_rounds == rounds
+    stds, papers = [], []
+    for name, size in zip(there.names, there.sizes, strict=True):
+        one = case["epsilons"][name]
+        if case["fedpaq"]:
+            # One step differs by 2 C, and E - 1 later ones by 2 b C each: noise for half of that, of a sample of E b records.
+            taken = case["steps"] * case["batch"]
+            length = ((case["steps"] - 1) * case["batch"] + 1) * case["bound"]
+            multiplier = rules.books.terms[name].release.mechanism.noise_multiplier
+            full = 2 * math.sqrt(case["replies"]) * gaussian_multiplier(one, 1e-3)
+            assert multiplier == pytest.approx(full, rel=1e-3) if taken == size else multiplier < full * (1 + 1e-3)
+            event: DpEvent = GaussianDpEvent(multiplier)
+            event = event if taken == size else SampledWithoutReplacementDpEvent(size, taken, event)
+            cost = accounting.epsilon(ComposedDpEvent([event] * rounds), delta=1e-3, relation=REPLACE).epsilon
+            each = [
+                case["rate"] / (1 + (n - 1) * case["steps"] / (4 * case["decay"])) if case["decay"] else case["rate"]
+                for n in range(1, rounds + 1)
+            ]
+            stds += [rate / case["batch"] * multiplier * length for rate in each]
+            part, delta = taken / size, 1e-3 / rounds
+            papers.append(rounds * 2 * part * math.sqrt(2 * math.log(1.25 * part / delta)) * 2 / multiplier)
+        else:
+            multiplier = 2 * math.sqrt(case["replies"] * case["steps"]) * gaussian_multiplier(one, 1e-3)
+            cost = gaussian_epsilon([multiplier] * (rounds * case["steps"]), REPLACE, 1e-3)
+            for number in range(1, rounds + 1):
+                rate = case["rate"] * (1 - case["decay"]) ** (number - 1)
+                shrinks = math.sqrt(sum((1 - rate * case["pull"]) ** (2 * step) for step in range(case["steps"])))
+                stds.append(rate * shrinks * multiplier * case["bound"] / case["batch"])
+            rho = 2 * rounds * case["steps"] / multiplier**2
+            papers.append(rho + 2 * math.sqrt(rho * math.log(1000)))
+        assert statement.clients.each[name] == pytest.approx(cost, rel=2e-3)
+    assert [one.noise_std for one in statement.adversaries] == pytest.approx([min(stds)] * 3, rel=1e-3)
+    assert statement.paper.epsilon == pytest.approx(max(papers), rel=1e-3)
+    assert statement.epsilon <= found.strategy.epsilon * (1 + 1e-6)
+    if not case["fedpaq"]:
+        assert rules.resources.costs == dict.fromkeys(there.names, rounds * (7.0 + case["steps"]))
+    found.assert_unfinished_are_told(rounds)
