@@ -1,0 +1,262 @@
+"""Both ledgers over generated histories: owners, runs, relations and reopenings, against sums by hand; and files that were exchanged."""
+
+import math
+import os
+import shutil
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from dp_accounting import GaussianDpEvent, LaplaceDpEvent, NeighboringRelation, PoissonSampledDpEvent
+from dp_accounting.rdp import RdpAccountant
+from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flower_dp.privacy.charge import EVERY_CLIENT, Charge
+from flower_dp.privacy.joint_cost import Scope
+from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.privacy.renyi_filter import order_for
+from flower_dp.privacy.server_ledger import BudgetSpentError, JointBudget, LedgerError, ServerLedger
+from tests.gaps import quickly
+from tests.strategies.closed import gaussian_epsilon
+
+ADD, REPLACE = "add-or-remove-one", "replace-one"
+NAMES = "abc"
+TOLERANCE = 1e-6
+
+
+def charge(number, events, *, relation=ADD, release="r", owners=(EVERY_CLIENT,)):
+    words = {"release": release, "number": number, "kind": "k", "unit": "client", "relation": relation, "shares": 1}
+    return Charge(**words, owners=owners, events=events)
+
+
+def divergence(event, order, relation):
+    """The Renyi divergence of a plain release at an order, in closed form; a replaced client moves a sum twice as far."""
+    far = (2 if relation == REPLACE else 1) / event.noise_multiplier
+    if isinstance(event, GaussianDpEvent):
+        return order * far**2 / 2
+    up, down = (order - 1) * far + math.log(order / (2 * order - 1)), -order * far + math.log((order - 1) / (2 * order - 1))
+    return (max(up, down) + math.log1p(math.exp(-abs(up - down)))) / (order - 1)  # Mironov 2017, Proposition 6
+
+
+def by_hand(events, budget, relation):
+    """The epsilon of a client's releases: of their divergences at the budget's order, or of all of them as one Gaussian."""
+    if budget.fully_adaptive:
+        spent = sum(divergence(event, budget.renyi_order, relation) for event in events)
+        return compute_epsilon([budget.renyi_order], [spent], budget.delta)[0]
+    return gaussian_epsilon([event.noise_multiplier for event in events], relation, budget.delta)
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from([0.9, 1.3, 2.0]),
+        st.sampled_from([("a",), ("b", "c"), (EVERY_CLIENT,), ("a", "b", "c"), ("c",)]),
+        st.booleans(),  # a Laplace release, where the budget can add it up
+        st.sampled_from(["go on", "go on", "go on", "open again", "another run"]),
+    ),
+    min_size=20,
+    max_size=40,
+)
+
+
+@quickly(15)
+@given(steps, st.booleans(), st.sampled_from([ADD, REPLACE]), st.sampled_from([2.0, 8.0]), st.sampled_from([1e-3, 1e-6]))
+def test_a_budget_of_all_runs_ends_where_the_sum_by_hand_does(history, adaptive, relation, epsilon, delta):
+    budget = JointBudget(epsilon=epsilon, delta=delta, fully_adaptive=adaptive)
+    spent = {name: [] for name in NAMES}
+    numbers, charged = Counter(), []
+    # Of zero-concentrated privacy: of these about six fit.
+    logs = math.log(1 / delta)
+    usual = (2 if relation == REPLACE else 1) * math.sqrt(6) / (math.sqrt(2 * (logs + epsilon)) - math.sqrt(2 * logs))
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "ledger")
+        ServerLedger.create(path, budget)
+        ledger = ServerLedger(path)
+        assert not adaptive or ledger.budget.renyi_order == order_for(epsilon, delta)
+        run = ledger.begin_run(method="m", delta=delta)
+        refused = 0
+        for multiplier, owners, laplace, how in history:
+            if how != "go on":
+                ledger.close()
+                ledger = ServerLedger(path)
+                run = ledger.begin_run(method="m", delta=delta) if how == "another run" else run
+            size = multiplier * usual
+            event = LaplaceDpEvent(size) if laplace and adaptive else GaussianDpEvent(size)
+            named = NAMES if owners == (EVERY_CLIENT,) else owners
+            after = [by_hand([*spent[name], event], ledger.budget, relation) for name in named]
+            number = numbers[run] + 1
+            try:
+                ledger.charge(run, charge(number, (event,) * len(owners), relation=relation, owners=owners), number)
+            except BudgetSpentError:
+                refused += 1
+                assert max(after) > epsilon * (1 - TOLERANCE)
+                continue
+            assert max(after) <= epsilon * (1 + TOLERANCE)
+            numbers[run] += 1
+            charged.append((run, number, owners, event))
+            for name in named:
+                spent[name].append(event)
+        assert charged
+        assert refused
+        scope = Scope(unit="client", relation=relation)
+        if not adaptive:
+            cost = ledger.accounts.of(scope).worst(delta).epsilon
+            assert cost == pytest.approx(max(by_hand(one, budget, relation) for one in spent.values()), rel=1e-6)
+        found = [(one, number, tuple(each.owners), each.events[0]) for one in numbers for number, each in ledger.charges(one)]
+        assert Counter(found) == Counter(charged)
+        assert ledger.numbers_by_run() == {one.name: {"r": numbers[one.name]} if numbers[one.name] else {} for one in ledger.runs}
+        for name, key in ledger.owners.items():
+            own = Counter(each for _, _, owners, each in charged if owners == (EVERY_CLIENT,) or name in owners)
+            if name != EVERY_CLIENT:
+                event = ledger.accounts.of(scope).event(key)
+                assert own == sum((Counter({one.event: one.count}) for one in event.events), Counter())
+        ledger.close()
+
+
+@pytest.mark.parametrize("relation", [ADD, REPLACE])
+def test_a_sampled_release_fits_as_often_as_the_librarys_divergence_says(relation):
+    """Poisson sampling of Gaussian noise at a whole order, where the library's divergence is exact under add-or-remove-one."""
+    budget = JointBudget(epsilon=4.0, delta=1e-5, fully_adaptive=True)
+    event = PoissonSampledDpEvent(0.5, GaussianDpEvent(6.0))
+    kind = NeighboringRelation.ADD_OR_REMOVE_ONE
+    # Under replace-one no less than under add-or-remove-one, and no more than without sampling.
+    accountant = RdpAccountant([budget.renyi_order], kind)
+    accountant.compose(event)
+    one = float(accountant._rdp[0])
+    most = [math.floor(allowed(budget) / cost) for cost in (one, divergence(event.event, budget.renyi_order, relation))]
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "ledger")
+        ServerLedger.create(path, budget)
+        with ServerLedger(path) as ledger:
+            run, number = ledger.begin_run(method="m", delta=1e-5), 0
+            with suppress(BudgetSpentError):
+                while number <= most[0]:
+                    ledger.charge(run, charge(number + 1, (event,), relation=relation), 1)
+                    number += 1
+    assert number == most[0] if relation == ADD else most[1] <= number < most[0]
+
+
+def allowed(budget):
+    """The divergence that makes the budget's epsilon, by bisection of the library's own conversion."""
+    low, high = 0.0, 100.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        fits = compute_epsilon([budget.renyi_order], [middle], budget.delta)[0] <= budget.epsilon
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+# Files that are not what they were
+
+
+def filled(path, budget=None, *, charges=0):
+    ServerLedger.create(path, budget)
+    with ServerLedger(path) as ledger:
+        run = ledger.begin_run(method="m", delta=1e-3)
+        for number in range(1, charges + 1):
+            ledger.charge(run, charge(number, (GaussianDpEvent(3.0),)), number)
+    return run
+
+
+def budgets():
+    return st.sampled_from([None, JointBudget(epsilon=50.0, delta=1e-3), JointBudget(epsilon=60.0, delta=1e-3)])
+
+
+@quickly(15)
+@given(st.integers(0, 2), st.integers(0, 2), budgets(), budgets(), st.booleans(), st.booleans())
+def test_another_ledger_in_the_place_of_one_is_refused_whatever_both_have(ours, theirs, budget, other, read_only, during):
+    """The .lock file stays: it remembers the last charge, or that there was none."""
+    with TemporaryDirectory() as folder:
+        path, foreign = Path(folder, "ledger"), Path(folder, "other")
+        filled(path, budget, charges=ours)
+        filled(foreign, other, charges=theirs)
+        if during:
+            ledger = ServerLedger(path)
+            os.replace(foreign, path)
+            with pytest.raises(LedgerError, match="was moved, replaced or removed"):
+                ledger.charge(ledger.begin_run(method="m", delta=1e-3), charge(1, (GaussianDpEvent(3.0),)), 1)
+            ledger.close()
+            return
+        os.replace(foreign, path)
+        with pytest.raises(LedgerError, match=r"older copy|another copy"):
+            ServerLedger(path, read_only=read_only).close()
+
+
+@quickly(10)
+@given(st.integers(1, 3), st.integers(0, 2), st.booleans())
+def test_an_older_copy_is_refused_and_the_newest_is_not(charges, more, read_only):
+    with TemporaryDirectory() as folder:
+        path, copy = Path(folder, "ledger"), Path(folder, "copy")
+        run = filled(path, charges=charges)
+        shutil.copy2(path, copy)
+        with ServerLedger(path) as ledger:
+            for number in range(charges + 1, charges + more + 1):
+                ledger.charge(run, charge(number, (GaussianDpEvent(3.0),)), number)
+        os.replace(copy, path)
+        if more:
+            with pytest.raises(LedgerError, match="older copy"):
+                ServerLedger(path, read_only=read_only).close()
+        else:
+            with ServerLedger(path, read_only=read_only) as ledger:
+                assert len(ledger.charges(run)) == charges
+
+
+# A device's file
+
+
+def terms(replies, multiplier=3.0):
+    from flower_dp.core.sampling import FullSampling
+    from flower_dp.privacy.client_terms import Terms
+    from flower_dp.privacy.mechanisms import Gaussian
+    from flower_dp.privacy.release import Release
+
+    release = Release(
+        what="w",
+        seen_by="s",
+        unit="record",
+        relation=REPLACE,
+        clip_norm=1.0,
+        mechanism=Gaussian(noise_multiplier=multiplier),
+        sampler=FullSampling(),
+        num_clients=5,
+    )
+    return Terms(release=release, num_replies=replies)
+
+
+asked = st.lists(
+    st.tuples(st.sets(st.sampled_from(NAMES), min_size=1), st.sampled_from([1.0, 1.0, 1.0, 0.5, 1.01, 1 + 5e-4])),
+    min_size=4,
+    max_size=12,
+)
+
+
+@quickly(20)
+@given(asked, st.dictionaries(st.sampled_from(NAMES), st.integers(1, 4), min_size=3))
+def test_a_devices_ledger_counts_every_client_alone(history, most):
+    """A reply is charged by the terms on which the account was opened: not with less noise, nor for another budget."""
+    with TemporaryDirectory() as folder:
+        path, count, opened = Path(folder, "ledger"), Counter(), {}
+        LedgerFile.create(path, NAMES)
+        for names, factor in history:
+            due = {name: terms(most[name], 3.0 * factor) for name in sorted(names)}
+            noise = {name: opened.get(name, 3.0 * factor) for name in due}
+            fits = {name for name in due if count[name] < most[name] and noise[name] <= 3.0 * factor <= noise[name] * 1.001}
+            refused, counts = LedgerFile(path).charge(due, at_least=dict(count))
+            assert (set(counts), set(refused)) == (fits, set(due) - fits)
+            for name in fits:
+                count[name] += 1
+                opened.setdefault(name, 3.0 * factor)
+                assert counts[name] == count[name]
+            assert {name: entry.replies for name, entry in LedgerFile(path).read().items()} == {
+                name: count[name] for name in NAMES
+            }
+            with pytest.raises(LedgerError, match="older copy"):
+                LedgerFile(path).charge({"a": terms(9)}, at_least={"a": count["a"] + 1})
+        text = path.read_bytes()
+        for place in range(0, len(text), max(1, len(text) // 12)):
+            path.write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
+            with pytest.raises(LedgerError):
+                LedgerFile(path).read()

@@ -1,0 +1,23 @@
+"""Closed forms of the cost of Gaussian releases with different noise."""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from scipy import optimize, stats
+
+
+def gaussian_epsilon(multipliers: Sequence[float], relation: str, delta: float) -> float:
+    """The exact epsilon of plain releases with these noise multipliers (Balle and Wang 2018, Theorem 8): their mus add up in squares."""
+    if not multipliers:
+        return 0.0
+    return _epsilon((2 if relation == "replace-one" else 1) * math.hypot(*(1 / one for one in multipliers)), delta)
+
+
+@lru_cache(maxsize=512)
+def _epsilon(mu: float, delta: float) -> float:
+    def excess(epsilon: float) -> float:
+        first, second = stats.norm.logcdf(mu / 2 - epsilon / mu), stats.norm.logcdf(-mu / 2 - epsilon / mu)
+        return math.exp(first) - math.exp(epsilon + second) - delta
+
+    return 0.0 if excess(0.0) <= 0 else float(optimize.brentq(excess, 0.0, mu**2 / 2 + 20 * mu + 1, xtol=1e-13))

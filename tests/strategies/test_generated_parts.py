@@ -1,0 +1,234 @@
+"""Parts of a run over generated settings: the second answer of what remembers, standard errors, and limits."""
+
+import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flower_dp import wire
+from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.privacy.charge import EVERY_CLIENT, Charge
+from flower_dp.privacy.joint_cost import Scope
+from flower_dp.privacy.ledger import Ledger
+from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
+from flower_dp.strategies import DPFedAvg, PrivateEvaluation
+from flower_dp.strategies.durable import InMemory, OnLedger
+from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.planned_cost import PlannedCost
+from flower_dp.strategies.releases.replies import StockReply, collect
+from flower_dp.strategies.resources import ResourceBudget, Resources
+from tests.gaps import quickly
+from tests.strategies.closed import gaussian_epsilon
+
+ADD, REPLACE = "add-or-remove-one", "replace-one"
+
+
+# A target epsilon
+
+
+@quickly(25)
+@given(
+    st.lists(st.tuples(st.sampled_from([2.0, 3.0, 6.0]), st.booleans()), min_size=4, max_size=12),
+    st.sampled_from([ADD, REPLACE]),
+    st.floats(0.8, 6.0),
+    st.integers(0, 6),
+    st.booleans(),
+)
+def test_a_target_allows_what_fits_however_often_and_in_whatever_order_it_is_asked(
+    rounds, relation, target, planned, counts_plan
+):
+    """Rounds cost what the plan says, or something else; each is asked for twice, with another event in between."""
+    usual = GaussianDpEvent(3.0)
+    plan = PlannedCost(lambda number: SelfComposedDpEvent(usual, number), target_epsilon=target, delta=1e-3, relation=relation)
+    plan.plan(planned)
+    spent = []
+    for multiplier, asked_twice in rounds:
+        as_planned = counts_plan and all(one >= 3.0 for one in spent) and multiplier >= 3.0
+        ledger = Ledger(owner="o", relation=relation)
+        for one in spent:
+            ledger.charge(GaussianDpEvent(one))
+        for ahead in [multiplier, 2.5, multiplier] if asked_twice else [multiplier]:
+            allowed = plan.allows(
+                len(spent) + 1,
+                ledger=lambda one=ledger: one,
+                event=GaussianDpEvent(ahead),
+                as_planned=as_planned and ahead >= 3.0,
+            )
+            after = gaussian_epsilon([*spent, ahead], relation, 1e-3)
+            assert allowed == (after <= target), (spent, ahead)
+        if allowed:
+            spent.append(multiplier)
+
+
+@quickly(25)
+@given(st.integers(0, 12), st.integers(1, 12), st.sampled_from([ADD, REPLACE]), st.one_of(st.none(), st.floats(0.5, 4.0)))
+def test_a_plan_says_what_each_of_its_rounds_costs_and_of_no_more(planned, again, relation, target):
+    plan = PlannedCost(
+        lambda number: SelfComposedDpEvent(GaussianDpEvent(3.0), number), target_epsilon=target, delta=1e-3, relation=relation
+    )
+    for count in (planned, again):  # planned anew
+        plan.plan(count)
+        fits = [one for one in range(count + 1) if target is None or gaussian_epsilon([3.0] * one, relation, 1e-3) <= target]
+        for number in range(count + 2):
+            expected = gaussian_epsilon([3.0] * number, relation, 1e-3) if number in fits else None
+            assert plan.epsilon(number) == (None if expected is None else pytest.approx(expected, rel=1e-6, abs=1e-9))
+
+
+# The standard error of a private evaluation
+
+
+@quickly(12)
+@given(
+    st.integers(20, 200),
+    st.floats(0.0, 1.0),
+    st.sampled_from([1.0, 5.0]),
+    st.integers(1, 3),
+    st.sampled_from([0.5, 2.0]),
+    st.sampled_from([1.0, 0.5]),
+)
+def test_the_standard_error_is_the_spread_of_the_value(heard, part, bound, metrics, multiplier, rate):
+    """Over many releases of one sum: of its noise alone. What it says of the cohort on top is that of numbers that are 0 or 1."""
+    evaluation = PrivateEvaluation(
+        noise_multiplier=multiplier,
+        sampling=FullSampling() if rate == 1 else PoissonSampling(sampling_rate=rate),
+        metrics={f"m{number}": bound for number in range(metrics)},
+    )
+    words = {"clip_norm": 0.5, "noise_multiplier": 1.0, "num_clients": round(heard / rate), "delta": 1e-3}
+    strategy = DPFedAvg(**words, sampling=FullSampling(), evaluation=evaluation)
+    made = strategy.rules.evaluation
+    names = [f"c{number}" for number in range(heard)]
+    now = SimpleNamespace(ask=made.release.ask(made.length, names), cohort_size=heard)
+    total = np.array([heard * part] * metrics + [heard]) / math.sqrt(metrics + 1)
+    total = np.round(total / now.ask.step) * now.ask.step
+    found = []
+    rng = np.random.default_rng(heard)
+    for _ in range(400):
+        try:
+            found.append(made.result(now, SimpleNamespace(clients=names, total=total), rng))
+        except RoundLeftOut:  # the count was too noisy
+            continue
+    std = math.sqrt(metrics + 1) * multiplier
+    if len(found) < 400:
+        assert heard < 9 * std
+        return
+    for name in evaluation.metrics:
+        values, errors = (np.array([one[key] for one in found]) / bound for key in (name, f"{name}-standard-error"))
+        own = errors**2 - values * (1 - values) / heard
+        by_hand = math.sqrt(std**2 * (1 + part**2)) / heard
+        # 400 draws tell a variance to within 7 %; the noised count makes the tails longer, and bounds cut them off.
+        if 5 * by_hand < part < 1 - 5 * by_hand and heard > 15 * std:
+            assert math.sqrt(np.median(own)) == pytest.approx(by_hand, rel=0.2)
+            assert np.std(values) == pytest.approx(by_hand, rel=0.2)
+        assert np.median(errors) >= by_hand * 0.8
+
+
+# What a device has spent
+
+
+@quickly(40)
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.integers(0, 9), max_size=4),
+    st.sampled_from([0.0, 1.0, 7.0]),
+    st.sampled_from([0.5, 2.0]),
+    st.integers(1, 3),
+    st.one_of(st.none(), st.floats(13.0, 130.0)),
+)
+def test_resources_are_those_of_the_device_that_was_asked_most(asked, aggregation, step, steps, limit):
+    budget = ResourceBudget(cost_per_aggregation=aggregation, cost_per_step=step, max_cost=limit)
+    spent = Resources(budget, num_local_steps=steps, replies_of=lambda: asked)
+    cost = {name: count * (aggregation + steps * step) for name, count in asked.items()}
+    assert spent.costs == cost
+    assert spent.largest == max(cost.values(), default=0.0)
+    ahead = spent.largest + aggregation + steps * step
+    assert (spent.why_stop() is None) == (limit is None or ahead <= limit)
+    assert f"a device spent at most {spent.largest:g}" in spent.line()
+    assert f"{steps * max(asked.values(), default=0)} local steps" in spent.line()
+
+
+# Replies
+
+
+@quickly(30)
+@given(st.integers(1, 5000), st.integers(1, 30), st.booleans(), st.floats(0.0, 3.0))
+def test_a_reply_may_be_twice_as_large_as_its_numbers_and_no_larger(length, many, stock, factor):
+    """Of a node with many clients: its one sum, and an answer; whatever is beside it counts."""
+    names = tuple(f"c{number}" for number in range(1 if stock else many))
+    message = Message(RecordDict(), 7, "train")
+    fixed = 6 * (4096 + 12 * wire.answer.MOST_REASON * (wire.answer.MOST_REASONS + 1) + 8 * len(names))
+    arrays = {"w": Array(np.ones(length, np.float32))}
+    size = int(fixed + factor * 16 * length) - 4 * length
+    if size > 0:
+        arrays["x"] = Array(np.zeros(size, np.int8))
+    reply = Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=message)
+    own = StockReply(read=lambda content: np.ones(length)) if stock else None
+    limits = Limits(length=length, clip_norm=1.0, honest_norm=lambda names: 1.0)
+    found = collect([reply], asked={7: names}, sent=[message], limits=limits, stock=own)
+    taken = wire.content_bytes(reply.content)
+    large = taken > fixed + 16 * length
+    assert any("bytes: at most" in why for why in found.refused.values()) == large
+    assert found.missing.rejected == (len(names) if large or not stock else 0)
+
+
+# After the end
+
+
+def charge(number):
+    words = {"release": "r", "kind": "k", "unit": "client", "relation": ADD, "shares": 1}
+    return Charge(**words, number=number, owners=(EVERY_CLIENT,), events=(GaussianDpEvent(3.0),))
+
+
+@quickly(10)
+@given(st.integers(0, 3), st.booleans(), st.booleans(), st.integers(0, 2))
+def test_no_charge_is_taken_twice_or_after_the_end_and_every_one_counts(count, on_ledger, remembers, earlier):
+    """A run on a ledger, or in memory: after its end, or from an older state, a charge is an error and never lost."""
+    scope = Scope(unit="client", relation=ADD)
+    with TemporaryDirectory() as folder:
+        path, memory = Path(folder, "ledger"), None
+        ServerLedger.create(path)
+        for _ in range(earlier):
+            if not on_ledger or remembers:
+                memory = InMemory(private=True, before=memory)
+                memory.charge(charge(1), 1)
+            else:
+                with ServerLedger(path) as ledger:
+                    ledger.charge(ledger.begin_run(method="m", delta=1e-3), charge(1), 1)
+        words = {"method": "m", "delta": 1e-3, "private": True}
+        if on_ledger:
+            memory = InMemory(private=True, before=memory) if remembers else None
+            run = OnLedger(path, **words, memory=memory)
+        else:
+            run = InMemory(private=True, before=memory)
+        for number in range(1, count + 1):
+            run.charge(charge(number), number)
+        joint = run.joint(scope, 1e-3)
+        if earlier:
+            assert (joint.num_runs, joint.on_ledger) == (earlier + 1, on_ledger and not remembers)
+            assert joint.epsilon == pytest.approx(gaussian_epsilon([3.0] * (earlier + count), ADD, 1e-3), rel=1e-6)
+        else:
+            assert joint is None
+        if count:
+            with pytest.raises(LedgerError):
+                run.charge(charge(count), count)
+        run.close()
+        if on_ledger:
+            with pytest.raises(RuntimeError, match="the run has ended"):
+                run.charge(charge(count + 1), count + 1)
+            again = OnLedger(path, **words, run=run.run)
+            assert [one.number for _, one in again.charges({})] == list(range(1, count + 1))
+            again.charge(charge(count + 1), count + 1)
+            joint = again.joint(scope, 1e-3)
+            before = 0 if remembers else earlier
+            if before:
+                expected = gaussian_epsilon([3.0] * (before + count + 1), ADD, 1e-3)
+                assert (joint.num_runs, joint.epsilon) == (before + 1, pytest.approx(expected, rel=1e-6))
+            else:
+                assert joint is None
+            again.close()
