@@ -24,7 +24,7 @@ def first_query(
     Args:
         grid: the nodes.
         rules: the method.
-        releases: those of its rounds: newcomers take part where all of them allow it.
+        releases: those of its rounds: more than `num_clients` clients take part where all of them allow it.
         timeout: in seconds.
         most: limits of the `ClientManager`.
 
