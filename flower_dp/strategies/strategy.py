@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.privacy.joint_cost import Scope
+from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.server_ledger import BudgetSpentError
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
@@ -110,12 +111,25 @@ class DPStrategy(RunFigures, Strategy):
 
     @property
     def state(self) -> RunState:
-        """All that this run needs to go on, as one value. Setting an earlier one continues from there."""
+        """All that this run needs to go on, as one value. Setting that of another process continues from there.
+
+        A state without charges begins a new run.
+
+        Raises:
+            RuntimeError: if a round is open: another state would lack its charge.
+            LedgerError: if this run has other charges than the state: its statement would lack them.
+        """
         return self._run.state
 
     @state.setter
     def state(self, state: RunState) -> None:
-        self._run.state = state
+        before, run = self._run.state, self._run
+        run.state = state
+        try:
+            run.durable.check_state({release.name: release.num_charged for release in run.releases})
+        except LedgerError:
+            run.state = before
+            raise
         if not any(self._run.num_charged) and isinstance(self._run.durable, InMemory):  # a new run
             self._forget_charges()
 
