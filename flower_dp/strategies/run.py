@@ -138,6 +138,7 @@ class Run:
             # Also of a run that goes on without.
             report_client_metrics=report_client_metrics or self._own.asked_metrics or bool(self._own.client_metrics),
             own_evaluation=own_evaluation or self._own.own_evaluation,
+            changing_names=self._own.changing_names,
         )
 
     # A round of a release

@@ -31,7 +31,7 @@ from flower_dp.strategies.journal import Journal
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
-from flower_dp.strategies.population.fit import check_evaluate_config, check_overrides, first_query
+from flower_dp.strategies.population.fit import changing_names, check_evaluate_config, check_overrides, first_query
 from flower_dp.strategies.rules import Options, Rules, check_options
 from flower_dp.strategies.run import Run
 from flower_dp.strategies.run_state import RunFacts, RunState
@@ -85,6 +85,7 @@ class DPStrategy(RunFigures, Strategy):
         self.journal: Journal | None = None  # of the run that `start` runs now
         if (plan := options.get("evaluation")) is not None:
             rules.evaluate(plan)
+        self._had_changing_names = False  # in any run of this strategy
         self._run = Run(rules, PlainExchange(), self._optimizer, options.get("noise_seed"))
         self.begin()
 
@@ -161,6 +162,9 @@ class DPStrategy(RunFigures, Strategy):
         if self._stated is None or self._stated[0] != key:
             own = self.rules.statement(self.facts)
             joint = durable.joint(Scope(unit=own.unit, relation=own.relation), own.delta)
+            if joint is not None and (self._had_changing_names or self.facts.changing_names):
+                # A client of two names was counted as two: nobody knows what the runs have cost it together.
+                joint = replace(joint, epsilon=math.inf, accountant="none")
             self._stated = (key, replace(own, joint=joint))
         return self._stated[1]
 
@@ -236,7 +240,9 @@ class DPStrategy(RunFigures, Strategy):
         run.note(
             asked_metrics=run.record.asked_metrics or self.report_client_metrics,
             own_evaluation=run.record.own_evaluation or self._overrides("configure_evaluate"),
+            changing_names=run.record.changing_names or bool(changing_names(self.rules, known_clients)),
         )
+        self._had_changing_names |= run.record.changing_names
         run.checkpoints.keep(server_round - 1, arrays, is_over=True)
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
         if is_first:  # a subclass has its own `start`; that of this class has logged it
@@ -370,6 +376,7 @@ class DPStrategy(RunFigures, Strategy):
             self.rules,
             self._run.releases,
             timeout=self.registration_timeout,
+            on_shared_ledger=self.ledger is not None,
             most_clients_per_node=self.most_clients_per_node,
             most_newcomers=self.most_newcomers,
         )

@@ -24,6 +24,8 @@ _SETTLED_SECONDS = 3.0
 _LISTED = 5
 # Seconds that a round waits for the answers of new nodes. If one is silent, no round waits again for so many times as long.
 _LATE_SECONDS, _REST = 20.0, 10.0
+# Flower's node ids are random numbers of 64 bits.
+_NO_CHANCE = 10**9
 # Of a node that can't take part.
 _NOBODY = Hosted(names=(), methods=frozenset())
 
@@ -50,6 +52,12 @@ class KnownClients:
         if len(set(self.names)) != len(self.names):
             name, count = Counter(self.names).most_common(1)[0]
             raise ValueError(f"names: {name!r} stands {count} times: client names must be unique")
+
+    @property
+    def named_by_node(self) -> tuple[str, ...]:
+        """The clients whose names are made of their node's id, which changes when a SuperNode without a registered key starts."""
+        pairs = zip(self.names, self.nodes, strict=True)
+        return tuple(name for name, node in pairs if node is not None and _is_made_of(name, node))
 
     def by_node(self, indices: np.ndarray) -> dict[int, tuple[str, ...]]:
         """Group the clients of a cohort by the nodes that host them, without clients whose node is not connected now."""
@@ -318,6 +326,11 @@ class ClientManager:
         """Return the clients of a node that can take part."""
         answer = self._hosted.get(node, _NOBODY)
         return answer.names if self._reason(answer) is None else ()
+
+
+def _is_made_of(name: str, node: int) -> bool:
+    """Return whether a name is the default one of a node, or has its id in it; a small number may be there by chance."""
+    return name == f"node-{node}" or (node >= _NO_CHANCE and str(node) in name)
 
 
 def _few(names: list[str]) -> tuple[int, str]:
