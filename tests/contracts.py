@@ -814,10 +814,6 @@ class Evaluating:
     def relation(self) -> Relation:
         return "replace-one" if "fixed size" in (self.training, self.evaluation) else "add-or-remove-one"
 
-    @property
-    def in_turn(self) -> bool:
-        return "in turn" in (self.training, self.evaluation)
-
     def strategy(self) -> DPStrategy:
         return self.cls(
             clip_norm=0.5,

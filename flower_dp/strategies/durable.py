@@ -37,6 +37,16 @@ class Durable(Protocol):
             LedgerError: if it could not be written; nothing may be released then.
         """
 
+    def check_state(self, numbers: Mapping[str, int]) -> None:
+        """Refuse a state that has not the charges of this run: a statement of it would lack what was released.
+
+        Args:
+            numbers: how often the state was charged for every release.
+
+        Raises:
+            LedgerError: naming the numbers.
+        """
+
     def joint(self, scope: Scope, delta: float) -> JointEpsilon | None:
         """Return what this run and earlier ones have cost together; None if there were none before."""
 
@@ -82,6 +92,12 @@ class InMemory:
             )
         self.count(charge, self.run)
         self._own.numbers[charge.release] = charge.number
+
+    def check_state(self, numbers: Mapping[str, int]) -> None:
+        """Refuse a state with other charges than this run; one without charges begins another run, and one of no run goes on."""
+        own = self._own.numbers
+        if own and any(numbers.values()) and any(own.get(name, 0) != number for name, number in numbers.items()):
+            raise _other_state(own, numbers)
 
     def count(self, charge: Charge, run: str) -> None:
         """Count a charge of a run, which may be on a ledger, for the joint epsilon; one that was counted before is not again."""
@@ -189,6 +205,11 @@ class OnLedger:
             self.memory.count(charge, self.run)
         self._ledger.charge(self.run, charge, server_round)
 
+    def check_state(self, numbers: Mapping[str, int]) -> None:
+        """Refuse a state with other charges than the run has on the ledger."""
+        if beyond := self.charges(numbers):
+            raise _other_state(Counter(numbers) + Counter(charge.release for _, charge in beyond), numbers)
+
     def charges(self, beyond: Mapping[str, int]) -> tuple[tuple[int, Charge], ...]:
         """Return what the run was charged with beyond so many charges of each release, with the rounds.
 
@@ -211,6 +232,14 @@ class OnLedger:
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
+
+
+def _other_state(own: Mapping[str, int], numbers: Mapping[str, int]) -> LedgerError:
+    charged, has = (", ".join(f"{number} x {name}" for name, number in one.items() if number) for one in (own, numbers))
+    return LedgerError(
+        f"state: this run was charged {charged}, and the state has {has or 'no charges'}: its statement would lack what was "
+        "released; begin() begins a new run, and a new strategy goes on with another one"
+    )
 
 
 def _joint(accounts: Accounts, earlier: Mapping[Scope, int], scope: Scope, delta: float) -> JointEpsilon | None:

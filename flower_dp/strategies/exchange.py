@@ -25,11 +25,13 @@ class Asked:
         now: what was asked of whom.
         limits: those that the server enforces on the replies.
         sent: the messages, with the ids that Flower gave them.
+        number: of the charge, among those of the release.
     """
 
     now: Round
     limits: Limits
     sent: list[Message]
+    number: int
 
 
 class Exchange(Protocol):

@@ -33,9 +33,10 @@ class Options(TypedDict, total=False):
         server_optimizer: a Flower strategy that moves the model by the noised mean, such as FedAdam: see `ServerOptimizer`.
         most_clients_per_node: how many clients one node may name; a node that names more is not asked. None: at the start as many
             as may take part in all, later as many as the largest node of the start. Set 1 where every node is a device.
-        most_newcomers: how many clients more than `num_clients` may take part in the whole run, where a method takes newcomers.
-            None: `num_clients`. With Poisson or full sampling the mean can so be moved at most
-            (num_clients + most_newcomers) / num_clients times as far as by `num_clients` clients.
+        most_newcomers: how many clients more than `num_clients` may take part in the whole run. None: `num_clients`. It is read
+            with Poisson or full sampling and placement='central' only: there neither draw nor cost depends on the number of
+            clients. The mean can so be moved at most (num_clients + most_newcomers) / num_clients times as far as by
+            `num_clients` clients. In all other cases exactly `num_clients` clients take part.
         on_round: called with the public numbers of every round, those of the line in a run folder's `metrics.jsonl`, and of round
             0, the initial model: a function, or a writer of `flower_dp.running.trackers`. An error in it is logged, and the run
             goes on. If it has methods `open` and `close`, these are called before the run and after it; an error in `open` ends

@@ -65,16 +65,26 @@ class Run:
 
     def begin(self) -> None:
         """Begin a new run."""
-        self.state, self.asked = self._initial, {}
+        self.asked = {}
+        self.state = self._initial
 
     @property
     def state(self) -> RunState:
-        """All that this run needs to go on, as one value. Setting an earlier one continues from there."""
+        """All that this run needs to go on, as one value. Setting an earlier one continues from there.
+
+        Raises:
+            RuntimeError: if a round is open: another state would lack its charge.
+        """
         optimizer = None if self._optimizer is None else self._optimizer.state
         return replace(self._own, method=self.rules.state, optimizer=optimizer)
 
     @state.setter
     def state(self, state: RunState) -> None:
+        for name, asked in self.asked.items():
+            raise RuntimeError(
+                f"state: round {asked.now.server_round} of {name} is open, and another state would lack its charge: finish the "
+                "round with its replies, or with none, before you set a state; begin() begins a new run"
+            )
         self._own = state
         self.rules.state = state.method
         if self._optimizer is not None and state.optimizer is not None:
@@ -128,6 +138,7 @@ class Run:
             # Also of a run that goes on without.
             report_client_metrics=report_client_metrics or self._own.asked_metrics or bool(self._own.client_metrics),
             own_evaluation=own_evaluation or self._own.own_evaluation,
+            changing_names=self._own.changing_names,
         )
 
     # A round of a release
@@ -186,7 +197,7 @@ class Run:
         )
         messages = self.exchange.messages(now, known_clients, arrays, config, **fields)
         now = replace(now, bytes_down=sum(wire.content_bytes(message.content) for message in messages))
-        self.asked[release.name] = Asked(now=now, limits=release.limits(now), sent=messages)
+        self.asked[release.name] = Asked(now=now, limits=release.limits(now), sent=messages, number=charge.number)
         return messages
 
     def charged(self, release: RoundRelease, server_round: int) -> None:
@@ -203,8 +214,17 @@ class Run:
         return asked is not None and asked.now.server_round == server_round
 
     def total(self, release: RoundRelease, replies: Any) -> tuple[Round, Collected]:
-        """Check the replies to what was asked and add them up, once."""
+        """Check the replies to what was asked and add them up, once.
+
+        Raises:
+            RuntimeError: if the state of the release has changed since it was asked: then it may lack the charge of this round.
+        """
         asked = self.asked.pop(release.name)
+        if release.num_charged != asked.number:
+            raise RuntimeError(
+                f"state: {release.name} has {release.num_charged} charges, and round {asked.now.server_round} was charge "
+                f"{asked.number}: its state was changed while the round was open, and the round is not released"
+            )
         collected = self.exchange.total(asked, replies, seeded=self.seeded_noise)
         repeated = any(CHARGED_BEFORE in reason for reason in collected.refused.values())
         for seen, incident in ((collected.seeded_clients, _SEEDED), (repeated, _OLDER)):

@@ -60,6 +60,7 @@ class RunFacts:
         incidents: what happened, in words.
         report_client_metrics: whether clients were asked for metrics, which are not private.
         own_evaluation: whether a subclass asks clients to evaluate, whose metrics are not private.
+        changing_names: whether charges are counted by names of clients that change when their nodes start anew.
     """
 
     seeded_noise: bool
@@ -67,6 +68,7 @@ class RunFacts:
     incidents: tuple[str, ...]
     report_client_metrics: bool
     own_evaluation: bool = False
+    changing_names: bool = False
 
 
 @stored
@@ -92,6 +94,7 @@ class RunState:
         not_private: whether a round had noise or sampling from a fixed seed; it stays so.
         asked_metrics: whether clients were asked for training metrics, which are not private.
         own_evaluation: whether a round was run by a subclass that asks clients to evaluate, whose metrics are not private.
+        changing_names: whether a round was charged by names of clients that change when their nodes start anew.
     """
 
     rounds: tuple[RoundReport, ...] = ()
@@ -108,6 +111,7 @@ class RunState:
     not_private: bool = False
     asked_metrics: bool = False
     own_evaluation: bool = False
+    changing_names: bool = False
 
     def line_of(self, server_round: int) -> dict[str, int | float]:
         """Return the numbers of a round for people to see.

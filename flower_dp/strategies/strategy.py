@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.privacy.joint_cost import Scope
+from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.server_ledger import BudgetSpentError
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
@@ -30,7 +31,7 @@ from flower_dp.strategies.journal import Journal
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
-from flower_dp.strategies.population.fit import check_evaluate_config, check_overrides, first_query
+from flower_dp.strategies.population.fit import changing_names, check_evaluate_config, check_overrides, first_query
 from flower_dp.strategies.rules import Options, Rules, check_options
 from flower_dp.strategies.run import Run
 from flower_dp.strategies.run_state import RunFacts, RunState
@@ -84,6 +85,7 @@ class DPStrategy(RunFigures, Strategy):
         self.journal: Journal | None = None  # of the run that `start` runs now
         if (plan := options.get("evaluation")) is not None:
             rules.evaluate(plan)
+        self._had_changing_names = False  # in any run of this strategy
         self._run = Run(rules, PlainExchange(), self._optimizer, options.get("noise_seed"))
         self.begin()
 
@@ -110,12 +112,25 @@ class DPStrategy(RunFigures, Strategy):
 
     @property
     def state(self) -> RunState:
-        """All that this run needs to go on, as one value. Setting an earlier one continues from there."""
+        """All that this run needs to go on, as one value. Setting that of another process continues from there.
+
+        A state without charges begins a new run.
+
+        Raises:
+            RuntimeError: if a round is open: another state would lack its charge.
+            LedgerError: if this run has other charges than the state: its statement would lack them.
+        """
         return self._run.state
 
     @state.setter
     def state(self, state: RunState) -> None:
-        self._run.state = state
+        before, run = self._run.state, self._run
+        run.state = state
+        try:
+            run.durable.check_state({release.name: release.num_charged for release in run.releases})
+        except LedgerError:
+            run.state = before
+            raise
         if not any(self._run.num_charged) and isinstance(self._run.durable, InMemory):  # a new run
             self._forget_charges()
 
@@ -147,6 +162,9 @@ class DPStrategy(RunFigures, Strategy):
         if self._stated is None or self._stated[0] != key:
             own = self.rules.statement(self.facts)
             joint = durable.joint(Scope(unit=own.unit, relation=own.relation), own.delta)
+            if joint is not None and (self._had_changing_names or self.facts.changing_names):
+                # A client of two names was counted as two: nobody knows what the runs have cost it together.
+                joint = replace(joint, epsilon=math.inf, accountant="none")
             self._stated = (key, replace(own, joint=joint))
         return self._stated[1]
 
@@ -222,7 +240,9 @@ class DPStrategy(RunFigures, Strategy):
         run.note(
             asked_metrics=run.record.asked_metrics or self.report_client_metrics,
             own_evaluation=run.record.own_evaluation or self._overrides("configure_evaluate"),
+            changing_names=run.record.changing_names or bool(changing_names(self.rules, known_clients)),
         )
+        self._had_changing_names |= run.record.changing_names
         run.checkpoints.keep(server_round - 1, arrays, is_over=True)
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
         if is_first:  # a subclass has its own `start`; that of this class has logged it
@@ -356,6 +376,7 @@ class DPStrategy(RunFigures, Strategy):
             self.rules,
             self._run.releases,
             timeout=self.registration_timeout,
+            on_shared_ledger=self.ledger is not None,
             most_clients_per_node=self.most_clients_per_node,
             most_newcomers=self.most_newcomers,
         )

@@ -73,6 +73,7 @@ class Round:
 
     def total(self, replies: list[Message]) -> tuple[Collected, Any]:
         """Return what was added up, and what the strategy makes of it."""
+        self.strategy._run.asked = {}  # of an example that added up nothing
         self.strategy.state, self.strategy._run.asked = self.state, dict(self.asked)
         Keeping.kept.clear()
         aggregate = self.strategy.aggregate_train if self.kind == "train" else self.strategy.aggregate_evaluate

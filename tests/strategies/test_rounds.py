@@ -159,7 +159,10 @@ def test_too_few_clients_end_in_a_timeout_that_names_the_numbers():
     assert strategy.statement.num_rounds == 0
 
 
-def test_a_client_hosted_twice_is_refused():
+@pytest.mark.parametrize(("simulated", "error"), [(False, TimeoutError), (True, ValueError)])
+def test_a_client_hosted_twice_is_refused(simulated, error, monkeypatch):
+    monkeypatch.setattr("flower_dp.strategies.population.client_manager._SETTLED_SECONDS", 0.1)
+
     def client_fn(context):
         return DPClient(
             model=make_model(),
@@ -167,8 +170,10 @@ def test_a_client_hosted_twice_is_refused():
             training=Training(learning_rate=0.1),
         )
 
-    with pytest.raises(TimeoutError, match="client name 'same' is hosted twice"):
-        start(fedavg(2, registration_timeout=0.3), LocalGrid(client_app(client_fn), 2), model_arrays(make_model()))
+    grid = LocalGrid(client_app(client_fn), 2)
+    grid.simulated = simulated
+    with pytest.raises(error, match="client name 'same' is hosted twice"):
+        start(fedavg(2, registration_timeout=0.3), grid, model_arrays(make_model()))
 
 
 def test_a_node_that_cannot_make_its_clients_says_so_without_a_word_of_its_data(caplog):

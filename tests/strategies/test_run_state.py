@@ -16,6 +16,7 @@ from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSam
 from flower_dp.core.stored import from_stored, same, stored, to_stored
 from flower_dp.privacy import accounting
 from flower_dp.privacy.private_file import LedgerError
+from flower_dp.privacy.server_ledger import ServerLedger
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPStrategy, EvaluationBudget, LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.noised_sum import SumState
 from tests.grids import LocalGrid
@@ -237,16 +238,103 @@ def test_copies_of_a_strategy_that_has_charged_nothing_are_different_runs(how):
         rounds(one, MODEL, range(1, 2))
 
 
+def test_a_state_of_another_run_does_not_take_the_place_of_what_this_run_has_released():
+    """The statement had the charges of the other run, and its own first round was told nowhere."""
+    strategy, other = DPFedAvg(**PRIVATE), DPFedAvg(**PRIVATE)
+    rounds(strategy, MODEL, range(1, 2))
+    rounds(other, MODEL, range(1, 4))
+    with pytest.raises(LedgerError, match="this run was charged 1 x dp-fedavg, and the state has 3 x dp-fedavg"):
+        strategy.state = other.state
+    strategy.begin()
+    strategy.state = other.state
+    rounds(strategy, MODEL, range(4, 5))
+    assert strategy.statement.num_rounds == 4
+    assert strategy.statement.joint.num_runs == 2
+
+
+def test_on_a_ledger_a_state_has_the_charges_that_the_run_has_there(tmp_path):
+    ServerLedger.create(tmp_path / "server.sqlite")
+    strategy = DPFedAvg(**PRIVATE, ledger=tmp_path / "server.sqlite")
+    fresh = strategy.state
+    rounds(strategy, MODEL, range(1, 2))
+    first = strategy.state
+    rounds(strategy, MODEL, range(2, 3))
+    for state, has in ((fresh, "no charges"), (first, "1 x dp-fedavg")):
+        with pytest.raises(LedgerError, match=f"this run was charged 2 x dp-fedavg, and the state has {has}: its statement"):
+            strategy.state = state
+    other = DPFedAvg(**PRIVATE)
+    rounds(other, MODEL, range(1, 4))
+    with pytest.raises(LedgerError):
+        strategy.state = other.state
+    assert strategy.statement.num_rounds == 2
+    strategy.state = replace(strategy.state, asked_metrics=True)
+    strategy.close()
+
+
+def open_round(release):
+    """Return a strategy whose clients were asked, its state before, what ends the round, and the replies."""
+    strategy, grid = (
+        DPFedAvg(**PRIVATE, evaluation=PrivateEvaluation(noise_multiplier=1.0, sampling=FullSampling())),
+        grid_of_four(),
+    )
+    fresh = strategy.state
+    messages = strategy.configure_train(1, MODEL, ConfigRecord(), grid)
+    if release == "training":
+        return strategy, fresh, strategy.aggregate_train, grid.send_and_receive(messages)
+    model, _ = strategy.aggregate_train(1, grid.send_and_receive(messages))
+    messages = strategy.configure_evaluate(1, model, ConfigRecord(), grid)
+    return strategy, fresh, strategy.aggregate_evaluate, grid.send_and_receive(messages)
+
+
+@pytest.mark.parametrize("which", ["before the round", "of another run", "of now"])
+@pytest.mark.parametrize("release", ["training", "evaluation"])
+def test_no_state_is_set_while_a_round_is_open(release, which):
+    """A model was released that nobody had charged: the statement had 0 rounds, or those of another run."""
+    other = DPFedAvg(**PRIVATE, evaluation=PrivateEvaluation(noise_multiplier=1.0, sampling=FullSampling()))
+    rounds(other, MODEL, range(1, 4))
+    strategy, fresh, finish, replies = open_round(release)
+    state = {"before the round": fresh, "of another run": other.state, "of now": strategy.state}[which]
+    stated = strategy.statement
+    with pytest.raises(
+        RuntimeError, match=f"state: round 1 of {'dp-fedavg' if release == 'training' else 'private-evaluation'} is open"
+    ):
+        strategy.state = state
+    assert strategy.statement == stated
+    finish(1, replies)
+    assert not strategy._run.asked
+
+
+@pytest.mark.parametrize("release", ["training", "evaluation"])
+@pytest.mark.parametrize("how", ["rules", "release"])
+def test_a_round_whose_charge_its_state_lacks_is_not_released(release, how):
+    strategy, fresh, finish, replies = open_round(release)
+    if how == "rules":
+        strategy.rules.state = fresh.method
+    else:
+        {"training": strategy.rules.training, "evaluation": strategy.rules.evaluated}[release].go_on(None)
+    with pytest.raises(RuntimeError, match="its state was changed while the round was open, and the round is not released"):
+        finish(1, replies)
+    assert not strategy._run.asked
+
+
+def test_a_new_run_begins_while_a_round_is_open():
+    """The charge of the open round stays in the joint epsilon."""
+    strategy, *_ = open_round("training")
+    strategy.begin()
+    rounds(strategy, MODEL, range(1, 2))
+    assert strategy.statement.num_rounds == 1
+    assert strategy.statement.joint.num_runs == 2
+
+
 def test_an_earlier_state_of_this_run_spends_no_budget_again():
     strategy = DPFedAvg(**PRIVATE)
     rounds(strategy, MODEL, range(1, 2))
     earlier = strategy.state
     rounds(strategy, MODEL, range(2, 4))
-    strategy.state = earlier
-    grid = grid_of_four()
-    with pytest.raises(LedgerError, match="dp-fedavg was charged 3 times in this run, and the state has 1 of them"):
-        strategy.configure_train(2, MODEL, ConfigRecord(), grid)
-    assert not [one for one in grid.sent if one.metadata.message_type == "train"]
+    stated = strategy.statement
+    with pytest.raises(LedgerError, match="this run was charged 3 x dp-fedavg, and the state has 1 x dp-fedavg: its statement"):
+        strategy.state = earlier
+    assert (strategy.rules.num_rounds, strategy.statement) == (3, stated)
     rounds(moved(DPFedAvg(**PRIVATE), earlier), MODEL, range(2, 3))  # of another process
     strategy.state = DPFedAvg(**PRIVATE).state  # a new run
     rounds(strategy, MODEL, range(1, 2))

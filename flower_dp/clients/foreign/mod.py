@@ -49,7 +49,8 @@ def privacy_mod(
 
     Args:
         name: this client's stable name, public and unique among all clients, or a function of the node's context; None:
-            `client-<partition-id>` of the node's config, without one `node-<node id>`, which changes with every run.
+            `client-<partition-id>` of the node's config, without one `node-<node id>`. That changes when the node starts anew: no
+            ledger of several runs takes such a client with terms of its own, and the statement says that names change.
         policy: this client's own limits.
         terms: this client's own terms, or a function of the node's context that makes them; None: methods in which a single
             message is not private on its own, with the noise that the server asks for and the policy allows.

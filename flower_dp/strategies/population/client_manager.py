@@ -24,6 +24,8 @@ _SETTLED_SECONDS = 3.0
 _LISTED = 5
 # Seconds that a round waits for the answers of new nodes. If one is silent, no round waits again for so many times as long.
 _LATE_SECONDS, _REST = 20.0, 10.0
+# Flower's node ids are random numbers of 64 bits.
+_NO_CHANCE = 10**9
 # Of a node that can't take part.
 _NOBODY = Hosted(names=(), methods=frozenset())
 
@@ -51,6 +53,12 @@ class KnownClients:
             name, count = Counter(self.names).most_common(1)[0]
             raise ValueError(f"names: {name!r} stands {count} times: client names must be unique")
 
+    @property
+    def named_by_node(self) -> tuple[str, ...]:
+        """The clients whose names are made of their node's id, which changes when a SuperNode without a registered key starts."""
+        pairs = zip(self.names, self.nodes, strict=True)
+        return tuple(name for name, node in pairs if node is not None and _is_made_of(name, node))
+
     def by_node(self, indices: np.ndarray) -> dict[int, tuple[str, ...]]:
         """Group the clients of a cohort by the nodes that host them, without clients whose node is not connected now."""
         groups: dict[int, list[str]] = {}
@@ -71,7 +79,7 @@ class ClientManager:
     Args:
         num_clients: how many clients must have registered before the first round; cohorts and cost are computed for this number.
         timeout: seconds to wait for them.
-        newcomers: whether clients that register later take part. If not, there must be exactly `num_clients`.
+        newcomers: whether more clients than `num_clients` may take part. If not, exactly `num_clients` do: those of the start.
         unfit: why a node that runs these methods can't take part, None if it can.
         most_clients_per_node: see `Options`.
         most_newcomers: see `Options`.
@@ -96,6 +104,8 @@ class ClientManager:
         self._there: set[int] = set()
         # When a round may wait for new nodes again.
         self._waits_from = 0.0
+        # Nodes that were left out since they name too many clients.
+        self._left_out: set[int] = set()
         self._known: KnownClients | None = None
 
     def known_clients(self, grid: Grid) -> KnownClients:
@@ -103,8 +113,7 @@ class ClientManager:
 
         Raises:
             TimeoutError: if too few clients have registered in time, or no client is connected any more.
-            ValueError: if no node can say whom it hosts, or none runs the method, or a simulation has too few clients, or there
-                are more clients than `num_clients` and newcomers can't take part.
+            ValueError: if no node can say whom it hosts, or none runs the method, or a simulation has not exactly `num_clients`.
             RuntimeError: if all nodes say that their clients can't train.
         """
         if self._known is None:
@@ -117,9 +126,10 @@ class ClientManager:
     # The start
 
     def _wait(self, grid: Grid) -> None:
-        """Wait until at least `num_clients` clients have registered.
+        """Wait until at least `num_clients` clients have registered that can take part.
 
-        With fewer clients the true sampling rate, and so the cost, would differ from what is accounted.
+        With fewer clients the true sampling rate, and so the cost, would differ from what is accounted: so a node that is left
+        out does not count.
         """
         simulation = is_simulation(grid)
         # In a simulation all nodes are the user's own.
@@ -132,7 +142,7 @@ class ClientManager:
             if self._query.kind != before:
                 self._hosted.clear()  # answers of another kind of app
             self._note(answers)
-            names = self._names_there()
+            names = self._names_there() if simulation else self._admitted([])
             count, now = len(names), time.monotonic()
             if count >= self._num_clients:
                 enough = min(enough, now)
@@ -180,15 +190,22 @@ class ClientManager:
         return self._unfit(answer.methods) if self._query.hosting else None
 
     def _failures(self) -> str:
-        """Return how many nodes can't take part, and the reason of one of them; and a name that two nodes host."""
+        """Return how many nodes can't take part, and the reason of one of them; a name that two nodes host; a node left out."""
         failures = self._query.failures
         silent = (f"; {len(failures)} can't say which clients they host: node {node}: {why}" for node, why in failures.items())
         unfit = [(node, reason) for node in self._there if node in self._hosted and (reason := self._reason(self._hosted[node]))]
         others = (f"; {len(unfit)} can't take part: node {node}: {reason}" for node, reason in unfit)
         counts = Counter(name for node in self._there for name in self._names(node))
         twice = next((name for name, count in counts.items() if count > 1), None)
-        first = next(silent, "") + next(others, "")
-        return first + (f"; client name {twice!r} is hosted twice: names must be unique" if twice is not None else "")
+        text = next(silent, "") + next(others, "")
+        text += f"; client name {twice!r} is hosted twice: names must be unique" if twice is not None else ""
+        for node in sorted(self._left_out & self._there)[:1]:
+            count = len(self._names_there())
+            text += (
+                f"; node {node} is left out: with its {len(self._names(node))} clients there would be more than "
+                f"{self._most_clients}; set num_clients={count} if all {count} that have registered shall take part"
+            )
+        return text
 
     def _first(self, grid: Grid) -> KnownClients:
         for node in self._there & set(self._hosted):
@@ -196,7 +213,7 @@ class ClientManager:
                 log.warning("node %s is not asked: %s", node, reason)
                 self._hosted[node] = _NOBODY
         names = self._names_there()
-        if len(names) != self._num_clients and (is_simulation(grid) or not self._newcomers):
+        if len(names) != self._num_clients and is_simulation(grid):
             raise ValueError(
                 f"num_clients={self._num_clients}: {len(names)} clients have registered; set num_clients={len(names)}"
             )
@@ -224,14 +241,10 @@ class ClientManager:
             there = set(grid.get_node_ids())
         known = set(before.names)
         come = sorted({name for node in there for name in self._names(node)} - known)
-        if come and self._newcomers:
-            come = self._admitted(list(before.names))[len(before.names) :]
+        if come and (come := self._admitted(list(before.names))[len(before.names) :]):
             log.info(
                 "%s clients have joined: %s; %s are known, num_clients=%s", *_few(come), len(known) + len(come), self._num_clients
             )
-        elif come:
-            log.warning("%s clients have joined and are not asked: %s; this method has terms for those of its start", *_few(come))
-            come = []
         after = self._placed((*before.names, *sorted(come)), dict(zip(before.names, before.nodes, strict=True)))
         gone = [name for name, was, now in zip(before.names, before.nodes, after.nodes, strict=False) if now is None is not was]
         if gone:
@@ -279,13 +292,16 @@ class ClientManager:
             new = [name for name in self._names(node) if name not in names]
             if len(names) + len(new) <= self._most_clients:
                 names |= dict.fromkeys(new)
-            else:
+            elif node not in self._left_out:
+                self._left_out.add(node)
+                limit = "num_clients and most_newcomers" if self._newcomers else "num_clients"
                 log.warning(
-                    "%s clients of node %s are not asked: %s; with them there were more than %s (num_clients and most_newcomers)",
+                    "%s clients of node %s are not asked: %s; with them there would be more than %s (%s)",
                     len(new),
                     node,
                     _few(new)[1],
                     self._most_clients,
+                    limit,
                 )
         return list(names)
 
@@ -310,6 +326,11 @@ class ClientManager:
         """Return the clients of a node that can take part."""
         answer = self._hosted.get(node, _NOBODY)
         return answer.names if self._reason(answer) is None else ()
+
+
+def _is_made_of(name: str, node: int) -> bool:
+    """Return whether a name is the default one of a node, or has its id in it; a small number may be there by chance."""
+    return name == f"node-{node}" or (node >= _NO_CHANCE and str(node) in name)
 
 
 def _few(names: list[str]) -> tuple[int, str]:

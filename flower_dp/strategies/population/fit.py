@@ -8,6 +8,7 @@ from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
+from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.round import RoundRelease
 from flower_dp.strategies.rules import Rules
 from flower_dp.wire import EVALUATION
@@ -17,15 +18,16 @@ _PULL_SECONDS = 0.002
 
 
 def first_query(
-    grid: Grid, rules: Rules, releases: Sequence[RoundRelease], *, timeout: float, **most: Any
+    grid: Grid, rules: Rules, releases: Sequence[RoundRelease], *, timeout: float, on_shared_ledger: bool, **most: Any
 ) -> tuple[ClientManager, KnownClients]:
     """Ask nodes for their clients before the first round, and open the method's ledgers for them.
 
     Args:
         grid: the nodes.
         rules: the method.
-        releases: those of its rounds: newcomers take part where all of them allow it.
+        releases: those of its rounds: more than `num_clients` clients take part where all of them allow it.
         timeout: in seconds.
+        on_shared_ledger: whether other runs are counted on the same ledger, by the names of clients.
         most: limits of the `ClientManager`.
 
     Raises:
@@ -39,8 +41,18 @@ def first_query(
     known_clients = manager.known_clients(grid)
     if reason := why_none_fits(rules, known_clients):
         raise ValueError(reason)
+    if on_shared_ledger and (name := next(iter(changing_names(rules, known_clients)), None)):
+        raise ValueError(
+            f"ledger: client {name!r} is named by its node's id, which changes when the node starts anew: the ledger would count "
+            "one client as several; give every client a name of its own, such as privacy_mod(name=...)"
+        )
     rules.open(known_clients.names)
     return manager, known_clients
+
+
+def changing_names(rules: Rules, known_clients: KnownClients) -> tuple[str, ...]:
+    """Return the clients by whose names charges are counted, and whose names may be others in the next run."""
+    return known_clients.named_by_node if isinstance(rules.training, OwnReplies) else ()
 
 
 def why_none_fits(rules: Rules, known_clients: KnownClients) -> str | None:

@@ -114,28 +114,30 @@ class NoisedSum:
 
     @property
     def open_population(self) -> bool:
-        """Whether clients that come later may take part.
+        """Whether more clients than `release.num_clients` may take part.
 
-        Every known client is drawn with the sampling rate that is accounted, or a smaller one, whatever their number; only in
-        round robin would another number change whose turn it is. All clients, drawn by a fixed size, are a sample where one more
-        is known: it would take the place of another.
+        They may only if neither draws, charges nor shares of noise depend on the number of clients: the server adds all noise,
+        and every client takes part, or each is drawn independently. In all other cases there are exactly `release.num_clients`.
         """
-        everybody = isinstance(self.sampling, FixedSizeSampling) and self.sampling.cohort_size == self.release.num_clients
-        return not (self.in_order or everybody)
+        return self.shared.placement == "central" and type(self.sampling) in (FullSampling, PoissonSampling)
 
     # A round
 
     def open(self, names: Sequence[str]) -> None:
-        """Remember the order of all clients, where whose turn it is follows from it: it is the same in all of a run.
+        """Check the number of clients; in round robin remember their order, which is the same in all of a run.
 
         Raises:
             ValueError: if their number is not that of the accounting, or the order is another one than before: then clients could
                 have more turns than they are charged for.
         """
+        expected = self.release.num_clients
+        if len(names) < expected or (len(names) > expected and not self.open_population):
+            raise ValueError(
+                f"clients: there are {len(names)}, and {self.sampling} with placement={self.shared.placement!r} is accounted for "
+                f"num_clients={expected}; set num_clients={len(names)}"
+            )
         if not self.in_order:
             return
-        if len(names) != self.release.num_clients:
-            raise ValueError(f"clients: there are {len(names)}, and {self.sampling} is accounted for {self.release.num_clients}")
         order = hashlib.sha256(repr(list(names)).encode()).hexdigest()
         if order != self.state.order and (self.state.order or self.state.shares):
             raise ValueError(
@@ -321,6 +323,9 @@ class NoisedSum:
         """
         if self.shared.too_few(num_replies, cohort_size):
             raise RoundLeftOut(f"{num_replies} of {cohort_size} clients answered, too few for the noise that was charged")
+        if self.shared.too_many(num_replies):
+            shares = self.shared.most_shares
+            raise RoundLeftOut(f"{num_replies} clients answered, and the noise has {shares} shares: it would tell how many")
         # Of the clip norm that was asked, not of one that has moved since.
         std = self.shared.at(ask.promise.clip_norm).server_std(num_replies)
         # Exact sums of multiples of the step: what is released is post-processing of the ideal mechanism.

@@ -70,7 +70,7 @@ class RoundRelease(Protocol):
         sampling: who takes part in a round.
         num_charged: how often it was charged in this run.
         secret_cohort: whether the epsilon holds only if nobody knows who takes part in a round.
-        open_population: whether clients beyond those of the first client query may take part.
+        open_population: whether more clients than are accounted for may take part.
     """
 
     @property

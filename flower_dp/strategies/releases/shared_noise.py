@@ -66,7 +66,7 @@ class SharedNoise:
         """Return how many of the drawn clients must answer where nobody adds the shares of the others.
 
         Where every cohort is as large as any other, that number decides: those who are not connected are no fewer shares, which
-        would cost more than was planned, and clients who came later are no more, which would be smaller than any was said to be.
+        would cost more than was planned.
         """
         drawn = min(cohort_size, self.most_shares) if self.release.sampler.secret_size else self.most_shares
         return max(1, math.ceil(self.min_reply_ratio * drawn - 1e-9))
@@ -95,11 +95,16 @@ class SharedNoise:
         if self.cohort_shows:
             return 0.0
         shares = self.most_shares
-        return self.release.noise_scale * math.sqrt(max(0, shares - num_replies) / shares)
+        # `too_many` refuses more replies than shares: with them the noise would grow with the cohort, and tell its size.
+        return self.release.noise_scale * math.sqrt((shares - num_replies) / shares)
 
     def too_few(self, num_replies: int, cohort_size: int) -> bool:
         """Return whether these replies have less noise than the release that was charged."""
         return self.placement == "distributed" and not self.trusted_server and num_replies < self.fewest(cohort_size)
+
+    def too_many(self, num_replies: int) -> bool:
+        """Return whether these replies have more noise than the release: its variance would tell how many clients replied."""
+        return self.placement == "distributed" and not self.cohort_shows and num_replies > self.most_shares
 
     # What it protects
 

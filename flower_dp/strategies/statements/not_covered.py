@@ -3,6 +3,10 @@
 from flower_dp.strategies.run_state import RunFacts
 
 OTHER_RUNS = "other runs on the same records: this statement is of one run, and the budgets of several runs add up"
+CHANGING_NAMES = (
+    "NAMES CHANGE: clients are named by the ids of their nodes, which change when a node starts anew: other runs count one "
+    "client as several, and what they cost it together is not known"
+)
 # Of methods whose clients keep an account.
 ACCOUNTS = "; a device that keeps a ledger file (docs/deployment.md) counts all of them, which this statement can't know"
 
@@ -26,6 +30,8 @@ def not_covered(run: RunFacts, *, accounts: bool, logs: str, evaluations: str | 
             lines.append(
                 "CLIENT METRICS: the norms of clients' updates before the clip are among them, and may tell how many took part"
             )
+    if run.changing_names:
+        lines.append(CHANGING_NAMES)
     if evaluations is not None:
         lines.append(f"which metrics are evaluated, and their bounds, are taken as public: {evaluations} are covered")
     if run.own_evaluation:
