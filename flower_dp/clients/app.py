@@ -51,7 +51,9 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
             text = client.hosts(why)
             if why is None:
                 able.add(context.run_id)
-        except Exception as error:  # after any error the server must learn that this node has no clients
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
+        except BaseException as error:  # after any error, also SystemExit, the server must learn that this node has no clients
             log.error("client_fn failed", exc_info=error)
             text = json.dumps({"error": why_no_client(error)})
         return Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), reply_to=message)

@@ -2,7 +2,7 @@
 
 Flower sends the class and the text of an error that leaves a ClientApp to the server. The text of an error may hold a record, and
 even its class may be one that data have chosen. So only `Declined` leaves, whose texts are written in this package, or one fixed
-line. The node's own log has the rest.
+line. The node's own log has the rest. `SystemExit` and other errors that are no `Exception` are treated like any error.
 """
 
 import logging
@@ -80,7 +80,7 @@ class BatchStatisticsError(ValueError):
     """The model has a layer with batch statistics; the text, which names the layer, stays on the device."""
 
 
-def why_no_client(error: Exception) -> str:
+def why_no_client(error: BaseException) -> str:
     """Return what the server learns of an error in `client_fn`."""
     why = f": {BATCH_STATISTICS}" if type(error) is BatchStatisticsError else f"; {SEE_LOG}"
     return error.reason if type(error) is Declined else f"client_fn failed{why}"
@@ -106,11 +106,14 @@ def in_own_words(what: str) -> Iterator[None]:
 
     Raises:
         Declined: as raised inside.
-        RuntimeError: for every other error, which goes to the node's own log.
+        RuntimeError: for every other error, which goes to the node's own log; also for `SystemExit`, whose text may hold data.
+        KeyboardInterrupt: for an interruption, without its text.
     """
     try:
         yield
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt from None
+    except BaseException as error:
         if type(error) is Declined:
             raise
         log.error("%s failed", what, exc_info=error)

@@ -20,7 +20,7 @@ from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.joint_cost import Scope
 from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
-from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_JSON, STATEMENT_TEXT, write_whole
+from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_JSON, STATEMENT_TEXT, read_metrics, write_whole
 
 _LEDGER = "ledger.sqlite"
 NOT_COVERED = (
@@ -205,10 +205,10 @@ def compose(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
 
 
 def has_charges(folder: Path) -> bool:
-    """Return whether the ledger beside a run's checkpoints has charges; one that can't be read may have some."""
+    """Return whether a run was charged: its ledger has charges, or can't be read, or is gone while rounds were recorded."""
     ledger = folder / CHECKPOINT / _LEDGER
     if not ledger.is_file():
-        return False
+        return any(row.get("round", 0) > 0 for row in read_metrics(folder))
     try:
         with ServerLedger(ledger, read_only=True) as file:
             return file.has_charges

@@ -1,13 +1,17 @@
-"""The runs that were drawn for a choice by private results; they are kept, so no interruption changes it."""
+"""The runs that were drawn for a choice by private results, and the mark of the choice; no interruption changes either."""
 
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from flower_dp.core import checks
 from flower_dp.core.noise import noise_generator
+from flower_dp.privacy.private_file import sync_folder
 from flower_dp.privacy.selection import NumberOfRuns
 from flower_dp.running.run_folder import is_finished, write_whole
 from flower_dp.sweeps.folder import RUNS, SweepFolder
@@ -15,6 +19,7 @@ from flower_dp.sweeps.lanes import Ended
 from flower_dp.sweeps.plan import PlannedRun
 
 _FILE = "drawn.json"
+MARK = "choice.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +29,58 @@ class Trial:
     name: str
     point: int
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The mark of a choice, one file: the choice is open, then made, and in the end shown.
+
+    From the moment it is made nothing is drawn, run or compared again. Only this file says so: a statement, a folder that is
+    there, or one that was deleted says nothing.
+
+    Attributes:
+        path: of the file.
+    """
+
+    path: Path
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no choice was made."""
+        return not os.path.lexists(self.path)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the choice was shown as a whole."""
+        return not self.is_open and self._content.get("shown") is True
+
+    def among(self, trials: Sequence[Trial]) -> Trial | None:
+        """Return the run that was chosen and is not yet shown; None: no run may be shown.
+
+        Raises:
+            ValueError: if the file is damaged.
+        """
+        best = self._content.get("best", "")
+        found = [trial for trial in trials if trial.name == best]
+        if best is not None and not found:
+            raise ValueError(f"{self.path}: is damaged; the choice was made, and is not made again: take another folder")
+        return found[0] if found else None
+
+    def make(self, best: str | None) -> None:
+        """Write that the choice was made; it is on the disk when this returns."""
+        self._write({"best": best})
+
+    def show(self) -> None:
+        """Write that the choice was shown; nothing in the file depends on the runs."""
+        self._write({"shown": True})
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        return checks.json_object(str(self.path), self.path.read_bytes())
+
+    def _write(self, content: dict[str, Any]) -> None:
+        write_whole(self.path, (json.dumps(content) + "\n").encode())
+        sync_folder(self.path.parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +98,11 @@ class Drawn:
         """Whether the runs were drawn."""
         return (self.path / _FILE).is_file()
 
+    @property
+    def has_runs(self) -> bool:
+        """Whether a run was begun."""
+        return any((self.path / RUNS).glob("*"))
+
     def draw(self, number: NumberOfRuns, num_points: int) -> list[Trial]:
         """Draw the number of runs, and a point and a seed of each, with fresh entropy, and keep them before a run is made."""
         rng = noise_generator()
@@ -48,9 +110,8 @@ class Drawn:
             Trial(name=secrets.token_hex(8), point=int(rng.integers(num_points)), seed=int(rng.integers(2**31)))
             for _ in range(number.sample(rng))
         ]
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(mode=0o700)
-        (self.path / RUNS).mkdir(mode=0o700)
+        (self.path / RUNS).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.chmod(0o700)
         drawn = [{"name": one.name, "point": one.point, "seed": one.seed} for one in trials]
         write_whole(self.path / _FILE, json.dumps(drawn).encode())
         return trials

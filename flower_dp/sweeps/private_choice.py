@@ -24,7 +24,7 @@ from flower_dp.running.planned import outside_of
 from flower_dp.running.run_folder import STATEMENT_JSON, is_finished, write_whole
 from flower_dp.running.signals import Signals
 from flower_dp.sweeps import plan
-from flower_dp.sweeps.drawn import Drawn, Trial
+from flower_dp.sweeps.drawn import MARK, Drawn, Mark, Trial
 from flower_dp.sweeps.file import Choice, PrivateChoice, SweepFile, read
 from flower_dp.sweeps.folder import FILE, RUNS, SweepFolder
 from flower_dp.sweeps.lanes import Lanes, how_many
@@ -134,7 +134,8 @@ class PrivateSweep:
     def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> None:
         """Make the runs, and leave the chosen one and the statement in the folder; nothing is told of any run.
 
-        A choice that was made stays as it is. One that was interrupted goes on.
+        A choice that was made is not made again: if that was interrupted before all of it was shown, the rest is shown. A choice
+        that was not made goes on.
 
         Raises:
             ValueError: if settings are refused, or the folder is that of something else; nothing was started then.
@@ -142,23 +143,31 @@ class PrivateSweep:
         """
         with folder.locked() as lock:
             content, kept = self.path.read_bytes(), folder.path / FILE
-            place = Drawn(folder.path / PRIVATE)
+            place, mark = Drawn(folder.path / PRIVATE), Mark(folder.path / MARK)
             if kept.is_file() and kept.read_bytes() != content:
                 raise ValueError(f"{folder.path}: was made with another {FILE}; put that back, or take another folder")
-            if (folder.path / STATEMENT_JSON).is_file() and not place.path.exists():
+            if mark.is_shown:
+                self._clear(folder, place)
                 tell("The choice was made before; it is not made again.")
                 return
-            if folder.runs() and not place.path.exists():
+            if mark.is_open and (
+                folder.runs() or (folder.path / STATEMENT_JSON).exists() or (place.has_runs and not place.exists)
+            ):
                 raise ValueError(f"{folder.path}: holds runs that may have been looked at; take another folder")
+            if not mark.is_open and not place.exists:
+                raise ValueError(f"{folder.path}: the choice was made, and {PRIVATE} with its runs is gone; take another folder")
             plan.check([one.run for one in self.candidates])
             write_whole(kept, content)
             trials = place.trials() if place.exists else place.draw(self.number, len(self.candidates))
             tell(self.told)
             tell("Nothing is shown before the choice is made.")
-            runs = [self._run(trial) for trial in trials]
-            if left := place.left(runs):
-                self._make(left, lock, at_once or self.file.at_once, place)
-            self._show(folder, place, trials)
+            if mark.is_open:
+                if left := place.left([self._run(trial) for trial in trials]):
+                    self._make(left, lock, at_once or self.file.at_once, place)
+                mark.make(self._best(trials, place))
+            self._show(folder, place, mark.among(trials))
+            mark.show()
+            self._clear(folder, place)
 
     def _make(self, left: Sequence[tuple[PlannedRun, Path, bool]], lock: int, at_once: int | None, place: Drawn) -> None:
         one = left[0][0].launched
@@ -182,12 +191,16 @@ class PrivateSweep:
         one = replace(self.file, points=(self.candidates[trial.point].run.point,), seeds=(trial.seed,))
         return replace(plan.planned(one, 1)[0], name=trial.name)
 
-    def _show(self, folder: SweepFolder, place: Drawn, trials: Sequence[Trial]) -> None:
-        """Leave the chosen run, its statement, and nothing else."""
-        found = {trial.name: self.score(place.path / RUNS / trial.name, trial, place) for trial in trials}
-        best = max(trials, key=lambda trial: found[trial.name], default=None)
+    def _best(self, trials: Sequence[Trial], place: Drawn) -> str | None:
+        """Return the name of the run with the best score; None if none may be shown."""
+        scores = {trial.name: self.score(place.path / RUNS / trial.name, trial, place) for trial in trials}
+        best = max(scores, key=lambda name: scores[name], default=None)
+        return None if best is None or scores[best] == -math.inf else best
+
+    def _show(self, folder: SweepFolder, place: Drawn, best: Trial | None) -> None:
+        """Leave the chosen run and its statement; after an interruption the same ones again."""
         shutil.rmtree(folder.path / RUNS, ignore_errors=True)
-        if best is None or found[best.name] == -math.inf:
+        if best is None:
             statement = self._statement(self.candidates[0].statement, {}, chosen=False)
             (folder.path / RUNS).mkdir(mode=0o700)
         else:
@@ -195,8 +208,12 @@ class PrivateSweep:
             statement = self._statement(self.candidates[best.point].statement, run.statement, chosen=True)
             publish(run, statement, folder.path / RUNS / CHOSEN)
         write(statement, folder.path)
+
+    def _clear(self, folder: SweepFolder, place: Drawn) -> None:
+        """Delete all that was not chosen, and what tells when it was made."""
         same_times(folder.path, PRIVATE)
-        shutil.rmtree(place.path)
+        if place.path.exists():
+            shutil.rmtree(place.path)
         same_times(folder.path, PRIVATE)
 
     def score(self, folder: Path, trial: Trial, place: Drawn) -> float:

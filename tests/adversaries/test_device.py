@@ -515,6 +515,102 @@ def test_the_class_of_an_error_in_client_fn_tells_the_server_nothing(kind: str, 
     untold(text, caplog)
 
 
+ENDINGS = [SystemExit, type("Ending", (BaseException,), {})]
+
+
+def ending(kind: type[BaseException]) -> Any:
+    """A function of an app that ends by an error that is no `Exception`, with a text that data have chosen."""
+
+    def end(*_: Any, **__: Any) -> Any:
+        raise kind("Jane Doe")
+
+    return end
+
+
+@pytest.mark.parametrize("kind", ["query", "train", "evaluate"])
+@pytest.mark.parametrize("ends", ENDINGS, ids=lambda kind: kind.__name__)
+def test_the_text_of_an_exit_in_client_fn_tells_the_server_nothing(ends: type[BaseException], kind: str, caplog: Any) -> None:
+    message = Message(RecordDict({"config": ConfigRecord({})}), 1, kind)
+    (reply,) = LocalGrid(client_app(ending(ends)), 1).send_and_receive([message])
+    text = reply.error.reason if reply.has_error() else str(reply.content[wire.KEY][wire.KEY])
+    assert "client_fn failed; the node's own log says why" in text
+    untold(text, caplog)
+
+
+class Exiting:
+    """Records that end the process."""
+
+    def __init__(self, kind: type[BaseException]) -> None:
+        self.end = ending(kind)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getattr__(self, name: str) -> Any:
+        return self.end
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared noise", "own noise"])
+@pytest.mark.parametrize("ends", ENDINGS, ids=lambda kind: kind.__name__)
+def test_the_text_of_an_exit_in_a_client_tells_the_server_nothing(ends: type[BaseException], own: bool, caplog: Any) -> None:
+    clients: Any = {"c0": Exiting(ends)}
+    made: Any
+    if own:
+        made = LocalDPClient(model=linear(), clients=clients, recipe=BUDGET, device="cpu", context=context_of())
+    else:
+        made = DPClient(model=linear(), clients=clients, training=TRAINING, device="cpu")
+    asked, metrics = (local() if own else training()), evaluation()
+    parameters = list(model().values())
+    for question in (
+        lambda: made.get_properties({}),
+        lambda: made.answer(model(), config_of(asked)),
+        lambda: made.fit(parameters, config_of(asked)),
+        lambda: made.evaluation(model(), config_of(metrics)),
+        lambda: made.evaluate(parameters, config_of(metrics)),
+    ):
+        made.attach(context_of())
+        try:
+            text = str(question())
+        except (RuntimeError, Declined) as error:
+            text = str(error)
+        assert "Jane" not in text
+    assert "Jane" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate", "query", "query.anything", "get_properties"])
+@pytest.mark.parametrize("at", ["app", "name", "terms"])
+@pytest.mark.parametrize("ends", ENDINGS, ids=lambda kind: kind.__name__)
+def test_the_text_of_an_exit_under_the_mod_tells_the_server_nothing(
+    ends: type[BaseException], at: str, kind: str, caplog: Any
+) -> None:
+    keywords: dict[str, Any] = {"name": "c0", "policy": ClientPolicy(allow_metrics=True)}
+    mod = privacy_mod(**keywords | ({} if at == "app" else {at: ending(ends)}))
+    app = ClientApp(mods=[mod])
+    for register in (app.train(), app.evaluate(), app.query(), app.query("anything")):
+        register(ending(ends))
+    message = Message(RecordDict({"config": ConfigRecord({})}), 1, kind)
+    if kind == "train":
+        message = wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, training())
+    elif kind == "evaluate":
+        message = wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, evaluation())
+    try:
+        text = str((mod(message, context_of(), app) if kind == "get_properties" else app(message, context_of())).content)
+    except (RuntimeError, Declined) as error:
+        text = str(error)
+    assert "Jane" not in text
+    assert "Jane" in caplog.text or (at, kind) == ("app", "get_properties")
+
+
+def test_an_interruption_is_no_failure_of_the_app_and_has_no_text() -> None:
+    for call in (
+        lambda: client_app(ending(KeyboardInterrupt))(Message(RecordDict(), 1, "query"), context_of()),
+        lambda: device(None).get_properties.__func__(Exiting(KeyboardInterrupt), {}),
+    ):
+        with pytest.raises(KeyboardInterrupt) as raised:
+            call()
+        assert raised.value.args == ()
+
+
 def test_only_the_packages_own_class_of_refusal_is_told(caplog: Any) -> None:
     """Not a class that inherits from it, which may hold any text."""
     inherited = type("JaneDoeError", (Declined,), {})

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from flower_dp.privacy.server_ledger import ServerLedger
 from flower_dp.running.run_folder import is_finished
 from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS
 from flower_dp.sweeps import plan
-from flower_dp.sweeps.cost import has_charges
+from flower_dp.sweeps.cost import has_charges, statement_of
 from flower_dp.sweeps.file import read
 from flower_dp.sweeps.folder import SweepFolder, runs_in
 from tests.sweeps.conftest import checkpoint, finish
@@ -130,6 +131,18 @@ def test_a_run_with_charges_and_without_a_checkpoint_stays_in_the_statement(fold
     (aside,) = [one for one in folder.runs() if one.name != run.name]
     assert aside.name == f"{run.name}-can-not-go-on-1"
     assert has_charges(aside)
+
+
+def test_a_run_whose_checkpoints_were_deleted_is_set_aside(folder, runs):
+    """Its folder says that there were rounds, so somebody was charged: the statement names it."""
+    (run,) = runs("")
+    run.launched.write(finish(folder.of(run), run.config, finished=False))
+    shutil.rmtree(folder.of(run) / "checkpoint")
+    assert [(place.name, goes_on) for _, place, goes_on in folder.left([run])] == [(run.name, False)]
+    (aside,) = [one for one in folder.runs() if one.name != run.name]
+    assert statement_of([aside]).without == (
+        f"{aside.name}: no ledger in its folder (its charges are in the server's ledger, if it has one)",
+    )
 
 
 def test_only_a_run_that_ended_by_itself_has_finished(tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 import tomllib
 from collections import Counter
 
@@ -104,7 +106,8 @@ def shown(folder):
 
 CHOSEN = [f"runs/chosen/{name}" for name in ("run-config.toml", "metrics.jsonl", "model.json", "model.safetensors")]
 STATEMENTS = ["statement.json", "statement.txt"]
-WITH_A_RUN = sorted([*CHOSEN, *(f"runs/chosen/{name}" for name in STATEMENTS), *STATEMENTS, "sweep.lock", "sweep.toml"])
+ALWAYS = [*STATEMENTS, "choice.json", "sweep.lock", "sweep.toml"]
+WITH_A_RUN = sorted([*CHOSEN, *(f"runs/chosen/{name}" for name in STATEMENTS), *ALWAYS])
 
 
 @pytest.mark.parametrize(("scores", "best"), [([0.3, 0.5, 0.4], 1), ([0.7], 0), ([0.2, 0.6, 0.6], 1), ([None, "fails", 0.1], 2)])
@@ -152,7 +155,7 @@ def test_the_statement_is_that_of_the_choice(made):
 @pytest.mark.parametrize("scores", [[], ["fails", None]])
 def test_without_a_run_to_show_nothing_is_released(made, scores):
     _, folder, _ = made(scores)
-    assert shown(folder) == sorted([*STATEMENTS, "sweep.lock", "sweep.toml"])
+    assert shown(folder) == sorted(ALWAYS)
     told = json.loads((folder / "statement.json").read_text())
     assert (told["method"], told["num_rounds"], told["private"]) == ("The best of K runs: nothing was released", 0, True)
 
@@ -188,13 +191,99 @@ def test_a_choice_is_made_once(made):
     assert (folder / "statement.json").read_bytes() == before
 
 
+class Killed(BaseException):
+    """What no handler of this package may take for an error."""
+
+
+def kill(monkeypatch, count):
+    """End the process before its count-th change of a name in a folder."""
+    changes = iter(range(1, 10**6))
+
+    def dying(change):
+        def changed(*arguments, **keywords):
+            if next(changes) == count:
+                raise Killed
+            return change(*arguments, **keywords)
+
+        return changed
+
+    for name in ("unlink", "rmdir", "mkdir", "replace"):
+        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+
+
+def test_a_choice_that_is_killed_anywhere_shows_one_run(made, tmp_path, monkeypatch):
+    """Killed while its private folder was removed, a choice was made again: two models were shown, each for the price of one."""
+    sweep, steps, was_visible = made.sweep, 0, 0
+    while True:
+        steps += 1
+        folder = tmp_path / "out"
+        shutil.rmtree(folder, ignore_errors=True)
+        seen = set()
+
+        def note(folder=folder, seen=seen):
+            seen.update(place.read_bytes() for place in folder.glob("runs/*/model.safetensors"))
+
+        with monkeypatch.context() as patch:
+            kill(patch, steps)
+            try:
+                made([0.3, 0.5])
+            except Killed:
+                pass
+            else:
+                break
+        note()
+        visible = bool(seen) or (folder / "statement.json").exists()
+        was_visible += visible
+        again = Runs(sweep, [0.91, 0.92])
+        made([0.3, 0.5], runs=again)
+        note()
+        assert len(seen) == 1
+        assert not (visible and again.made)
+        assert shown(folder) == WITH_A_RUN
+        assert len({place.stat().st_mtime for place in [*folder.rglob("*"), folder]}) == 1
+    assert steps > 50
+    assert was_visible > 30
+
+
+def test_what_was_deleted_says_nothing_of_a_choice(made):
+    """A choice is open, made or shown as its mark says, whatever else is there or gone."""
+    scores = [0.3, 0.4]
+    _, folder, runs = made(scores)
+    for name in ("statement.json", "statement.txt"):
+        (folder / name).unlink()
+    shutil.rmtree(folder / "runs")
+    told, _, runs = made([0.9], again=True)
+    assert (told, runs.made) == (["The choice was made before; it is not made again."], [])
+    assert shown(folder) == ["choice.json", "sweep.lock", "sweep.toml"]
+    for content, message in (
+        ('{"best": null}', "with its runs is gone"),
+        ('{"best": "abc"}', "with its runs is gone"),
+        ("{}", "with its runs is gone"),
+        ("", "choice.json"),
+    ):
+        (folder / "choice.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            made(scores, again=True)
+    (folder / "choice.json").unlink()
+    (folder / "private" / "runs" / "abc").mkdir(parents=True)
+    with pytest.raises(ValueError, match="may have been looked at"):
+        made(scores)
+    (folder / "private" / "drawn.json").write_text('[{"name": "abc", "point": 0, "seed": 1}]')
+    (folder / "choice.json").write_text('{"best": "def"}')
+    with pytest.raises(ValueError, match="is damaged"):
+        made(scores, again=True)
+
+
 def test_another_file_and_a_folder_with_runs_are_refused(made, write):
     _, folder, _ = made([0.3])
     write(FILE.replace("0.3]", "0.4]"))
     with pytest.raises(ValueError, match="was made with another"):
         made([0.3])
-    (folder / "statement.json").unlink()
+    (folder / "choice.json").unlink()
     write(FILE)
+    with pytest.raises(ValueError, match="may have been looked at"):
+        made([0.3])
+    shutil.rmtree(folder / "runs")
     with pytest.raises(ValueError, match="may have been looked at"):
         made([0.3])
 

@@ -131,7 +131,7 @@ class _PrivacyMod:
             name = checks.line("name", self.name(context) if callable(self.name) else self.name or _default_name(context))
             terms = self.own_terms(context) if callable(self.own_terms) else self.own_terms
             return AppClient(name=name, terms=terms, policy=self.policy, evaluation=self.evaluation, noise_seed=self.noise_seed)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             log.error("this client's name or terms can't be made", exc_info=error)
             raise Declined(f"this client's name or terms can't be made; {SEE_LOG}") from None
 
