@@ -244,6 +244,19 @@ class Remembering(nn.Module):
         return outputs
 
 
+def test_a_loss_that_divides_by_what_targets_say_is_that_of_all_records_of_a_client():
+    """More records than go through the model at once, the rare class in the last of them."""
+    torch.manual_seed(0)
+    module, inputs = nn.Linear(2, 3), torch.randn(700, 2)
+    targets = torch.where(torch.arange(700) < 600, torch.arange(700) % 2, 2)
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 50.0]))
+    with torch.no_grad():
+        reported = loss_and_accuracy(loss)(module, TensorRecords(inputs=inputs, targets=targets))
+        outputs = module(inputs)
+    assert reported["loss"] == pytest.approx(float(loss(outputs, targets)), rel=1e-5)
+    assert reported["accuracy"] == pytest.approx(float((outputs.argmax(1) == targets).float().mean()))
+
+
 @pytest.mark.parametrize("changes", [False, True], ids=["a buffer", "weights that a metrics function changes"])
 def test_what_a_model_keeps_of_one_clients_records_is_not_told_with_anothers(changes):
     def metrics(module, records):
