@@ -12,7 +12,7 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from flower_dp.clients.reasons import BatchStatisticsError, ChangedBaseError
+from flower_dp.clients.reasons import LOSS_SHAPE, BatchStatisticsError, ChangedBaseError, UnfitLossError
 from flower_dp.clients.training.attributes import Attributes, fingerprint
 from flower_dp.clients.training.base import base_hash
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
@@ -243,6 +243,8 @@ class Training:
 
     def _gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
         loss = checked(self.loss)(outputs_of(model.module, inputs), targets)
+        if loss.ndim:
+            raise UnfitLossError(LOSS_SHAPE)
         return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
 
     def _sam_gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
