@@ -31,12 +31,12 @@ MODEL = "the model does not take inputs of the names, shape and type of the clie
 LOSS = "the loss does not take the model's outputs and targets of the shape and type of the client's records"
 LOSS_SHAPE = "the loss of a batch is not one number: use reduction='mean' or 'sum'"
 LOSS_UNEVEN = (
-    "the loss of a batch is neither the mean nor the sum of its records' losses, so the loss of a single record lacks that record's "
+    "the loss of a batch is neither the mean nor the sum of its records' losses, so that of a single record lacks the record's "
     "weight: do not divide by weights of targets; torch's losses with weight=... need reduction='sum'"
 )
 LOSS_OF_WEIGHTS = (
-    "the loss uses the model's weights, and that part would be missing in the gradients of single records: let the loss depend on "
-    "outputs and targets alone (dp-pasgd has weight_decay)"
+    "the loss uses the model's weights, and that part would be missing in the gradients of single records: let the loss depend "
+    "on outputs and targets alone (dp-pasgd has weight_decay)"
 )
 GRADIENT = "the loss has no gradient in the model's parameters"
 STEP = f"a step of training fails on a made-up batch; {SEE_LOG}"
