@@ -28,6 +28,7 @@ log = logging.getLogger("flwr")
 # Records that are fetched from a client's data set at a time.
 _FETCHED_RECORDS = 512
 _FLOAT32 = torch.finfo(torch.float32)
+_HALVES = (torch.float16, torch.bfloat16)
 OPTIMIZERS = ("sgd", "adam")
 
 
@@ -269,9 +270,15 @@ def parts(vectors: Tensor, layout: Layout) -> list[Tensor]:
 def model_arrays(module: nn.Module) -> ArrayRecord:
     """Return a model's trainable parameters as the record to start a strategy with.
 
-    Frozen parameters stay where they are, as the base under LoRA adapters; the log says how many of how many are trained.
+    Frozen parameters stay where they are, as the base under LoRA adapters; the log says how many of how many are trained. A
+    parameter that several layers share is sent once. Parameters of float16 and bfloat16 become float32, in which clients train:
+    the rounding of 16 bits would swallow small steps.
     """
-    parameters = {name: value.detach().cpu().numpy() for name, value in module.named_parameters() if value.requires_grad}
+    parameters = {
+        name: (value.detach().float() if value.dtype in _HALVES else value.detach()).cpu().numpy()
+        for name, value in module.named_parameters()
+        if value.requires_grad
+    }
     trained, total = sum(value.size for value in parameters.values()), sum(value.numel() for value in module.parameters())
     if trained < total:
         log.info("%s of %s parameters are trained: only they are sent, clipped and noised", f"{trained:,}", f"{total:,}")
