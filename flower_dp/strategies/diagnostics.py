@@ -72,9 +72,9 @@ def _log_shared(model: wire.Model) -> None:
     for same in names.values():
         if len(same) > 1:
             log.warning(
-                "arrays %s have the same values: if the model shares them (tied weights), each gets noise of its own and a part of "
-                "the clip, and clients use one of them alone; send it once: start with flower_dp.clients.model_arrays(model), let "
-                "clients return named_parameters(), and load with strict=False",
+                "arrays %s have the same values: if the model shares them (tied weights), each gets noise of its own and a part "
+                "of the clip, and clients use one of them alone; send it once: start with "
+                "flower_dp.clients.model_arrays(model), let clients return named_parameters(), and load with strict=False",
                 ", ".join(map(repr, same[:_MOST_NAMED])),
             )
 

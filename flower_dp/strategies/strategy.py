@@ -190,6 +190,8 @@ class DPStrategy(RunFigures, Strategy):
             )
         self.begin()
         model = wire.Model.of(initial_arrays, frozen=self.frozen_arrays)
+        if self._optimizer is not None:
+            self._optimizer.check(model.layout, model.vector)
         setting = diagnostics.setting(self.rules, model.layout, self._optimizer, num_rounds)
         if (found := self._run.checkpoints.begin(setting)) is None:
             self.rules.plan(num_rounds)
@@ -218,14 +220,16 @@ class DPStrategy(RunFigures, Strategy):
         if self.journal is not None:
             self.journal.flush(self)
         run, is_first = self._run, self._manager is None
+        model = wire.Model.of(arrays, frozen=self.frozen_arrays)
+        if is_first and self._optimizer is not None:  # a subclass has its own `start`; that of this class has checked it
+            self._optimizer.check(model.layout, model.vector)
         known_clients = self._known_clients(grid)
         run.note(
             asked_metrics=run.record.asked_metrics or self.report_client_metrics,
             own_evaluation=run.record.own_evaluation or self._overrides("configure_evaluate"),
         )
         run.checkpoints.keep(server_round - 1, arrays, is_over=True)
-        model = wire.Model.of(arrays, frozen=self.frozen_arrays)
-        if is_first:  # a subclass has its own `start`; that of this class has logged it
+        if is_first:
             diagnostics.log_start(self.rules, known_clients, model)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
