@@ -24,8 +24,8 @@ class ServerOptimizer:
     """Runs a strategy's own `configure_train` and `aggregate_train` with one reply: the next model as the method makes it.
 
     With `FedAdam`, `FedYogi` or `FedAdagrad` the difference between the global model and that reply is the pseudo-gradient; with
-    `FedAvgM` it gets momentum. All inputs are already private, so the ledger does not change. Nothing that the strategy would tell
-    clients reaches them: one that does, such as `FedProx`, is refused when a run starts.
+    `FedAvgM` it gets momentum. All inputs are already private, so the ledger does not change. A strategy that tells clients
+    something, such as `FedProx`, is refused when a run starts: nothing of it would reach them.
 
     Args:
         strategy: for example `flwr.serverapp.strategy.FedAdam(eta=0.01)`; it is copied, and every run starts with a fresh copy.
@@ -112,6 +112,7 @@ class ServerOptimizer:
 
     def _asked(self, server_round: int, layout: Layout, before: np.ndarray) -> Message:
         """Return the strategy's message to the one client."""
+        message: Message
         (message, *_) = self._strategy.configure_train(server_round, _record(layout, before), ConfigRecord(), _ONE_NODE)
         return message
 

@@ -289,6 +289,29 @@ def test_what_a_model_keeps_of_one_clients_records_is_not_told_with_anothers(cha
     np.testing.assert_array_equal(total(names_of), sum(total((name,)) for name in names_of))
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_evaluation_leaves_every_layer_in_its_mode(fails):
+    """A part that is kept in evaluation mode would have dropout from then on, and training another gradient."""
+    seen = []
+
+    def metrics(module, records):
+        seen.append([layer.training for layer in module.modules()])
+        module.train()  # as many functions end
+        if fails:
+            raise ValueError("no metrics")
+        return {"loss": 1.0}
+
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+    module[1].eval()
+    records = TensorRecords(inputs=torch.ones(3, 2), targets=torch.ones(3, dtype=torch.int64))
+    client = DPClient(model=module, clients={"a": records}, training=Training(learning_rate=0.1), metrics=metrics, device="cpu")
+    ask = made(noise_multiplier=0.0, metrics=MetricBounds(bounds={"loss": 50.0}))
+    instruction = wire.Instruction(server_round=1, method=wire.EVALUATION, clients=("a",), ask=ask)
+    client.evaluation({name: one.numpy(force=True) for name, one in module.named_parameters()}, config_of(instruction))
+    assert seen == [[False] * 5]
+    assert [layer.training for layer in module.modules()] == [True, True, False, False, False]
+
+
 def test_a_clients_vector_is_never_longer_than_one():
     bounds = MetricBounds(bounds={"a": 1.0, "b": 0.5})
     for reported in ({"a": 1e300, "b": math.inf}, {"a": math.nan, "b": -5.0}, {"a": 1, "b": 0.5}):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flower_dp.clients.reply.pipeline import Job, Trained
 from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records, outputs_of
@@ -68,12 +69,8 @@ class MetricRows:
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         module = self.model.module
         self.model.vector.copy_(vector)
-        was = module.training
-        module.eval()
-        try:
+        with evaluating(module):
             values = self.metrics(module, job.records)
-        finally:
-            module.train(was)
         row = self.bounds.counted({name: _number(value) for name, value in values.items()})
         return torch.from_numpy(row).to(vector.device), torch.zeros((), device=vector.device)
 
