@@ -21,6 +21,7 @@ from apps.settings import Settings
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
+from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.devices import default_device
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.records import on_device
@@ -249,11 +250,8 @@ def _evaluation(
         numbers = {"round": server_round, "epsilon": strategy.line_of(server_round)["epsilon"]}
         # What is frozen or a buffer is not in the arrays.
         model.load_state_dict(arrays.to_torch_state_dict(), strict=False)
-        was = model.training
-        model.eval()
-        with torch.inference_mode():
+        with evaluating(model), torch.inference_mode():
             metrics = evaluate_fn(model, **{name: numbers[name] for name in taken})
-        model.train(was)
         return MetricRecord({**_numbers(metrics)})
 
     return evaluate

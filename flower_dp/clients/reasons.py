@@ -29,6 +29,15 @@ WHOLE_NUMBERS = (
 )
 MODEL = "the model does not take inputs of the names, shape and type of the client's records"
 LOSS = "the loss does not take the model's outputs and targets of the shape and type of the client's records"
+LOSS_SHAPE = "the loss of a batch is not one number: use reduction='mean' or 'sum'"
+LOSS_UNEVEN = (
+    "the loss of a batch is neither the mean nor the sum of its records' losses, so that of a single record lacks the record's "
+    "weight: do not divide by weights of targets; torch's losses with weight=... need reduction='sum'"
+)
+LOSS_OF_WEIGHTS = (
+    "the loss uses the model's weights, and that part would be missing in the gradients of single records: let the loss depend "
+    "on outputs and targets alone (dp-pasgd has weight_decay)"
+)
 GRADIENT = "the loss has no gradient in the model's parameters"
 STEP = f"a step of training fails on a made-up batch; {SEE_LOG}"
 DATA = "its data can't be read"
@@ -68,6 +77,11 @@ class Declined(ValueError):  # noqa: N818 (what the client did, as in the protoc
 
 class UnfitModelError(RuntimeError):
     """The model or the loss can't be differentiated record by record, whatever the record holds; the text stays on the device."""
+
+
+@final
+class UnfitLossError(UnfitModelError):
+    """A loss that can't be trained with, whatever a record holds; the text is one of this module."""
 
 
 @final

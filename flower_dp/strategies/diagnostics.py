@@ -2,7 +2,9 @@
 
 import hashlib
 import logging
+from typing import Any
 
+from flower_dp import wire
 from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.population.client_manager import KnownClients
@@ -14,6 +16,8 @@ from flower_dp.strategies.server_optimizer import ServerOptimizer
 
 log = logging.getLogger("flwr")
 
+# Names in one line of the log.
+_MOST_NAMED = 5
 _FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS = 3, 10
 
 
@@ -41,8 +45,10 @@ def setting(rules: Rules, layout: Layout, optimizer: ServerOptimizer | None, num
     }
 
 
-def log_start(rules: Rules, known_clients: KnownClients, dimension: int) -> None:
-    """Log before the first round who takes part, and how the noise compares with the updates."""
+def log_start(rules: Rules, known_clients: KnownClients, model: wire.Model) -> None:
+    """Log before the first round who takes part, how the noise compares with the updates, and what is odd about the model."""
+    dimension = model.layout.size
+    _log_shared(model)
     log.info("%s parameters, %s clients on %s nodes", dimension, len(known_clients.names), len(set(known_clients.nodes)))
     noise, signal = rules.noise_and_signal(dimension)
     log.info("norm of the noise on the mean of round 1 %.3g, of the mean without it at most %.3g", noise, signal)
@@ -52,6 +58,25 @@ def log_start(rules: Rules, known_clients: KnownClients, dimension: int) -> None
             "round, less noise or a smaller model help, and so do more rounds within the budget",
             noise / signal,
         )
+
+
+def _log_shared(model: wire.Model) -> None:
+    """Warn of trained arrays with the same values: a model's `state_dict` has shared (tied) weights once for each layer.
+
+    Every copy would be trained, clipped and noised on its own, and clients would load the last one alone.
+    """
+    names: dict[tuple[Any, ...], list[str]] = {}
+    for name, array in model.layout.unflatten(model.vector).items():
+        if array.size and (array != array.flat[0]).any():  # zeros and ones are how many arrays begin
+            names.setdefault((array.shape, hashlib.sha256(array.tobytes()).digest()), []).append(name)
+    for same in names.values():
+        if len(same) > 1:
+            log.warning(
+                "arrays %s have the same values: if the model shares them (tied weights), each gets noise of its own and a part "
+                "of the clip, and clients use one of them alone; send it once: start with "
+                "flower_dp.clients.model_arrays(model), let clients return named_parameters(), and load with strict=False",
+                ", ".join(map(repr, same[:_MOST_NAMED])),
+            )
 
 
 def log_statement(statement: PrivacyStatement) -> None:

@@ -9,11 +9,13 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
+from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 
 _NOT_KEPT = object()
 _RECORD = "ArrayRecord"
+_PLAIN_RECORDS = ("arrays", "config")
 # A grid with one node, to which nothing is ever sent.
 _ONE_NODE: Any = SimpleNamespace(get_node_ids=lambda: [1])
 
@@ -22,7 +24,8 @@ class ServerOptimizer:
     """Runs a strategy's own `configure_train` and `aggregate_train` with one reply: the next model as the method makes it.
 
     With `FedAdam`, `FedYogi` or `FedAdagrad` the difference between the global model and that reply is the pseudo-gradient; with
-    `FedAvgM` it gets momentum. All inputs are already private, so the ledger does not change.
+    `FedAvgM` it gets momentum. All inputs are already private, so the ledger does not change. A strategy that tells clients
+    something, such as `FedProx`, is refused when a run starts: nothing of it would reach them.
 
     Args:
         strategy: for example `flwr.serverapp.strategy.FedAdam(eta=0.01)`; it is copied, and every run starts with a fresh copy.
@@ -72,6 +75,54 @@ class ServerOptimizer:
             is_record = isinstance(value, Mapping) and set(value) == {_RECORD}
             setattr(self._strategy, name, _array_record(value[_RECORD]) if is_record else copy.deepcopy(value))
 
+    def check(self, layout: Layout, model: np.ndarray) -> None:
+        """Try one step with a copy, before any client is asked.
+
+        Args:
+            layout: of the vectors.
+            model: the initial global model [d].
+
+        Raises:
+            ValueError: if the strategy fails, as those that need the clients' losses do, or tells clients something: only its
+                `aggregate_train` has a part in the run.
+        """
+        copied = ServerOptimizer(self._fresh)
+        try:
+            told = copied._told(copied._asked(1, layout, model))
+        except Exception as error:
+            raise self._unfit("configure_train", error) from error
+        if told:
+            raise ValueError(
+                f"server_optimizer={self.name}: tells clients {', '.join(map(repr, told))} in its messages, which never reach "
+                "them: use a strategy that only aggregates, such as FedAdam, and give clients their settings by train_config "
+                "(in the place of FedProx: ProximalTerm in the recipe of training)"
+            )
+        try:
+            copied.step(1, layout, model, model)
+        except RoundLeftOut:  # without an update some have no direction
+            pass
+        except Exception as error:
+            raise self._unfit("aggregate_train", error) from error
+
+    def _unfit(self, method: str, error: Exception) -> ValueError:
+        return ValueError(
+            f"server_optimizer={self.name}: its {method} fails for one reply without a loss ({type(error).__name__}: "
+            f"{checks.one_line(str(error), most=200)}): use a strategy that needs the model of a reply alone, such as FedAdam"
+        )
+
+    def _asked(self, server_round: int, layout: Layout, before: np.ndarray) -> Message:
+        """Return the strategy's message to the one client."""
+        message: Message
+        (message, *_) = self._strategy.configure_train(server_round, _record(layout, before), ConfigRecord(), _ONE_NODE)
+        return message
+
+    def _told(self, message: Message) -> list[str]:
+        """Return what a message tells clients besides the model and the round."""
+        config, arrays = (getattr(self._strategy, f"{kind}record_key", kind) for kind in ("config", "array"))
+        records = [name for name in message.content if name not in (config, arrays, *_PLAIN_RECORDS)]
+        keys = [name for record in message.content.config_records.values() for name in record if name != "server-round"]
+        return sorted({*records, *keys})
+
     def step(self, server_round: int, layout: Layout, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """Return the next global model [d].
 
@@ -84,8 +135,7 @@ class ServerOptimizer:
         Raises:
             RoundLeftOut: if the strategy gives no model, or one that is not finite.
         """
-        strategy = self._strategy
-        (message, *_) = strategy.configure_train(server_round, _record(layout, before), ConfigRecord(), _ONE_NODE)
+        strategy, message = self._strategy, self._asked(server_round, layout, before)
         content: dict[str, Any] = {
             getattr(strategy, "arrayrecord_key", "arrays"): _record(layout, after),
             "metrics": MetricRecord({getattr(strategy, "weighted_by_key", "num-examples"): 1}),

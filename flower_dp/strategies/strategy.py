@@ -207,15 +207,17 @@ class DPStrategy(RunFigures, Strategy):
                 "once, and go on with a run by resume=True and its checkpoint_dir"
             )
         self.begin()
-        layout = wire.Model.of(initial_arrays, frozen=self.frozen_arrays).layout
-        setting = diagnostics.setting(self.rules, layout, self._optimizer, num_rounds)
+        model = wire.Model.of(initial_arrays, frozen=self.frozen_arrays)
+        if self._optimizer is not None:
+            self._optimizer.check(model.layout, model.vector)
+        setting = diagnostics.setting(self.rules, model.layout, self._optimizer, num_rounds)
         if (found := self._run.checkpoints.begin(setting)) is None:
             self.rules.plan(num_rounds)
         else:
             self.go_on(found)
         known_clients = self._known_clients(grid)
         self.summary()
-        diagnostics.log_start(self.rules, known_clients, layout.size)
+        diagnostics.log_start(self.rules, known_clients, model)
         rounds = Rounds(
             num_rounds=num_rounds,
             timeout=timeout,
@@ -236,6 +238,9 @@ class DPStrategy(RunFigures, Strategy):
         if self.journal is not None:
             self.journal.flush(self)
         run, is_first = self._run, self._manager is None
+        model = wire.Model.of(arrays, frozen=self.frozen_arrays)
+        if is_first and self._optimizer is not None:  # a subclass has its own `start`; that of this class has checked it
+            self._optimizer.check(model.layout, model.vector)
         known_clients = self._known_clients(grid)
         run.note(
             asked_metrics=run.record.asked_metrics or self.report_client_metrics,
@@ -244,9 +249,8 @@ class DPStrategy(RunFigures, Strategy):
         )
         self._had_changing_names |= run.record.changing_names
         run.checkpoints.keep(server_round - 1, arrays, is_over=True)
-        model = wire.Model.of(arrays, frozen=self.frozen_arrays)
-        if is_first:  # a subclass has its own `start`; that of this class has logged it
-            diagnostics.log_start(self.rules, known_clients, model.layout.size)
+        if is_first:
+            diagnostics.log_start(self.rules, known_clients, model)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
         if reason := "the run has ended" if run.record.ended_before else self.rules.why_stop(server_round, None):

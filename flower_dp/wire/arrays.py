@@ -83,14 +83,20 @@ class Model:
         """Read a model that is this server's own.
 
         Raises:
-            ValueError: if an array can't be made private (see `Layout.of`) or is not finite, also as float32, or `frozen` names
-                none.
+            ValueError: if an array can't be made private (see `Layout.of`), is of float16, or is not finite, also as float32, or
+                `frozen` names none.
         """
         arrays = numpy_arrays(record, limit=_LARGEST_ARRAY)
         if unknown := sorted(set(frozen) - set(arrays)):
             raise ValueError(f"frozen_arrays: the model has no array {unknown[0]!r}; it has {', '.join(arrays)}")
         trained = {name: array for name, array in arrays.items() if name not in frozen}
         layout = Layout.of(trained)
+        for name, dtype in zip(layout.names, layout.dtypes, strict=True):
+            if dtype == "float16":
+                raise ValueError(
+                    f"array {name!r} has dtype float16, whose rounding would swallow the steps of most rounds: start with "
+                    "float32, for example model_arrays(model), or ArrayRecord(model.float().state_dict())"
+                )
         for name, array in trained.items():
             if not np.isfinite(array).all():
                 raise ValueError(f"array {name!r} has NaN or infinite entries; if it is a constant, name it in frozen_arrays")

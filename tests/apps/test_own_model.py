@@ -5,8 +5,9 @@ import json
 import re
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 import flower_dp
 from apps import app_functions, own_model
 from apps.own_model import client_of, run_of
+from flower_dp.clients import model_arrays
 from flower_dp.clients.registry import LOCAL
 from flower_dp.reporting import compare
 from flower_dp.running.apps import flatten, read_app
@@ -46,6 +48,25 @@ def evaluate(model):
     assert not model.training
     size = sum(float(value.abs().sum()) for value in model.parameters())
     return {"size": size, "loss": size}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_evaluate_fn_leaves_every_layer_in_its_mode(fails):
+    def own(model):
+        assert not any(layer.training for layer in model.modules())
+        return {"size": 1.0}
+
+    def failing(model):
+        raise OSError("no test data")
+
+    module = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.Dropout(0.5)))
+    module[1].eval()
+    strategy = SimpleNamespace(line_of=lambda server_round: {"epsilon": 1.0})
+    settings = SimpleNamespace(num_rounds=1, evaluate_every=1)
+    evaluation = own_model._evaluation(failing if fails else own, module, strategy, settings)
+    with pytest.raises(OSError, match="no test data") if fails else nullcontext():
+        evaluation(1, model_arrays(module))
+    assert [layer.training for layer in module.modules()] == [True, True, False, False]
 
 
 def play(app, folder, nodes=2, **changes):

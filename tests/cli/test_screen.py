@@ -6,6 +6,7 @@ import signal
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from flower_dp.cli import screen
@@ -14,7 +15,8 @@ from flower_dp.core.sampling import FullSampling
 from flower_dp.running.signals import Interrupted
 from flower_dp.strategies import DPFedAvg, diagnostics
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
-from flower_dp.wire import MESSAGE_API, Hosted
+from flower_dp.wire import MESSAGE_API, Hosted, Model
+from tests.stock import arrays
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def shown(caplog, capsys):
 def test_noise_that_is_longer_than_any_mean_is_warned_of(shown, noise_multiplier, warned):
     made = DPFedAvg(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=FullSampling(), num_clients=2, delta=1e-3)
     clients = KnownClients(names=("a", "b"), nodes=(1, 2), record_names=MESSAGE_API, hosting=True)
-    diagnostics.log_start(made.rules, clients, 16)
+    diagnostics.log_start(made.rules, clients, Model.of(arrays(w=np.ones(16, np.float32))))
     assert ("200.0 times as long as any mean without it: one round teaches little" in shown()) == warned
 
 

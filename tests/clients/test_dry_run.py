@@ -16,6 +16,7 @@ from flower_dp.clients import (
     DatasetRecords,
     DPClient,
     FedSGDDPCRecipe,
+    FlatModel,
     LocalDPClient,
     NbAFLRecipe,
     ProximalTerm,
@@ -26,7 +27,9 @@ from flower_dp.clients import (
     model_arrays,
     reasons,
 )
+from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training import dry_run
+from flower_dp.clients.training.record_clipping import clipped_sum
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg, FedSGDDPC, NbAFL
 from tests.grids import LocalGrid
@@ -242,6 +245,90 @@ SINGLE: dict[str, tuple[Any, Any, str]] = {
     ),
     "a branch on values": (Lengths, tensors({"ids": LABELS[:, None], "mask": torch.ones(8, 1)}), reasons.SINGLE_RECORD),
 }
+
+
+RARE = torch.tensor([1.0, 20.0, 3.0])
+# Losses, and why single records can't be trained with them.
+LOSSES: dict[str, tuple[Any, str]] = {
+    "class weights": (nn.CrossEntropyLoss(weight=RARE), reasons.LOSS_UNEVEN),
+    "class weights in a function": (lambda o, t: nn.functional.cross_entropy(o, t, weight=RARE), reasons.LOSS_UNEVEN),
+    "log-probabilities": (lambda o, t: nn.functional.nll_loss(o.log_softmax(1), t, weight=RARE), reasons.LOSS_UNEVEN),
+    "no reduction": (nn.CrossEntropyLoss(reduction="none"), reasons.LOSS_SHAPE),
+}
+FINE: dict[str, Any] = {
+    "torch's": nn.CrossEntropyLoss(),
+    "an ignored class": nn.CrossEntropyLoss(ignore_index=0),
+    "smooth labels": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "a sum with weights": nn.CrossEntropyLoss(weight=RARE, reduction="sum"),
+    "for one record": lambda o, t: nn.functional.cross_entropy(o[0], t[0]),
+    "the square error": lambda o, t: (o.softmax(1).gather(1, t[:, None]) - 1).square().mean(),
+}
+MODELS: dict[str, Any] = {"linear": (lambda: nn.Linear(4, CLASSES), floats(4)), "convolution": (convolution, floats(1, 4, 4))}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("what", LOSSES)
+def test_a_loss_that_single_records_have_not_is_refused(what, model):
+    (build, inputs), (loss, reason) = MODELS[model], LOSSES[what]
+    client = local_client(build, tensors(inputs), FedSGDDPCRecipe(**LOCAL, num_replies=1, loss=loss))
+    assert client.why_unable() == f"{reasons.UNFIT}: {reason}"
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("what", FINE)
+def test_a_loss_that_single_records_have_is_not_refused(what, model):
+    build, inputs = MODELS[model]
+    client = local_client(build, tensors(inputs), FedSGDDPCRecipe(**LOCAL, num_replies=1, loss=FINE[what]))
+    assert client.why_unable() is None
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_loss_of_single_records_that_uses_the_weights_is_refused(model):
+    build, inputs = MODELS[model]
+    module = build()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets) + 1e-5 * sum(one.square().sum() for one in module.parameters())
+
+    client = local_client(lambda: module, tensors(inputs), FedSGDDPCRecipe(**LOCAL, num_replies=1, loss=loss))
+    assert client.why_unable() == f"{reasons.UNFIT}: {reasons.LOSS_OF_WEIGHTS}"
+    together = client_of(lambda: module, tensors(inputs), Training(learning_rate=0.1, loss=loss))
+    assert together.why_unable() is None  # autograd differentiates all of it
+
+
+@engines
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_loss_without_a_number_is_refused(batch_size, engine):
+    training = Training(learning_rate=0.1, batch_size=batch_size, loss=nn.CrossEntropyLoss(reduction="none"))
+    for build, inputs in MODELS.values():
+        assert client_of(build, tensors(inputs), training, engine).why_unable() == reasons.LOSS_SHAPE
+
+
+def test_a_record_of_a_weighted_sum_counts_with_its_weight():
+    """The gradient of weight x cross-entropy, by hand; the clip is far."""
+    torch.default_generator.manual_seed(0)
+    model, inputs, targets = FlatModel(nn.Linear(4, CLASSES)), torch.randn(6, 4), torch.tensor([0, 1, 2, 1, 0, 2])
+    total, _ = clipped_sum(
+        model,
+        TensorRecords(inputs=inputs, targets=targets),
+        torch.arange(6),
+        clip=RecordClip(clip_norm=1e4, step=2.0**-30),
+        loss=nn.CrossEntropyLoss(weight=RARE, reduction="sum"),
+        seed=0,
+    )
+    errors = (model.module(inputs).softmax(1) - nn.functional.one_hot(targets, CLASSES)) * RARE[targets][:, None]
+    expected = torch.cat([(errors.T @ inputs).flatten(), errors.sum(0)]).detach().double()
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_records_of_no_known_kind_with_such_a_loss_count_as_zero(caplog):
+    """Without an example nobody can say so before round 1: the node's log does, and nothing is trained wrongly."""
+    records = DatasetRecords(dataset=[(torch.ones(4), 1)] * 3)
+    clip = RecordClip(clip_norm=1.0, step=2.0**-30)
+    loss = LOSSES["class weights"][0]
+    total, _ = clipped_sum(FlatModel(nn.Linear(4, CLASSES)), records, torch.arange(3), clip=clip, loss=loss, seed=0)
+    assert not total.any()
+    assert "UnfitLossError" in caplog.text
 
 
 @pytest.mark.parametrize("what", SINGLE)

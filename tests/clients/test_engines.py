@@ -589,6 +589,83 @@ def test_falls_back_and_says_so_once(
     assert torch.equal(torch.get_rng_state(), state)
 
 
+RARE = torch.tensor([1.0, 20.0, 3.0])
+
+
+def _weighted(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, weight=RARE)
+
+
+def _by_size(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The error relative to the size of the targets of a batch."""
+    return ((outputs - targets) ** 2).sum() / targets.abs().sum()
+
+
+def _sized(num_records: int, seed: int) -> TensorRecords:
+    rng = torch.Generator().manual_seed(seed)
+    return TensorRecords(inputs=torch.randn(num_records, 4, generator=rng), targets=torch.rand(num_records, 3, generator=rng))
+
+
+@pytest.mark.parametrize(
+    ("loss", "records"),
+    [
+        (nn.CrossEntropyLoss(weight=RARE), _classes),
+        (_weighted, _classes),
+        (nn.CrossEntropyLoss(ignore_index=1), _classes),
+        (_by_size, _sized),
+    ],
+    ids=["class weights", "class weights in a function", "an ignored class", "size of the targets"],
+)
+def test_a_loss_that_divides_by_what_targets_say_falls_back(
+    loss: Any, records: Callable[[int, int], TensorRecords], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One step on one batch: the gradient of the loss of that batch, as torch computes it."""
+    data, training = records(12, 3), Training(learning_rate=0.1, batch_size=12, loss=loss)
+    module = _perceptron()
+    value = loss(module(data.inputs), data.targets)
+    expected = torch.cat([-0.1 * one.flatten() for one in torch.autograd.grad(value, list(module.parameters()))])
+    (row,) = rows_of(_perceptron, [data], training, engine="batched")
+    torch.testing.assert_close(row, expected, atol=1e-6, rtol=1e-4)
+    assert "mean over records" in caplog.text
+
+
+@pytest.mark.parametrize("batch_size", [8, 5, 40], ids=["full", "partial", "one small"])
+def test_targets_that_only_records_have_fall_back_for_this_client_alone(
+    batch_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Class 2 is left out of the mean; made-up targets have classes 0 and 1."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets, ignore_index=2)
+
+    training = Training(learning_rate=0.5, batch_size=batch_size, loss=loss)
+    plain = _classes(16, 1)
+    plain = replace(plain, targets=plain.targets.clamp(max=1))
+    some = replace(plain, targets=torch.arange(16) % 3)
+    rows = rows_of(_perceptron, [some, plain], training, engine="batched", seeds=[0, 1])
+    alone = rows_of(_perceptron, [some, plain], training, engine="one_by_one", seeds=[0, 1])
+    (beside,) = rows_of(_perceptron, [plain], training, engine="batched", seeds=[1])
+    assert torch.equal(rows[0], alone[0])  # by the same engine
+    assert torch.equal(rows[1], beside)
+    torch.testing.assert_close(rows[1], alone[1], atol=1e-6, rtol=1e-4)
+    assert rows[0].abs().max() > 1e-3
+    assert not caplog.text
+
+
+def test_a_loss_that_uses_the_weights_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+    """A penalty so small that the check of rows would not see it."""
+    model = FlatModel(_perceptron())
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets) + 1e-5 * sum(one.square().sum() for one in model.parameters)
+
+    training = replace(PLAIN, loss=loss)
+    (row,) = rows_of(model, [_classes(9, 1)], training, engine="batched")
+    (alone,) = rows_of(model, [_classes(9, 1)], training, engine="one_by_one")
+    assert torch.equal(row, alone)
+    assert "uses the model's weights" in caplog.text
+
+
 def test_records_of_another_shape_falls_back_for_this_client_alone(caplog: pytest.LogCaptureFixture) -> None:
     good = _classes(9, 1)
     narrow = replace(good, inputs=good.inputs[:, :2])

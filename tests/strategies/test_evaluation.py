@@ -244,6 +244,19 @@ class Remembering(nn.Module):
         return outputs
 
 
+def test_a_loss_that_divides_by_what_targets_say_is_that_of_all_records_of_a_client():
+    """More records than go through the model at once, the rare class in the last of them."""
+    torch.manual_seed(0)
+    module, inputs = nn.Linear(2, 3), torch.randn(700, 2)
+    targets = torch.where(torch.arange(700) < 600, torch.arange(700) % 2, 2)
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 50.0]))
+    with torch.no_grad():
+        reported = loss_and_accuracy(loss)(module, TensorRecords(inputs=inputs, targets=targets))
+        outputs = module(inputs)
+    assert reported["loss"] == pytest.approx(float(loss(outputs, targets)), rel=1e-5)
+    assert reported["accuracy"] == pytest.approx(float((outputs.argmax(1) == targets).float().mean()))
+
+
 @pytest.mark.parametrize("changes", [False, True], ids=["a buffer", "weights that a metrics function changes"])
 def test_what_a_model_keeps_of_one_clients_records_is_not_told_with_anothers(changes):
     def metrics(module, records):
@@ -274,6 +287,29 @@ def test_what_a_model_keeps_of_one_clients_records_is_not_told_with_anothers(cha
         return evaluated(answers[0][wire.KEY], instruction).total
 
     np.testing.assert_array_equal(total(names_of), sum(total((name,)) for name in names_of))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_evaluation_leaves_every_layer_in_its_mode(fails):
+    """A part that is kept in evaluation mode would have dropout from then on, and training another gradient."""
+    seen = []
+
+    def metrics(module, records):
+        seen.append([layer.training for layer in module.modules()])
+        module.train()  # as many functions end
+        if fails:
+            raise ValueError("no metrics")
+        return {"loss": 1.0}
+
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+    module[1].eval()
+    records = TensorRecords(inputs=torch.ones(3, 2), targets=torch.ones(3, dtype=torch.int64))
+    client = DPClient(model=module, clients={"a": records}, training=Training(learning_rate=0.1), metrics=metrics, device="cpu")
+    ask = made(noise_multiplier=0.0, metrics=MetricBounds(bounds={"loss": 50.0}))
+    instruction = wire.Instruction(server_round=1, method=wire.EVALUATION, clients=("a",), ask=ask)
+    client.evaluation({name: one.numpy(force=True) for name, one in module.named_parameters()}, config_of(instruction))
+    assert seen == [[False] * 5]
+    assert [layer.training for layer in module.modules()] == [True, True, False, False, False]
 
 
 def test_a_clients_vector_is_never_longer_than_one():

@@ -307,14 +307,21 @@ class Broken(TensorRecords):
         return super().batch(positions, device)
 
 
-def row_of(records, size=SIZE, *, metrics=None, relation="replace-one"):
+def row_of(records, size=SIZE, *, metrics=None, relation="replace-one", module=None):
     training = gradient_terms(**SGD, delta=0.0, num_replies=3, num_records=size, relation=relation)
     metric_bounds = MetricBounds(bounds={"accuracy": 1.0})
-    model = FlatModel(nn.Linear(2, 2))
+    model = FlatModel(module or nn.Linear(2, 2))
     model.vector.copy_(torch.tensor([1.0, 1, 0, 0, 0, 0]))
     metrics = metrics or record_loss_and_accuracy(nn.functional.cross_entropy)
     release = PLENTY.terms("a", training).release
     return evaluated_row(model, records, metrics, bounds=metric_bounds, release=release, rng=np.random.default_rng(0))
+
+
+def test_an_evaluation_leaves_every_layer_in_its_mode():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.5)))
+    module[1].eval()
+    row_of(data("c1"), module=module)
+    assert [layer.training for layer in module.modules()] == [True, True, False, False]
 
 
 def test_a_record_that_cannot_be_read_counts_as_zero_and_changes_no_other(caplog):

@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from flower_dp import wire
-from flower_dp.clients import DPClient, TensorRecords, Training, client_app
+from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.population.client_manager import ClientManager
@@ -82,6 +82,34 @@ def test_frozen_arrays_of_clients_without_names_go_by_position():
     np.testing.assert_array_equal(one.read(reply), [3, 3, 3, 3])
     with pytest.raises(ValueError, match="array 'mask' was changed"):
         one.read(ArrayRecord([np.full((2, 2), 3, np.float32), -MASK]))
+
+
+class Tied(nn.Module):
+    """A head that shares the table's weight, beside two layers that begin alike and share nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 3), nn.Linear(3, 6, bias=False)
+        self.head.weight = self.table.weight
+        self.norms = nn.ModuleList([nn.LayerNorm(3), nn.LayerNorm(3)])
+
+
+def test_tied_weights_of_a_stock_state_dict_are_named_with_what_to_do(caplog):
+    def warned(record):
+        caplog.clear()
+        app = stock_app(lambda node, arrays: arrays)
+        with caplog.at_level(logging.WARNING, "flwr"):
+            strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=0.0, sampling=FullSampling(), num_clients=1, delta=1e-3)
+            strategy.start(LocalGrid(app, 1), record, num_rounds=2)
+        return [line.getMessage() for line in caplog.records if "tied weights" in line.getMessage()]
+
+    model = Tied()
+    (line,) = warned(ArrayRecord(model.state_dict()))
+    assert line.startswith("arrays 'table.weight', 'head.weight' have the same values")
+    assert "model_arrays(model)" in line
+    record = model_arrays(model)
+    assert list(record) == ["table.weight", *[f"norms.{i}.{part}" for i in (0, 1) for part in ("weight", "bias")]]
+    assert not warned(record)
 
 
 def test_arrays_that_no_reply_changes_are_named_in_the_log(caplog):

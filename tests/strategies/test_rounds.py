@@ -423,14 +423,34 @@ def test_integer_arrays_are_refused_before_any_client_is_asked():
     assert not grid.sent
 
 
-def test_parameters_without_dimensions_half_precision_and_empty_arrays_are_trained_and_clipped():
-    record = arrays(scale=np.float32(1.0), half=np.ones(3, np.float16), none=np.zeros((0, 2), np.float32))
+def test_parameters_without_dimensions_double_precision_and_empty_arrays_are_trained_and_clipped():
+    record = arrays(scale=np.float32(1.0), double=np.ones(3, np.float64), none=np.zeros((0, 2), np.float32))
     result = start(fedavg(2, clip_norm=1.0), LocalGrid(stock_app(shifted(lambda node: 5.0)), 2), record)
     assert result.arrays["scale"].numpy().shape == ()
-    assert result.arrays["half"].numpy().dtype == np.float16
+    assert result.arrays["double"].numpy().dtype == np.float64
     # An update of (5, 5, 5, 5) has norm 10 and is clipped to norm 1: every entry moves by 1/2.
     assert float(result.arrays["scale"].numpy()) == pytest.approx(1.5, abs=1e-3)
-    assert np.allclose(result.arrays["half"].numpy(), 1.5, atol=1e-2)
+    assert np.allclose(result.arrays["double"].numpy(), 1.5, atol=1e-2)
+
+
+def test_half_precision_is_refused_before_any_client_is_asked():
+    """Ten rounds of an update of 1e-4 each would leave a weight of 1 as it is, and be charged."""
+    assert np.float16(1.0) + np.float16(1e-4) == 1
+    grid = LocalGrid(stock_app(shifted(lambda node: 1e-4)), 2)
+    with pytest.raises(ValueError, match=r"array 'half' has dtype float16.*start with float32"):
+        start(fedavg(2), grid, arrays(half=np.ones(3, np.float16)))
+    assert not grid.sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_of_half_precision_is_sent_and_kept_in_float32(dtype):
+    """Ten updates of 1e-4: 1e-3 in all."""
+    model = torch.nn.Linear(2, 1).to(dtype)
+    torch.nn.init.ones_(model.weight)
+    grid = LocalGrid(stock_app(lambda node, given: {name: value + 1e-4 for name, value in given.items()}), 2)
+    result = start(fedavg(2, clip_norm=1.0, noise_multiplier=0.0), grid, model_arrays(model), num_rounds=10)
+    assert result.arrays["weight"].numpy().dtype == np.float32
+    np.testing.assert_allclose(result.arrays["weight"].numpy(), 1 + 1e-3, atol=1e-6)
 
 
 # The end of a run, results and metrics

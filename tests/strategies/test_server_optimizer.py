@@ -2,8 +2,19 @@
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord
-from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
+from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.serverapp.strategy import (
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedProx,
+    FedTrimmedAvg,
+    FedYogi,
+    Krum,
+    QFedAvg,
+)
 
 from flower_dp.core.sampling import FullSampling
 from flower_dp.core.vectors import Layout
@@ -80,6 +91,44 @@ def test_frozen_arrays_do_not_reach_the_optimiser():
     result = strategy.start(grid, initial, num_rounds=2)
     assert np.isfinite(result.arrays["w"].numpy()).all()
     assert result.arrays["mask"].numpy()[0] == -np.inf
+
+
+class Telling(FedAvg):
+    def configure_train(self, server_round, arrays, config, grid):
+        config["temperature"] = 0.5
+        return super().configure_train(server_round, arrays, config, grid)
+
+
+UNFIT = {
+    "a proximal term": (FedProx(proximal_mu=0.1), r"server_optimizer=FedProx: tells clients 'proximal-mu'.*ProximalTerm"),
+    "one of one's own": (Telling(), "server_optimizer=Telling: tells clients 'temperature'"),
+    "losses of clients": (QFedAvg(client_learning_rate=0.1), "server_optimizer=QFedAvg: its aggregate_train fails"),
+}
+
+
+class OwnStart(DPFedAvg):
+    """An app with a loop of its own."""
+
+    def start(self, grid, initial_arrays, **others):
+        self.plan(1)
+        list(self.configure_train(1, initial_arrays, ConfigRecord(), grid))
+
+
+@pytest.mark.parametrize("method", [DPFedAvg, OwnStart])
+@pytest.mark.parametrize("what", UNFIT)
+def test_a_strategy_that_speaks_to_clients_or_needs_more_of_them_is_refused_before_any_is_asked(what, method):
+    unfit, said = UNFIT[what]
+    strategy = method(**WORDS, server_optimizer=unfit)
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2)
+    with pytest.raises(ValueError, match=said):
+        strategy.start(grid, arrays(w=np.zeros(4, np.float32)), num_rounds=2)
+    assert not grid.sent
+    assert strategy.epsilon == 0
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedMedian, FedTrimmedAvg, Krum])
+def test_flowers_strategies_that_only_aggregate_are_not_refused(kind):
+    ServerOptimizer(kind()).check(LAYOUT, START)
 
 
 def test_what_is_no_strategy_is_refused():

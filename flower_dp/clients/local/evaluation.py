@@ -12,6 +12,7 @@ from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.local.row import evaluation_pipeline
 from flower_dp.clients.reasons import Declined
 from flower_dp.clients.reply.pipeline import Job, Pipeline
+from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.joins import one_alone
 from flower_dp.clients.training.losses import Loss, record_cross_entropy
@@ -92,14 +93,12 @@ class RecordContributions:
         together = _CHUNK if release.relation == "replace-one" and keeps_records_apart(model.module) else 1
         model.reset_buffers()
         model.vector.copy_(vector)
-        was = model.module.training
-        model.module.eval()
         rows, seed = np.zeros((len(positions), len(self.bounds.bounds))), int(rng.integers(2**63))
         try:
-            for index, record in _outputs(model, job.records, torch.from_numpy(positions), seed, together):
-                rows[index] = _contribution(self.metrics, record, self.bounds)
+            with evaluating(model.module):
+                for index, record in _outputs(model, job.records, torch.from_numpy(positions), seed, together):
+                    rows[index] = _contribution(self.metrics, record, self.bounds)
         finally:
-            model.module.train(was)
             model.reset_buffers()
         return rows.sum(axis=0, keepdims=True) / max(1, len(rows)) if release.unit == "client" else rows
 

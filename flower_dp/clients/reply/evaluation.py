@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from flower_dp.clients.reply.pipeline import Job, Trained
 from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.recipe import FlatModel
-from flower_dp.clients.training.records import Records
+from flower_dp.clients.training.records import Records, outputs_of
 from flower_dp.core.metric_bounds import MetricBounds
 
 # A model in evaluation mode, and one client's records -> the metrics by name.
@@ -24,24 +25,29 @@ def loss_and_accuracy(loss: Loss, *, labels: Callable[[Tensor], Tensor] | None =
     """Return a client's own metrics: `loss`, and `accuracy`.
 
     Args:
-        loss: model outputs, targets -> the mean loss of a batch.
+        loss: model outputs, targets -> the mean loss of a batch; it is given all of a client's outputs at once, for it may divide
+            by a number that depends on the targets.
         labels: model outputs [n, ...] -> the labels [n] that they speak for. None: the largest of logits [n, classes], and no
             accuracy where targets are no classes [n].
     """
     mean_loss = checked(loss)
 
     def metrics(module: nn.Module, records: Records) -> dict[str, float]:
-        total, right, count, classes = 0.0, 0, len(records), True
+        right, count, classes = 0, len(records), True
+        made: list[tuple[Tensor, Tensor]] = []
         device = next(module.parameters()).device
         for positions in torch.split(torch.arange(count), _BATCH):
             inputs, targets = records.batch(positions, device)
-            outputs = module(inputs)
-            total += float(mean_loss(outputs, targets)) * len(positions)
+            outputs = outputs_of(module, inputs)
+            made.append((outputs, targets))
             if labels is not None:
                 right += int((labels(outputs) == targets).sum())
                 continue
             classes = classes and targets.ndim == 1 and outputs.ndim == 2 and not targets.dtype.is_floating_point
             right += int((outputs.argmax(1) == targets).sum()) if classes else 0
+        if len({(outputs.shape[1:], targets.shape[1:]) for outputs, targets in made}) == 1:
+            made = [(torch.cat([one for one, _ in made]), torch.cat([one for _, one in made]))]
+        total = sum(float(mean_loss(outputs, targets)) * len(targets) for outputs, targets in made)
         return {"loss": total / max(count, 1)} | ({"accuracy": right / max(count, 1)} if classes else {})
 
     return metrics
@@ -63,12 +69,8 @@ class MetricRows:
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         module = self.model.module
         self.model.vector.copy_(vector)
-        was = module.training
-        module.eval()
-        try:
+        with evaluating(module):
             values = self.metrics(module, job.records)
-        finally:
-            module.train(was)
         row = self.bounds.counted({name: _number(value) for name, value in values.items()})
         return torch.from_numpy(row).to(vector.device), torch.zeros((), device=vector.device)
 

@@ -1,7 +1,8 @@
 """What a model holds besides values of parameters and buffers: which tensors its layers have, and plain attributes of layers."""
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,22 @@ class Attributes:
                     present[name].update(_copy(value))
                 else:
                     present[name] = _copy(value)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode; afterwards each of its layers is in the mode in which it was.
+
+    One call of `module.train()` would also put layers that somebody keeps in evaluation mode, such as a frozen part with dropout,
+    into training mode.
+    """
+    modes = [(layer, layer.training) for layer in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for layer, was in modes:
+            layer.training = was
 
 
 def _attributes(layer: nn.Module) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients import reasons
+from flower_dp.clients.reasons import UnfitLossError
 from flower_dp.clients.training.devices import is_accelerator
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines import local_updates
@@ -88,6 +89,8 @@ def of_records(model: FlatModel, records: Records, loss: Loss) -> str | None:
             _log_cause("the gradient of a single record", error.__cause__ or error)
             if isinstance(error.__cause__, KeepsError):
                 return reasons.KEEPS
+            if isinstance(error.__cause__, UnfitLossError):
+                return str(error.__cause__)
             return _why_no_record(model, records, loss)
         return None
 
@@ -133,6 +136,8 @@ class _Trial:
                 return reasons.KEEPS if self._keeps(batch, row) else None
             error = row
         _log_cause("a step of training", error)
+        if isinstance(error, UnfitLossError):
+            return str(error)
         if (why := self.why_no_outputs(example)) is not None:
             return why
         if self.loss_fails(example):  # a loss of the user's own may take other targets than these

@@ -12,7 +12,7 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from flower_dp.clients.reasons import BatchStatisticsError, ChangedBaseError
+from flower_dp.clients.reasons import LOSS_SHAPE, BatchStatisticsError, ChangedBaseError, UnfitLossError
 from flower_dp.clients.training.attributes import Attributes, fingerprint
 from flower_dp.clients.training.base import base_hash
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
@@ -28,6 +28,7 @@ log = logging.getLogger("flwr")
 # Records that are fetched from a client's data set at a time.
 _FETCHED_RECORDS = 512
 _FLOAT32 = torch.finfo(torch.float32)
+_HALVES = (torch.float16, torch.bfloat16)
 OPTIMIZERS = ("sgd", "adam")
 
 
@@ -243,6 +244,8 @@ class Training:
 
     def _gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
         loss = checked(self.loss)(outputs_of(model.module, inputs), targets)
+        if loss.ndim:
+            raise UnfitLossError(LOSS_SHAPE)
         return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
 
     def _sam_gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
@@ -267,9 +270,15 @@ def parts(vectors: Tensor, layout: Layout) -> list[Tensor]:
 def model_arrays(module: nn.Module) -> ArrayRecord:
     """Return a model's trainable parameters as the record to start a strategy with.
 
-    Frozen parameters stay where they are, as the base under LoRA adapters; the log says how many of how many are trained.
+    Frozen parameters stay where they are, as the base under LoRA adapters; the log says how many of how many are trained. A
+    parameter that several layers share is sent once. Parameters of float16 and bfloat16 become float32, in which clients train:
+    the rounding of 16 bits would swallow small steps.
     """
-    parameters = {name: value.detach().cpu().numpy() for name, value in module.named_parameters() if value.requires_grad}
+    parameters = {
+        name: (value.detach().float() if value.dtype in _HALVES else value.detach()).cpu().numpy()
+        for name, value in module.named_parameters()
+        if value.requires_grad
+    }
     trained, total = sum(value.size for value in parameters.values()), sum(value.numel() for value in module.parameters())
     if trained < total:
         log.info("%s of %s parameters are trained: only they are sent, clipped and noised", f"{trained:,}", f"{total:,}")

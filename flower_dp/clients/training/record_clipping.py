@@ -4,7 +4,7 @@ import logging
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training.devices import exact_device
@@ -15,6 +15,7 @@ from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import UnfitModelError, record_gradients
 from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.record_loss import RecordLoss
 from flower_dp.clients.training.records import Inputs, Records, canonical, each, kinds, made_up, split
 from flower_dp.privacy.events import Relation
 
@@ -91,6 +92,7 @@ class _Gradients:
 
     def __init__(self, model: FlatModel, loss: Loss, seed: int) -> None:
         self._model, self._loss, self._seed = model, loss, seed
+        self._checked = None if loss is nn.functional.cross_entropy else RecordLoss(model, loss)
         self._start = model.vector.clone()
         self._draws = OwnDraws.of_data_sets(model.vector.device)
 
@@ -119,7 +121,11 @@ class _Gradients:
         self._model.reset_buffers()
         with self._draws:
             self._draws.restart(self._seed)
-            return record_gradients(self._model, inputs, targets, loss=self._loss, chunk=len(targets), engine=engine)
+            loss = self._checked or self._loss
+            made = record_gradients(self._model, inputs, targets, loss=loss, chunk=len(targets), engine=engine)
+            if self._checked is not None:
+                self._checked.check()
+        return made
 
 
 def check_model(model: FlatModel, records: Records, loss: Loss) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from flower_dp.clients.training.devices import is_accelerator, total_memory
 from flower_dp.clients.training.engines.feed import Feed, Kind, MixedRecordsError
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one
-from flower_dp.clients.training.engines.program import Program
+from flower_dp.clients.training.engines.program import Program, UnevenLossError
 from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records, TensorRecords, rows_of_all
 
@@ -53,9 +53,9 @@ def train_batched(
     """Yield the result of every client, in order.
 
     `group_size` is that of `num_slots`. A client is trained alone with `one_by_one` if its model can't be batched, its records
-    are not all of one shape, or a group does not fit into memory. The reason is logged, once for a model, a recipe and a kind of
-    record. The choice depends on the model, the recipe, the device and the shape of the client's own records, never on their
-    content or on other clients.
+    are not all of one shape, the loss of one of its batches is not the mean of the losses of the batch's records, or a group does
+    not fit into memory. What is known before any record is read is logged, once for a model, a recipe and a kind of record. The
+    choice depends on the model, the recipe, the device and the client's own records, never on other clients.
     """
     slots = min(num_slots(model.layout.size, model.device, group_size), model.programs.get(_FITTING, _MANY))
     trainer = _Trainer(vector, training, model, server_round, slots)
@@ -120,7 +120,8 @@ class _Trainer:
                 for slot, trained in program.train(list(feeds.values()), self._vector, self._training.step_size(self._round)):
                     index = places[slot]
                     left.remove(index)
-                    yield index, self._alone(clients[index], seeds[index]) if isinstance(trained, MixedRecordsError) else trained
+                    alone = isinstance(trained, MixedRecordsError | UnevenLossError)
+                    yield index, self._alone(clients[index], seeds[index]) if alone else trained
             except torch.OutOfMemoryError:  # no client's fault
                 self._use_less_memory()
                 yield from ((index, self._alone(clients[index], seeds[index])) for index in sorted(left))
@@ -229,12 +230,14 @@ def _made_up(kind: Kind, batch_size: int, device: torch.device, seed: int) -> Te
     rng = torch.Generator().manual_seed(seed)
     num_records = batch_size + -(-batch_size // 2)
 
-    def made_up(shape: tuple[int, ...], type_: torch.dtype) -> Tensor:
+    def made_up(shape: tuple[int, ...], type_: torch.dtype, num_whole: int) -> Tensor:
         if type_.is_floating_point:
             return torch.rand(num_records, *shape, generator=rng).to(device, type_)
-        return torch.zeros(num_records, *shape, dtype=type_, device=device)
+        return torch.randint(num_whole, (num_records, *shape), generator=rng).to(device, type_)
 
     if kind.input_type is None:
         raise UnfitRecipeError("a record has several input tensors")
-    inputs, targets = made_up(kind.input_shape, kind.input_type), made_up(kind.target_shape, kind.target_type)
+    inputs = made_up(kind.input_shape, kind.input_type, num_whole=1)
+    # Of two classes: some losses are means over records only where all targets are equal.
+    targets = made_up(kind.target_shape, kind.target_type, num_whole=2)
     return TensorRecords(inputs=inputs, targets=targets)

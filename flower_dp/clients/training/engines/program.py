@@ -24,6 +24,12 @@ _aten = torch.ops.aten
 _UNCHECKED = (_aten.embedding, _aten.embedding_dense_backward, _aten.index_fill, _aten.index_fill_)
 # 64 bytes, the alignment of a tensor's memory on a CPU.
 _ALIGNED_FLOATS = 16
+# The largest distance between the loss of a batch and the mean of the losses of its records, relative to their mean size.
+_TOLERANCE = 1e-4
+
+
+class UnevenLossError(ValueError):
+    """The loss of a batch is not the mean of the losses of its records."""
 
 
 class Program:
@@ -41,8 +47,8 @@ class Program:
             the address at which its memory begins.
 
     Raises:
-        Exception: if `torch.func.vmap` can't batch the model or the loss, or the model draws random numbers, changes a buffer or
-            has an embedding.
+        Exception: if `torch.func.vmap` can't batch the model or the loss, the model draws random numbers, changes a buffer or has
+            an embedding, or the loss uses the model's weights.
     """
 
     def __init__(self, model: FlatModel, training: Training, kind: Kind, num_slots: int, *, sliced: bool) -> None:
@@ -72,7 +78,10 @@ class Program:
             _factor_gradients(self._traced, len(self._weights))
 
     def _trace(self, model: FlatModel) -> torch.fx.GraphModule:
-        """Return the program: inputs, targets, shares of the loss, weights -> losses [slots], gradients."""
+        """Return the program: inputs, targets, shares of the loss, weights -> losses [2, slots], gradients.
+
+        The second row is 1 for slots where the loss of the batch is not the mean of the losses of its records, else 0.
+        """
         constants, loss = _constants(model), self._training.loss
         names = (*model.layout.names, *constants)
 
@@ -84,20 +93,26 @@ class Program:
                 raise RuntimeError("the model changes its buffers")
             if self._by_class:
                 self._num_classes = outputs.shape[1]
-                return (class_losses(outputs, targets) * shares).sum()
+                return torch.stack([(class_losses(outputs, targets) * shares).sum(), shares.new_zeros(())])
             each = vmap(lambda output, target: loss(output.unsqueeze(0), target.unsqueeze(0)))(outputs, targets)
-            return (each * shares).sum()
+            if each.ndim != 1:
+                raise ValueError(f"loss: has shape {tuple(each.shape[1:])} for one record: must be one number")
+            # Copies of a record fill up a batch. They change no mean over records, but other losses, which may, for example,
+            # divide by the weights of the targets' classes.
+            return torch.stack([(each * shares).sum(), _uneven(loss(outputs, targets).detach(), each.detach())])
 
         def gradients(inputs: Tensor, targets: Tensor, shares: Tensor, *weights: Tensor) -> tuple[Tensor, list[Tensor]]:
             leaves = [weight.detach().requires_grad_() for weight in weights]
             losses = vmap(one)(leaves, inputs, targets, shares)
             # No slot's loss depends on another's weights, so the gradient of their sum has those of all slots.
-            found = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
-            return losses.detach(), list(found)
+            found = torch.autograd.grad(losses[:, 0].sum(), leaves, materialize_grads=True)
+            return losses.detach().T, list(found)
 
         # On a GPU the gradients would be computed in another thread, where nothing is recorded.
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), reproducible(model.device):
-            return traced(gradients, self._inputs, self._targets, self._shares, *self._weights)
+            # The model has the weights of a slot in its place; a loss that takes them from elsewhere would take constants.
+            weights = [model.vector, *model.parameters]
+            return traced(gradients, self._inputs, self._targets, self._shares, *self._weights, refused=weights)
 
     def train(self, feeds: Sequence[Iterable[Batch]], vector: Tensor, step_size: float) -> Iterator[tuple[int, Trained]]:
         """Yield the result of every feed's client, with its index, as soon as it has finished.
@@ -124,18 +139,22 @@ class Program:
                 except Exception as error:
                     del training[slot]
                     yield slot, error
-            means = torch.stack(losses).mean(0).unbind() if finished else ()
+            means = torch.stack(losses).mean(0) if finished else torch.zeros(2, 0)
+            uneven = [] if self._by_class else means[1].tolist()
             for slot in finished:
                 del training[slot]
+                if uneven and uneven[slot]:
+                    yield slot, UnevenLossError("loss: is no mean over records")
+                    continue
                 # A row in its own memory, so that later operations on it also give the same bits.
-                yield slot, ((self._vectors[slot] - start).to(vector.device), means[slot])
+                yield slot, ((self._vectors[slot] - start).to(vector.device), means[0][slot])
             if training:
                 self._stage(batches)
                 losses.append(self._step(start, step_size))
 
     @torch.no_grad()
     def _step(self, start: Tensor, step_size: float) -> Tensor:
-        """Take one step in every slot, away from the global model [d]; return the losses before it."""
+        """Take one step in every slot, away from the global model [d]; return the losses [2, slots] before it."""
         recipe = self._training
         with reproducible(self._inputs.device):
             losses, gradients = self._gradients(self._weights)
@@ -190,7 +209,7 @@ class Program:
         return None if present.all() else rows.flatten().to(self._inputs.device), present.to(self._inputs.device)
 
     def _gradients(self, weights: list[Tensor]) -> tuple[Tensor, list[Gradient]]:
-        """Return the losses [slots], and gradients in the shapes of the weights."""
+        """Return the losses [2, slots], and gradients in the shapes of the weights."""
         losses, gradients = self._traced(self._inputs, self._targets, self._shares, *weights)
         return losses, gradients
 
@@ -205,6 +224,13 @@ class Program:
             else:
                 torch.baddbmm(weight, scale[:, None, None] * gradient[0], gradient[1], out=uphill)
         return self._gradients(self._uphill)[1]
+
+
+def _uneven(whole: Tensor, each: Tensor) -> Tensor:
+    """Return 1.0 if the loss of a batch is not the mean of its records' losses [batch], else 0.0."""
+    mean = each.mean()
+    differs = ((whole - mean).abs() > _TOLERANCE * each.abs().mean()) | (whole.isfinite() != mean.isfinite())
+    return differs.to(each.dtype)
 
 
 def _constants(model: FlatModel) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ LAYOUT = "layout"
 _OF_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+def traced(function: Callable[..., Any], *inputs: Tensor, refused: Sequence[Tensor] = ()) -> fx.GraphModule:
     """Execute a function on tensors, and return its operations as a graph, below vmap, autograd and other transformations.
 
     Other tensors that the function uses are constants of the graph.
@@ -28,13 +28,14 @@ def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
     Args:
         function: takes these tensors, and returns a tensor, or tuples and lists of tensors.
         inputs: of the shapes, strides and types that the graph will be given.
+        refused: weights that must not be constants of the graph.
 
     Raises:
-        RuntimeError: it draws random numbers, its control flow or its shapes depend on data, or it changes a tensor that it has
-            not made.
+        RuntimeError: it draws random numbers, its control flow or its shapes depend on data, it changes a tensor that it has not
+            made, or it uses one that is refused.
         Exception: what the function raises.
     """
-    recorder = _Recorder(inputs)
+    recorder = _Recorder(inputs, refused)
     with recorder:
         outputs = function(*inputs)
     recorder.graph.output(tree_map(recorder.node_of, outputs))
@@ -49,10 +50,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         constants: the module that holds the tensors that come from elsewhere.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], refused: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph, self.constants = fx.Graph(), nn.Module()
-        self._nodes = WeakTensorKeyDictionary()
+        self._nodes, self._refused = WeakTensorKeyDictionary(), WeakTensorKeyDictionary(dict.fromkeys(refused, True))
         self._own = WeakTensorKeyDictionary()  # tensors that the function has made
         for index, tensor in enumerate(inputs):
             self._add(tensor, self.graph.placeholder(f"input_{index}"))
@@ -90,6 +91,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the node of a tensor; any other value as it is."""
         if not isinstance(value, Tensor):
             return value
+        if value in self._refused:
+            raise RuntimeError("the loss uses the model's weights, which torch.func does not differentiate there")
         if value not in self._nodes:
             name = f"constant_{len(list(self.constants.buffers()))}"
             self.constants.register_buffer(name, value.detach())
