@@ -68,6 +68,8 @@ def sweep(
     except (LaunchError, OSError) as error:
         fail(f"{error}\n{again}", 1)
     typer.echo("\n" + (folder.path / TABLE).read_text(encoding="utf-8").partition("\n\nCommands, ")[0])
+    for line in plan.warned(folder):
+        typer.echo(line)
     statement = folder.path / "statement.txt"
     if statement.is_file():
         typer.echo("\n" + statement.read_text(encoding="utf-8"))

@@ -175,6 +175,19 @@ def test_epsilons_of_different_guarantees_are_not_to_be_compared(write):
     assert json.loads(tables.as_json(curves(told[0]), "accuracy"))["curves"][0]["against"] == "d"
 
 
+def test_private_evaluations_are_told_below_a_table_of_another_metric(write):
+    def told(value, error):
+        return line(1, 0.5, 0.5) | {"private-accuracy": value, "private-accuracy-standard-error": error}
+
+    first = write(
+        "a", [], lines=[told(0.1, 0.5), line(2, 0.6, 0.5) | {"private-accuracy": 0.7, "private-accuracy-standard-error": 0.03}]
+    )
+    second = write("b", [], lines=[told(0.8, 0.04), line(2, 0.6, 0.5)], seed=1)
+    notes = compare.notes(curves(first, second))
+    # Means of two runs: (0.7 + 0.8) / 2, and sqrt(0.03^2 + 0.04^2) / 2.
+    assert "dp-fedavg: private accuracy 75.0 ± 2.5 %, which is charged" in notes
+
+
 def test_runs_of_different_tasks_are_not_to_be_compared(write):
     found = curves(write("a", [0.1], task="mnist"), write("b", [0.1], task="adult", data_dir="here"))
     assert compare.notes(found) == [
