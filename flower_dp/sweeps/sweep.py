@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flower_dp.core import checks
 from flower_dp.running import flower_log, preflight
 from flower_dp.running.launch import default_workers
 from flower_dp.running.progress import clock, quantities
@@ -49,6 +50,19 @@ class Sweep:
         if file.private is not None:
             raise ValueError("private-selection: such a file shows one run alone, with --private-selection")
         return cls(path=path, file=file, runs=plan.planned(file, default_workers()))
+
+    def check(self, folder: SweepFolder) -> None:
+        """Start nothing, and refuse all that `make` would refuse, and each of its runs when it begins.
+
+        Raises:
+            SettingsError: with all that is wrong, a line each.
+        """
+        findings = checks.Findings()
+        with findings.noted():
+            plan.check(self.runs, forecast=True)
+        with findings.noted():
+            folder.check(self.runs)
+        findings.refuse()
 
     def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> list[Ended]:
         """Make the runs that have not finished, and write the sweep's results and statement, also after an interruption.

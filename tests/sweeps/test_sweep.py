@@ -309,6 +309,19 @@ def test_the_commands_are_shown_without_a_folder(write, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("no_process")
+def test_a_dry_run_names_all_that_would_be_refused(finished, write):
+    path, folder = finished
+    other = write("app = 'mine'\nseeds = 2\n[settings]\nnum-rounds = 9\n[grid]\nbatch-size = [4, 0]\n", "other.toml")
+    status, said = in_this_process(other, "--output-dir", folder.path, "--dry-run")
+    assert status == 2
+    # A line of each: the settings, and the folder that has runs with others.
+    assert "batch-size=0: must be a whole number >= 1 (point batch-size=0)" in said
+    assert "was made with num-rounds=12" in said
+    assert "flower-dp run" not in said
+    assert in_this_process(path, "--output-dir", folder.path, "--dry-run")[0] == 0
+
+
 def test_commands_that_nobody_reads_are_no_failed_sweep(write, tmp_path, monkeypatch):
     """As in `flower-dp sweep FILE --dry-run | head -1`."""
 
