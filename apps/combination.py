@@ -1,9 +1,9 @@
 """Settings of a task, and a preset of one method with another."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from apps.settings import TRAINING, key_of
+from apps.settings import SAMPLED, TRAINING, key_of
 from apps.tasks import TASKS, module_of
 
 _SAMPLING = ("sampling", "sampling-rate", "cohort-size")
@@ -13,6 +13,25 @@ _STEPS = ("learning-rate", "learning-rate-decay")
 def of_task(name: str) -> dict[str, Any] | None:
     """Return the settings that a task needs, by key; None if it is no task."""
     return {"task": name, **module_of(name).NEEDS} if name in TASKS else None
+
+
+def unread(method: str | None, sampling: str | None) -> Callable[[str], bool]:
+    """Return whether a setting is read by other methods or samplings alone; None or a name that is not known reads all."""
+    from apps.methods import METHODS  # noqa: PLC0415 - a second, which few runs need
+    from apps.methods import module_of as method_of  # noqa: PLC0415
+
+    others: tuple[str, ...] = ()
+    dropped: set[str] = set()
+    if method in METHODS:
+        others = tuple(f"{other}." for other in METHODS if other != method)
+        dropped = {key_of(one) for one in TRAINING if one not in method_of(method).READS}
+    dropped |= of_other_samplings(sampling).keys() if sampling else set()
+    return lambda key: key in dropped or key.startswith(others)
+
+
+def of_other_samplings(sampling: str) -> dict[str, Any]:
+    """Return the settings that a sampling does not read, with the values that turn them off."""
+    return {key_of(name): 0 if name == "cohort_size" else 0.0 for name, readers in SAMPLED.items() if sampling not in readers}
 
 
 def with_method(preset: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -11,16 +11,23 @@ import ssl
 import subprocess
 import sys
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPSConnection
 from pathlib import Path
 from threading import Event, Thread
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import yaml
+from flwr.app import Context, RecordDict
 
+from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.running.run_folder import read_metrics
+from tests.grids import LocalGrid, asks_to_train
 from tests.ports import free_ports
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -195,7 +202,7 @@ class HeldRecords:
 
 def kill_in_mid_round(made, device, group, records):
     """Kill a node and its app when the app has charged its reply, and before any of the reply is sent."""
-    wait_until(records.asked.is_set, f"round 1 doesn't begin: {made.log('6')[-3000:]}")
+    wait_until(records.asked.is_set, f"round 1 doesn't begin: {made.log('6a')[-3000:]}")
     processes = [first := psutil.Process(group.pid), *first.children(recursive=True)]
     (node,) = [one for one in processes if any(word.endswith("flower-supernode") for word in one.cmdline()[:2])]
     node.suspend()  # it can take no reply from the app
@@ -289,24 +296,25 @@ def test_the_guide_with_a_node_that_is_killed_in_mid_round(deployment):
 
     # Round 1 lasts until the second device is back.
     held, killed = (HeldRecords(made, device) for device in devices)
-    run = made.spawn("6", change=lambda text: text.replace("num-rounds=3", "num-rounds=2 num-devices=2 round-timeout=900.0"))
+    run = made.spawn("6a", change=lambda text: text.replace("num-rounds=3", "num-rounds=2 num-devices=2 round-timeout=900.0"))
     kill_in_mid_round(made, second, node, killed)
 
     refuse_another_bundle(made, first)
     old = come_back_with_a_new_key(made, second)
     held.released.set()
     assert run.wait(900) == 0
+    assert "finished:completed" in made.run("6b")
     statement = json.loads((made.folder / "state" / "run" / "statement.json").read_text())
     # Two of six replies of a pure budget of 3; the one that was lost is charged like the others, by the device too.
     assert statement["private"]
     assert (statement["num_rounds"], statement["delta"]) == (2, 0.0)
     assert statement["epsilon"] == pytest.approx(1.0)
     assert [line for line in statement["incidents"] if line.startswith("1 replies that were asked for did not count")]
-    assert [made.replies(device) for device in devices] == [2, 2], made.log("6")
+    assert [made.replies(device) for device in devices] == [2, 2], made.log("6a")
     assert f"{second}: 2 of 6 replies, epsilon 1.0000 at delta 0 (replace-one)" in made.run("7", second)
     # Round 1 misses the node that died, and round 2 nobody: the run knows the client by its name.
-    assert made.log("6").count("no reply: ") == 1
-    assert f"node {old}: no reply: " in made.log("6")
+    assert made.log("6a").count("no reply: ") == 1
+    assert f"node {old}: no reply: " in made.log("6a")
 
 
 # The compose file
@@ -392,3 +400,74 @@ def test_the_files_that_the_containers_mount_are_what_the_guide_makes():
         for volume in service["volumes"]:
             source = EXAMPLE / volume.split(":")[0]
             assert source.exists() or source.name in DEVICES or source.name.rpartition(".")[0] in made or source.name in made
+
+
+# The app
+
+
+@pytest.fixture
+def devices_app(tmp_path, monkeypatch):
+    """The example's app with a grid in this process, on which three devices have the files that the guide makes."""
+    monkeypatch.syspath_prepend(str(EXAMPLE / "app"))
+    from three_devices import client_app, server_app
+
+    grid = LocalGrid(client_app.app, len(DEVICES))
+    for node, name in enumerate((*DEVICES, "public"), 1):
+        (folder := tmp_path / name).mkdir(mode=0o700)
+        subprocess.run([sys.executable, EXAMPLE / "make_data.py", name, folder / "records.csv"], check=True, timeout=100)
+        if name != "public":
+            LedgerFile.create(folder / "ledger.json", [name])
+            own = {"name": name, "epsilon": 3.0, "num-replies": 6, "clip-norm": 1.0}
+            paths = {"data-path": str(folder / "records.csv"), "ledger-path": str(folder / "ledger.json")}
+            grid.contexts[node].node_config = own | paths
+    defaults = tomllib.loads((EXAMPLE / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    own = {"output-dir": str(tmp_path / "run"), "test-data": str(tmp_path / "public" / "records.csv")}
+
+    def play(**settings):
+        server_app.app(grid, Context(1, 1, {}, RecordDict(), {**defaults, **own, **settings}))
+
+    return SimpleNamespace(play=play, grid=grid, folder=tmp_path / "run")
+
+
+class Killed(BaseException):
+    """In place of kill -9: nothing of the run's end is written."""
+
+
+def test_the_guides_run_is_on_the_disk_when_it_dies_and_goes_on(devices_app, monkeypatch):
+    made = devices_app
+    with monkeypatch.context() as patch:
+        receive = made.grid.send_and_receive
+
+        def dying(messages, **words):
+            if len([1 for message in made.grid.sent if asks_to_train(message)]) >= 6:
+                raise Killed
+            return receive(messages, **words)
+
+        patch.setattr(made.grid, "send_and_receive", dying)
+        patch.setattr("flower_dp.running.recorded.Recording.end", lambda *arguments: None)
+        with pytest.raises(Killed):
+            made.play()
+    # Rounds 1 and 2 were answered, and round 3 was charged: the server knows it, and no old statement is there.
+    with ServerLedger(made.folder / "checkpoint" / "ledger.sqlite", read_only=True) as ledger:
+        assert [number for run in ledger.runs for number, _ in ledger.charges(run.name)] == [1, 2, 3]
+    assert not (made.folder / "statement.json").exists()
+    with pytest.raises(ValueError, match="already holds"):  # a new run can't take the folder
+        made.play()
+
+    made.play(**{"resume": True, "num-rounds": 3})
+    statement = json.loads((made.folder / "statement.json").read_text())
+    assert statement["num_rounds"] == 3
+    assert statement["epsilon"] == pytest.approx(1.5)  # three of six replies, pure epsilon of 3
+    assert [line for line in statement["incidents"] if "not finished" in line] == ["round 3 was charged and not finished"]
+    assert read_metrics(made.folder)[-1]["accuracy"] > 0.6
+
+
+def test_every_device_has_records_of_its_own_whatever_its_name(tmp_path):
+    def records(name, path):
+        subprocess.run([sys.executable, EXAMPLE / "make_data.py", name, path], check=True, timeout=100)
+        return path.read_text()
+
+    first, other, again = (records(name, tmp_path / f"{n}.csv") for n, name in enumerate(("clinic-7", "clinic-8", "clinic-7")))
+    assert first == again
+    assert first != other
+    assert len(first.splitlines()) == 301

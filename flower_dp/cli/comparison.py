@@ -55,6 +55,9 @@ def compare(
     table_format: Annotated[
         Format, typer.Option("--format", help="Of the table; but for text, all else goes to standard error.")
     ] = Format.TEXT,
+    pivot: Annotated[
+        bool, typer.Option("--pivot", help="A table of the metric with a column for each epsilon; not for json and csv.")
+    ] = False,
     allow_unfinished: Annotated[
         bool, typer.Option("--allow-unfinished", help="Include unfinished runs, with the rounds that they have.")
     ] = False,
@@ -70,6 +73,11 @@ def compare(
     from flower_dp.reporting import compare as comparing
     from flower_dp.sweeps.folder import runs_in
 
+    form = (tables.PIVOTS if pivot else tables.FORMATS).get(table_format)
+    if form is None:
+        refuse(
+            f"--pivot: --format {table_format} has a line a curve, with all numbers; must be one of {', '.join(tables.PIVOTS)}"
+        )
     try:
         canvas.file(output)
         each = [one for folder in folders for one in runs_in(folder)]
@@ -83,7 +91,7 @@ def compare(
     except (ValueError, OSError) as error:
         refuse(str(error))
     notes = comparing.notes(curves)
-    typer.echo(tables.FORMATS[table_format](curves, metric, notes))
+    typer.echo(form(curves, metric, notes))
     machine = table_format is not Format.TEXT
     for note in notes:
         typer.echo(f"note: {note}", err=machine)

@@ -217,7 +217,7 @@ def statement(
 def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callable[[], None] | None = None) -> None:
     """Run an app in a folder, unless `check` refuses its settings, and tell how that ended."""
     from flower_dp.core.environment import STATED
-    from flower_dp.running import apps, launch, progress, run_folder, superlink, workplace
+    from flower_dp.running import apps, flower_log, launch, progress, run_folder, superlink, workplace
     from flower_dp.running.signals import Interrupted
 
     try:
@@ -259,6 +259,8 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callabl
     statement = folder / run_folder.STATEMENT_TEXT
     if statement.is_file():
         typer.echo("\n" + statement.read_text(encoding="utf-8"))
+    if warnings := flower_log.warnings_of(folder / run_folder.LOG):
+        typer.echo(f"{flower_log.num_warnings(warnings)}, in {folder / run_folder.LOG}; the first: {warnings[0]}")
     typer.echo(f"results: {folder}")
 
 

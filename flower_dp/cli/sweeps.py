@@ -30,7 +30,9 @@ def sweep(
             help="Make a secret, random number of runs, and show only the best one, with what the choice has cost.",
         ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the command of each run, and start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Name all that a run would refuse, else show the command of each; start nothing.")
+    ] = False,
 ) -> None:
     """Run settings x seeds, on warm workers, into one folder with a table, a figure and a statement.
 
@@ -45,10 +47,10 @@ def sweep(
     from flower_dp.sweeps.results import TABLE
     from flower_dp.sweeps.sweep import Sweep
 
-    if dry_run:
-        _show_commands(file, private_selection=private_selection)
-        return
     folder = SweepFolder(output_dir.expanduser().absolute())
+    if dry_run:
+        _show_commands(file, folder, private_selection=private_selection)
+        return
     again = f"It goes on with: flower-dp sweep {shlex.quote(str(file))} --output-dir {shlex.quote(str(output_dir))}"
     left = f"the runs so far are in {folder.path}"
     if at_once is not None:
@@ -68,6 +70,8 @@ def sweep(
     except (LaunchError, OSError) as error:
         fail(f"{error}\n{again}", 1)
     typer.echo("\n" + (folder.path / TABLE).read_text(encoding="utf-8").partition("\n\nCommands, ")[0])
+    for line in plan.warned(folder):
+        typer.echo(line)
     statement = folder.path / "statement.txt"
     if statement.is_file():
         typer.echo("\n" + statement.read_text(encoding="utf-8"))
@@ -82,18 +86,22 @@ def sweep(
         fail("\n".join([*unknown, f"Correct it in {file}: the same command then makes the tables anew, and no run."]), 2)
 
 
-def _show_commands(file: Path, *, private_selection: bool) -> None:
-    """Show the command of each run."""
+def _show_commands(file: Path, folder: "SweepFolder", *, private_selection: bool) -> None:
+    """Show the command of each run, unless something would be refused."""
     from flower_dp.running.superlink import LaunchError
+    from flower_dp.sweeps import plan
     from flower_dp.sweeps.private_choice import PrivateSweep
     from flower_dp.sweeps.sweep import Sweep
 
     try:
         if private_selection:
             choice = PrivateSweep.read(file)
+            plan.check([candidate.run for candidate in choice.candidates], forecast=True)
             lines = [choice.told, *(candidate.run.command for candidate in choice.candidates)]
         else:
-            lines = [run.command for run in Sweep.read(file).runs]
+            sweep = Sweep.read(file)
+            sweep.check(folder)
+            lines = [run.command for run in sweep.runs]
     except ValueError as error:
         refuse(str(error))
     except (LaunchError, OSError) as error:

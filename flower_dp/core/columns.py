@@ -12,6 +12,7 @@ OWN = frozenset(
 )
 # Of private evaluations, and of training metrics that clients were asked for.
 PREFIXES = ("private-", "client-")
+_ERROR = "-standard-error"
 
 
 def own(name: str) -> bool:
@@ -23,6 +24,16 @@ def metrics(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of `evaluate_fn` in one line: loss and accuracy, then the others as they stand there."""
     found = {name: float(value) for name, value in row.items() if not own(name) and number(value)}
     return {name: found[name] for name in sorted(found, key=lambda name: name not in ("loss", "accuracy"))}
+
+
+def private(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return value and standard error of each metric of a private evaluation in one line, by its column."""
+    found = {}
+    for name, value in row.items():
+        if name.startswith("private-") and not name.endswith(_ERROR) and number(value):
+            error = row.get(name + _ERROR, 0.0)
+            found[name] = float(value), float(error) if number(error) else 0.0
+    return found
 
 
 def number(value: Any) -> bool:

@@ -15,6 +15,7 @@ from flower_dp.core.words import digits_in_words
 from flower_dp.reporting import labels
 from flower_dp.reporting.past_run import read_past_run
 from flower_dp.running import run_folder as run_folders
+from flower_dp.running.progress import private_quantity
 
 # Settings whose values say which records a run is tested with, but for the tables of tasks.
 _TESTS = ("task", "data-dir", "test-ratio", "data-fn", "evaluate-fn")
@@ -26,7 +27,7 @@ class Run:
 
     `clip_norms` holds the clip norm by round, where it moved. `epsilon` is the statement's, or for an unfinished run the last one
     recorded; infinite: not private. `unit` is what it protects, with the relation, and `adversary` against whom, as the statement
-    says.
+    says. `private` holds the last value and standard error of each metric of private evaluations.
     """
 
     folder: Path
@@ -39,6 +40,7 @@ class Run:
     unit: str
     adversary: str
     finished: bool
+    private: Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,7 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         unit=", ".join(str(statement[key]) for key in ("unit", "relation") if key in statement) or "unknown",
         adversary=str(statement.get("adversary", "unknown")),
         finished=past.finished,
+        private=columns.private({name: value for row in rows for name, value in row.items()}),
     )
 
 
@@ -212,9 +215,22 @@ def notes(curves: Sequence[Curve]) -> list[str]:
         lines.append(
             f"the runs are tested on different records ({'; '.join(other)}): don't compare their metrics with each other"
         )
+    for curve in curves:
+        if told := _private(curve):
+            lines.append(f"{curve.label}: {', '.join(told)}, which is charged")
     if keys := curves[0].left_out:
         lines.append(f"the curves also differ in {'; '.join(_values(key, curves) for key in keys)}")
     return lines
+
+
+def _private(curve: Curve) -> list[str]:
+    """Return the last values of a curve's private evaluations, means over its runs, as text."""
+    names = dict.fromkeys(name for run in curve.runs for name in run.private)
+    found = {name: [run.private[name] for run in curve.runs if name in run.private] for name in names}
+    return [
+        private_quantity(name, sum(value for value, _ in of) / len(of), math.hypot(*(error for _, error in of)) / len(of))
+        for name, of in found.items()
+    ]
 
 
 def _tested_otherwise(configs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -5,31 +5,35 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
-from flower_dp.core.words import delta_in_words
+from flower_dp.core.words import delta_in_words, digits_in_words, epsilon_in_words
 from flower_dp.reporting.compare import Curve
-from flower_dp.reporting.labels import wrapped
+from flower_dp.reporting.labels import find, wrapped
 
+# Columns that say what an epsilon is worth, and those of them that are texts; the others are numbers, flush right.
+_GUARANTEE = ("delta", "protects", "against")
+_TEXTS = ("protects", "against")
+_LARGE = 1e5  # epsilons with more digits than a column has
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
     sign: "\\" + sign for sign in "&%$#_{}"
 }
 
 
-def text(curves: Sequence[Curve], metric: str, notes: Sequence[str] = ()) -> str:
+def text(curves: Sequence[Curve], metric: str, notes: Sequence[str] = (), *, pivot: bool = False) -> str:
     """Return a table of the curves' last points: label, seeds, last mean +- standard deviation, epsilon, rounds."""
-    heads = ("curve", "seeds", f"final {metric}{_unit(metric)}", _epsilon(curves), "delta", "protects", "rounds")
-    lines: list[tuple[str, ...]] = [heads]
-    for curve in curves:
-        seeds = _seeds(curve)
-        many = f"{seeds}" if seeds == len(curve.runs) else f"{seeds} ({len(curve.runs)} runs)"
-        first, private = curve.runs[0], curve.private
-        unit = first.unit if private else "-"
-        cells = (many, _final(curve, metric, " +- "), curve.epsilon_in_words(), _delta(curve), unit, str(curve.rounds[-1]))
-        label, *rest = wrapped(curve.label)
-        lines += [(label, *cells), *((part, *[""] * len(cells)) for part in rest)]
+    heads, rows = _table(curves, metric, " +- ", pivot=pivot)
+    lines = [heads]
+    for row in rows:
+        parts = [wrapped(cell) if is_text else [cell] for cell, is_text in zip(row, _are_texts(heads), strict=True)]
+        lines += [list(line) for line in zip_longest(*parts, fillvalue="")]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    sides = [str.ljust if is_text else str.rjust for is_text in _are_texts(heads)]
+    return "\n".join(
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
 def as_json(curves: Sequence[Curve], metric: str, notes: Sequence[str] = ()) -> str:
@@ -52,25 +56,26 @@ def as_csv(curves: Sequence[Curve], metric: str, notes: Sequence[str] = ()) -> s
     return buffer.getvalue().rstrip("\n")
 
 
-def as_latex(curves: Sequence[Curve], metric: str, notes: Sequence[str] = ()) -> str:
+def as_latex(curves: Sequence[Curve], metric: str, notes: Sequence[str] = (), *, pivot: bool = False) -> str:
     """Return the table as a LaTeX `tabular`; it needs the package booktabs."""
-    lines = [("", "runs", f"final {metric}{_unit(metric)}", _epsilon(curves), "delta", "rounds")]
-    for curve in curves:
-        cells = (str(len(curve.runs)), _final(curve, metric, " +- "), curve.epsilon_in_words(), _delta(curve))
-        lines.append((curve.label, *cells, str(curve.rounds[-1])))
-    heads, *rows = [" & ".join(map(_escaped, line)) + r" \\" for line in lines]
-    body = [r"\begin{tabular}{lrrrrr}", r"\toprule", heads, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
-    return "\n".join([r"% needs \usepackage{booktabs}", *(f"% note: {note}" for note in notes), *body])
+    heads, rows = _table(curves, metric, " +- ", pivot=pivot)
+    sides = "".join(_side(head, is_text=is_text) for head, is_text in zip(heads, _are_texts(heads), strict=True))
+    first, *body = [" & ".join(map(_escaped, line)) + r" \\" for line in (heads, *rows)]
+    lines = [rf"\begin{{tabular}}{{{sides}}}", r"\toprule", first, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
+    return "\n".join([r"% needs \usepackage{booktabs}", *(f"% note: {note}" for note in notes), *lines])
 
 
-def as_markdown(curves: Sequence[Curve], metric: str, notes: Sequence[str] = ()) -> str:
+def as_markdown(curves: Sequence[Curve], metric: str, notes: Sequence[str] = (), *, pivot: bool = False) -> str:
     """Return the table as Markdown, with the notes below it."""
-    lines = [("curve", "seeds", f"final {metric}{_unit(metric)}", _epsilon(curves), "delta", "rounds")]
-    for curve in curves:
-        cells = (str(_seeds(curve)), _final(curve, metric, " ± "), curve.epsilon_in_words(), _delta(curve))
-        lines.append((curve.label.replace("|", r"\|"), *cells, str(curve.rounds[-1])))
-    heads, *rows = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([heads, "|---" * len(lines[0]) + "|", *rows, *(f"\n{note}" for note in notes)])
+    heads, rows = _table(curves, metric, " ± ", pivot=pivot)
+    rule = "|".join("---" if is_text else "---:" for is_text in _are_texts(heads))
+    lines = ["| " + " | ".join(cell.strip().replace("|", r"\|") for cell in line) + " |" for line in (heads, *rows)]
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:], *(f"\n{note}" for note in notes)])
+
+
+def is_pivot(curves: Sequence[Curve]) -> bool:
+    """Return whether a pivot of the curves has more than one row and more than one column."""
+    return len(set(map(_row_key, curves))) > 1 and len({_column(curve) for curve in curves}) > 1
 
 
 FORMATS: Mapping[str, Callable[[Sequence[Curve], str, Sequence[str]], str]] = {
@@ -80,6 +85,64 @@ FORMATS: Mapping[str, Callable[[Sequence[Curve], str, Sequence[str]], str]] = {
     "latex": as_latex,
     "markdown": as_markdown,
 }
+PIVOTS = {"text": partial(text, pivot=True), "latex": partial(as_latex, pivot=True), "markdown": partial(as_markdown, pivot=True)}
+
+
+def _side(head: str, *, is_text: bool) -> str:
+    """Return a column's type in LaTeX; an adversary is a whole sentence."""
+    if head == "against":
+        return "p{5cm}"
+    return "l" if is_text else "r"
+
+
+def _are_texts(heads: Sequence[str]) -> list[bool]:
+    return [at == 0 or head in _TEXTS for at, head in enumerate(heads)]
+
+
+def _table(curves: Sequence[Curve], metric: str, sign: str, *, pivot: bool) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of a table; numbers of a column have as many decimals."""
+    finals = _finals(curves, metric, sign)
+    if pivot:
+        return _pivot(curves, finals, f"{metric}{_unit(metric)}")
+    heads = ["curve", "seeds", f"final {metric}{_unit(metric)}", _epsilon(curves), *_GUARANTEE, "rounds"]
+    epsilons = _epsilons(curves)
+    rows = []
+    for curve, final, epsilon in zip(curves, finals, epsilons, strict=True):
+        seeds = _seeds(curve)
+        many = f"{seeds}" if seeds == len(curve.runs) else f"{seeds} ({len(curve.runs)} runs)"
+        rows.append([curve.label, many, final, epsilon, *_guarantee(curve), str(curve.rounds[-1])])
+    return heads, rows
+
+
+def _pivot(curves: Sequence[Curve], finals: Sequence[str], metric: str) -> tuple[list[str], list[list[str]]]:
+    """Return a row for curves that differ in how much noise there is, and a column for each epsilon."""
+    columns = sorted({_column(curve) for curve in curves})
+    cells: dict[tuple[str, ...], dict[float, list[str]]] = {}
+    for curve, final in zip(curves, finals, strict=True):
+        cells.setdefault(_row_key(curve), {}).setdefault(_column(curve), []).append(final)
+    heads = [f"epsilon <= {_shortest(at)}" if math.isfinite(at) else "not private" for at in columns]
+    rows = [[*key, *("; ".join(found.get(at, ["-"])) for at in columns)] for key, found in cells.items()]
+    return [f"final {metric}", *_GUARANTEE, *heads], rows
+
+
+def _row_key(curve: Curve) -> tuple[str, ...]:
+    return (curve.line, *_guarantee(curve))
+
+
+def _column(curve: Curve) -> float:
+    """Return the epsilon that a curve's is at most: the one that was asked for, if that was kept, else its own, rounded up."""
+    if not curve.private:
+        return math.inf
+    config = curve.runs[0].config
+    for name in ("epsilon", "target-epsilon"):
+        wanted = config.get(find(name, config) or "")
+        if isinstance(wanted, int | float) and curve.epsilon <= wanted:
+            return float(wanted)
+    return float(digits_in_words(curve.epsilon, 4))
+
+
+def _shortest(number: float) -> str:
+    return f"{number:.10g}"
 
 
 def _record(curve: Curve) -> dict[str, Any]:
@@ -118,19 +181,47 @@ def _epsilon(curves: Sequence[Curve]) -> str:
     return "tight epsilon" + (" (largest)" if any(len(curve.runs) > 1 for curve in curves) else "")
 
 
-def _delta(curve: Curve) -> str:
-    delta = curve.runs[0].delta
-    return delta_in_words(delta) if curve.private and isinstance(delta, int | float) else "-"
+def _guarantee(curve: Curve) -> list[str]:
+    """Return delta, unit and relation, and adversary of a curve's epsilon."""
+    first, delta = curve.runs[0], curve.runs[0].delta
+    if not curve.private:
+        return ["-", "-", "-"]
+    return [delta_in_words(delta) if isinstance(delta, int | float) else "-", first.unit, first.adversary]
 
 
-def _final(curve: Curve, metric: str, sign: str) -> str:
+def _epsilons(curves: Sequence[Curve]) -> list[str]:
+    """Return the epsilons of a column, rounded up to four digits of the largest; very large ones by themselves."""
+    known = [curve.epsilon for curve in curves if curve.private and curve.epsilon < _LARGE]
+    decimals = _decimals(known)
+    return [
+        epsilon_in_words(curve.epsilon, decimals=decimals)
+        if curve.private and curve.epsilon < _LARGE
+        else curve.epsilon_in_words()
+        for curve in curves
+    ]
+
+
+def _finals(curves: Sequence[Curve], metric: str, sign: str) -> list[str]:
+    """Return mean and standard deviation of the last values, with as many decimals; spaces stand for no deviation."""
     scale = 100 if metric == "accuracy" else 1
-    mean, std = scale * curve.mean[-1], scale * curve.std[-1]
-    if not math.isfinite(mean):
-        return "not finite"
-    return f"{mean:.4g}" if len(curve.runs) == 1 else f"{mean:.4g}{sign}{std:.2g}"
+    pairs = [(scale * float(curve.mean[-1]), scale * float(curve.std[-1]) if len(curve.runs) > 1 else None) for curve in curves]
+    decimals = _decimals([abs(mean) for mean, _ in pairs if math.isfinite(mean)])
+    spreads = ["" if std is None else f"{sign}{std:.{decimals}f}" for _, std in pairs]
+    width = max(map(len, spreads), default=0)
+    return [
+        f"{mean:.{decimals}f}{spread:<{width}}" if math.isfinite(mean) else "not finite"
+        for (mean, _), spread in zip(pairs, spreads, strict=True)
+    ]
+
+
+def _decimals(numbers: Sequence[float]) -> int:
+    """Return the decimals with which the largest number has four digits."""
+    largest = max(numbers, default=0.0)
+    return min(max(3 - math.floor(math.log10(largest)), 0), 10) if largest > 0 else 1
 
 
 def _escaped(text: str) -> str:
-    """Return plain text as LaTeX."""
-    return "".join(_LATEX.get(sign, sign) for sign in text).replace(" +- ", r" $\pm$ ")
+    """Return plain text as LaTeX; spaces at its end keep the digits of a column aligned."""
+    plain = "".join(_LATEX.get(sign, sign) for sign in text.rstrip()).replace(" +- ", r" $\pm$ ").replace("<=", r"$\leq$")
+    room = len(text) - len(text.rstrip()) - len(" +- ")
+    return plain + (rf"\phantom{{ $\pm$ {'0' * (room - 1)}.}}" if room > 2 else "")

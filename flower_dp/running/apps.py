@@ -122,14 +122,23 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
     for key, text in given.items():
         with findings.noted():
             overrides[key] = values.from_text(key, text, _default(app, known, key, method))
+    _make_way(app, {**known, **overrides}, overrides, given)
+    findings.refuse()
+    return Target(app=app, name=name, overrides=overrides, given=tuple(given))
+
+
+def _make_way(app: App, config: Mapping[str, Value], overrides: dict[str, Value], given: Mapping[str, str]) -> None:
+    """Take out of the overrides, or turn off, what a preset or the app's file sets and a given key stands in place of."""
     for key in given:
         table, _, setting = key.rpartition(".")
-        if setting == "epsilon" and overrides.get(key):  # it determines the noise, in place of what the preset says
+        if setting == "epsilon" and overrides.get(key):  # it determines the noise
             for one in (f"{table}.{other}" for other in _OF_NOISE):
                 if one not in given:
                     overrides.pop(one, None)
-    findings.refuse()
-    return Target(app=app, name=name, overrides=overrides, given=tuple(given))
+    if "sampling" in given and overrides.get("sampling") and (app.own or app.built):
+        for key, off in own_module("combination").of_other_samplings(overrides["sampling"]).items():
+            if key not in given and config[key] != own_app().defaults[key]:
+                overrides[key] = off
 
 
 def with_values(target: Target, more: Mapping[str, Any]) -> dict[str, Value]:

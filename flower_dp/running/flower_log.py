@@ -1,16 +1,35 @@
-"""The log of a run: without colours, and why the run failed."""
+"""The log of a run: without colours, its warnings, and why the run failed."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from flower_dp.running.run_folder import write_whole
 from flower_dp.running.superlink import plain
 
+# Of Flower's own, in each run of its engine.
+_FLOWERS = ("Since flwr ",)
+
 
 def without_colours(log: Path) -> None:
     """Remove a terminal's colours from a log, if there is one."""
     if log.exists():
         write_whole(log, plain(log.read_text(encoding="utf-8", errors="replace")).encode())
+
+
+def warnings_of(log: Path) -> list[str]:
+    """Return the warnings in a log, once each: those that differ in numbers alone are one. Without a log there are none."""
+    text = plain(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else ""
+    kinds: dict[str, str] = {}
+    for line in re.findall(r"^(?:\([^()]*\) )?WARNING\s*:\s*(.+)$", text, re.MULTILINE):
+        if not line.startswith(_FLOWERS):
+            kinds.setdefault(re.sub(r"\d+", "0", line), line)
+    return list(kinds.values())
+
+
+def num_warnings(warnings: Sequence[str]) -> str:
+    """Return `1 warning` or `3 warnings`."""
+    return f"{len(warnings)} warning{'s' * (len(warnings) != 1)}"
 
 
 def why_of(details: str, log_text: str) -> str:

@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from flower_dp.core import columns
 from flower_dp.core.words import delta_in_words, epsilon_in_words
+from flower_dp.running.progress import private_quantity
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -32,7 +33,7 @@ def png(rows: Rows) -> bytes:
 
 
 def figure(rows: Rows) -> Figure:
-    """Return a figure of the metrics of `evaluate_fn` (left) and of epsilon (right) over the rounds.
+    """Return a figure of the metrics of `evaluate_fn` and of private evaluations (left), and of epsilon (right) over the rounds.
 
     Metrics with the same last word, such as `loss` and `validation-loss`, are in one panel. Rounds without a metric are bridged;
     rounds whose epsilon is null (not private) are left out.
@@ -59,7 +60,7 @@ def figure(rows: Rows) -> Figure:
 def _panels(rows: Rows) -> dict[str, list[str]]:
     """Return the metrics of every panel by their last word: accuracy first, then as the lines have them."""
     panels: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for row in rows for name in columns.metrics(row)):
+    for name in dict.fromkeys(name for row in rows for name in (*columns.metrics(row), *columns.private(row))):
         panels.setdefault(columns.kind(name), []).append(name)
     return dict(sorted(panels.items(), key=lambda panel: panel[0] != "accuracy"))
 
@@ -68,8 +69,12 @@ def _draw(left: Axes, kind: str, names: Sequence[str], rows: Rows) -> None:
     right = left.twinx()
     lines: list[Line2D] = []
     for name, style in zip(names, _STYLES * len(names), strict=False):
-        label = f"test {name}" if name in ("accuracy", "loss") else name
+        label = f"test {name}" if name in ("accuracy", "loss") else name.replace("private-", "private ")
         lines += _line(left, rows, name, color=_METRIC, marker="o", linestyle=style, label=label)
+        found = [(row["round"], *columns.private(row)[name]) for row in rows if "round" in row and name in columns.private(row)]
+        if bars := [one for one in found if all(map(math.isfinite, one))]:
+            rounds, values, spread = zip(*bars, strict=True)
+            left.errorbar(rounds, values, yerr=spread, fmt="none", ecolor=_METRIC)
     spent = _line(right, rows, "epsilon", color=_EPSILON, marker="s", linestyle="--", label="epsilon spent")
     unit = " (%)" if columns.percent(kind) else ""
     _label(left, f"{lines[0].get_label() if len(lines) == 1 else kind}{unit}", _METRIC, drawn=bool(lines))
@@ -120,6 +125,8 @@ def _title(rows: Rows) -> str:
     _, accuracies = _points(rows, "accuracy")
     if accuracies:
         parts.append(f"accuracy {100 * accuracies[-1]:.1f} %")
+    newest = {name: value for row in rows for name, value in row.items()}
+    parts += [private_quantity(name, *of) for name, of in columns.private(newest).items()]
     last = rows[-1] if rows else {}
     if isinstance(last.get("epsilon"), int | float):
         delta = f" at delta {delta_in_words(last['delta'])}" if last.get("delta") else ""

@@ -13,8 +13,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from flower_dp.core import columns
 from flower_dp.core.words import epsilon_in_words
 
-_ERROR = "-standard-error"
-
 
 class Display(Protocol):
     """Shows a run while it runs."""
@@ -120,15 +118,17 @@ def round_text(metrics: Mapping[str, Any]) -> str:
 def quantities(metrics: Mapping[str, Any]) -> list[str]:
     """Return what `evaluate_fn` returned, private metrics and epsilon, as the line has them; a null epsilon is not private."""
     parts = [_quantity(name, value) for name, value in columns.metrics(metrics).items()]
-    for name, value in metrics.items():
-        if name.startswith("private-") and not name.endswith(_ERROR) and columns.number(value):
-            scale, digits, unit = (100, ".1f", " %") if columns.percent(name) else (1, ".4f", "")
-            error = metrics.get(name + _ERROR, 0.0)
-            parts.append(f"{name.replace('-', ' ')} {scale * value:{digits}} ± {scale * error:{digits}}{unit}")
+    parts += [private_quantity(name, *found) for name, found in columns.private(metrics).items()]
     if "epsilon" in metrics:
         epsilon = metrics["epsilon"]
         parts.append("not private" if epsilon is None else f"epsilon {epsilon_in_words(epsilon, decimals=3)}")
     return parts
+
+
+def private_quantity(name: str, value: float, error: float) -> str:
+    """Return a metric of a private evaluation with its standard error: `private accuracy 81.2 ± 3.1 %`."""
+    scale, digits, unit = (100, ".1f", " %") if columns.percent(name) else (1, ".4f", "")
+    return f"{name.replace('-', ' ')} {scale * value:{digits}} ± {scale * error:{digits}}{unit}"
 
 
 def _quantity(name: str, value: float) -> str:

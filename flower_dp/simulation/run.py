@@ -58,8 +58,8 @@ class Run:
     result: Result | None
 
     def __repr__(self) -> str:
-        """Return the last round's numbers, and the folder."""
-        last = self.rounds[-1] if self.rounds else {}
+        """Return the last numbers of the rounds, and the folder."""
+        last = {name: value for row in self.rounds for name, value in row.items()}
         outcome = [screen.round_text(last), *screen.quantities(last)] if last else ["no recorded rounds"]
         return f"<run: {', '.join(outcome)}; folder: {self.folder}>"
 

@@ -263,6 +263,8 @@ class Run:
         except RoundLeftOut as why:
             refusal = next(iter(collected.refused.values()), None)
             log.warning("the evaluation of round %s was left out: %s%s", server_round, why, f"; {refusal}" if refusal else "")
+            incident = f"the evaluation of round {server_round} was charged, and released nothing: {why}"
+            self.note(incidents=(*self._own.incidents, incident))
             noised = None
         else:
             self.note(evaluations={**self._own.evaluations, server_round: noised})

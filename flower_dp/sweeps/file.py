@@ -11,7 +11,7 @@ from typing import Any
 from flower_dp.core import checks
 from flower_dp.privacy.selection import NumberOfRuns, number_of_runs
 from flower_dp.running import values
-from flower_dp.running.apps import flatten
+from flower_dp.running.apps import flatten, own_module
 from flower_dp.running.values import Value
 
 # Stands for the table of a point's method: METHOD.epsilon is dp-fedavg.epsilon with method = "dp-fedavg".
@@ -200,17 +200,29 @@ def _points(content: Mapping[str, Any], base: Path) -> tuple[Point, ...]:
     if not blocks or not all(isinstance(block, dict) for block in blocks):
         raise ValueError("points: must be tables, [[points]], one at least")
     found: dict[str, Point] = {}
-    findings = checks.Findings()
+    findings, unread = checks.Findings(), set(common)
     for number, block in enumerate(map(flatten, blocks), start=1):
         if twice := sorted(block.keys() & grid.keys()):
             findings.lines.append(f"{twice[0]}: is in [grid] and in point {number}: leave it out of one of them")
             continue
         for combination in _combinations({**grid, **block}, findings):
             with findings.noted():
-                point = _point({"app": content.get("app", ""), **common, **combination}, base)
+                held = _held(common, combination)
+                unread -= held.keys() | combination.keys()
+                point = _point({"app": content.get("app", ""), **held, **combination}, base)
                 found.setdefault(repr((point.app, sorted(point.settings.items()))), point)
+    findings.lines += [f"{key}={common[key]!r}: is in [settings], and no point reads it" for key in common if key in unread]
     findings.refuse()
     return tuple(found.values())
+
+
+def _held(common: Mapping[str, Any], point: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of all runs that hold for a point: those that its method and its sampling read, if these are known."""
+    method, sampling = point.get("method", common.get("method")), point.get("sampling")
+    if not common or (method is None and not sampling):
+        return common
+    unread = own_module("combination").unread(method, sampling)
+    return {key: value for key, value in common.items() if not unread(key)}
 
 
 def _combinations(table: Mapping[str, Any], findings: checks.Findings) -> Iterator[dict[str, Any]]:

@@ -68,6 +68,8 @@ def planned(file: SweepFile, cores: int) -> tuple[PlannedRun, ...]:
         for point, label in zip(file.points, labels, strict=True):
             with findings.of(label):
                 runs.append(_run(file, point, seed, label, preflight.workers_of(workers, file.gpus_per_worker)))
+    if findings:  # then all that is wrong, also with the other points
+        _check_settings(runs, findings)
     findings.refuse()
     known: dict[str, PlannedRun] = {}
     for run in runs:
@@ -76,28 +78,39 @@ def planned(file: SweepFile, cores: int) -> tuple[PlannedRun, ...]:
     return tuple(runs)
 
 
-def check(runs: Iterable[PlannedRun]) -> None:
+def check(runs: Iterable[PlannedRun], *, forecast: bool = False) -> None:
     """Refuse settings of which an app knows before a run that it can't use them, as `flower-dp run` does.
 
     Args:
         runs: of a sweep; those of one seed stand for the others.
+        forecast: also go through the rounds of each run without clients: what a run refuses when it begins is refused here.
 
     Raises:
         SettingsError: with all that is wrong, a line each.
     """
     runs = list(runs)
-    first = [run for run in runs if run.seed == runs[0].seed]
-    findings = Findings(len(first))
-    for run in first:
+    findings = Findings(len({run.label for run in runs}))
+    for run in _check_settings(runs, findings):
+        app = run.target.app
+        functions = [app.check] if app.check and run.target.overrides else []  # the defaults are valid
+        with findings.of(run.label):
+            for name in [*functions, *([app.cost] if forecast and app.cost else [])]:
+                with plugins.loaded(app, name) as of_app:
+                    of_app(run.config)
+    findings.refuse()
+
+
+def _check_settings(runs: Sequence[PlannedRun], findings: "Findings") -> list[PlannedRun]:
+    """Find what is wrong with the settings of the points; return a run of each of the others."""
+    sound: list[PlannedRun] = []
+    first: dict[str, PlannedRun] = {}
+    for run in runs:
+        first.setdefault(run.label, run)
+    for run in first.values():
         with findings.of(run.label):
             preflight.check_settings(run.target)
-    findings.refuse()
-    for run in first:
-        app = run.target.app
-        if app.check and run.target.overrides:  # the defaults are valid
-            with findings.of(run.label), plugins.loaded(app, app.check) as of_app:
-                of_app(run.config)
-    findings.refuse()
+            sound.append(run)
+    return sound
 
 
 class Findings:
@@ -110,6 +123,9 @@ class Findings:
     def __init__(self, count: int) -> None:
         self._count = count
         self._labels: dict[str, dict[str, None]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._labels)
 
     def of(self, label: str) -> "_Noted":
         """Note the ValueError that ends the block, if any."""
@@ -209,6 +225,11 @@ def _labels(points: Sequence[Point]) -> list[str]:
     differ = [key for key in keys if len({repr(table.get(key)) for table in tables}) > 1]
     if not differ:
         return [""] * len(tables)
+    if "method" in differ:  # what all points of a method share is told by the method
+        methods = {table.get("method") for table in tables}
+        groups = [[table for table in tables if table.get("method") == method] for method in methods]
+        told = {key for key in differ if all(len({repr(table.get(key)) for table in group}) == 1 for group in groups)}
+        differ = [key for key in differ if key == "method" or key not in told]
     shown = [[_shown(key, table[key]) for key in differ if key in table and (key, table[key]) != ("app", "")] for table in tables]
     return [", ".join(texts) or "defaults" for texts in shown]
 

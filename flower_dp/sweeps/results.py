@@ -98,6 +98,7 @@ class Results:
         finished = {run.folder.name for curve in curves for run in curve.runs}
         if curves:
             lines = [tables.as_markdown(curves, self.metric, compare.notes(curves))]
+            lines += [tables.as_markdown(curves, self.metric, pivot=True)] if tables.is_pivot(curves) else []
         else:
             lines = self.unknown((self.metric,)) or ["No run has finished."]
         if missing := [run for run in self.runs if run.name not in finished]:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flower_dp.running import preflight
+from flower_dp.core import checks
+from flower_dp.running import flower_log, preflight
 from flower_dp.running.launch import default_workers
 from flower_dp.running.progress import clock, quantities
 from flower_dp.running.run_folder import LOG, forget_statement, is_finished, read_metrics
@@ -50,6 +51,19 @@ class Sweep:
             raise ValueError("private-selection: such a file shows one run alone, with --private-selection")
         return cls(path=path, file=file, runs=plan.planned(file, default_workers()))
 
+    def check(self, folder: SweepFolder) -> None:
+        """Start nothing, and refuse all that `make` would refuse, and each of its runs when it begins.
+
+        Raises:
+            SettingsError: with all that is wrong, a line each.
+        """
+        findings = checks.Findings()
+        with findings.noted():
+            plan.check(self.runs, forecast=True)
+        with findings.noted():
+            folder.check(self.runs)
+        findings.refuse()
+
     def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> list[Ended]:
         """Make the runs that have not finished, and write the sweep's results and statement, also after an interruption.
 
@@ -83,6 +97,15 @@ class Sweep:
         results = Results(folder=folder, runs=self.runs, metric=self.file.metric)
         chosen_by = () if self.file.choice is None else (self.file.choice.metric,)
         return results.unknown((self.file.metric, *chosen_by))
+
+    def warned(self, folder: SweepFolder) -> list[str]:
+        """Return a line for each run with warnings in its log. For the screen: what others see has none of it, as of the log."""
+        found = ((run, folder.of(run) / LOG) for run in self.runs)
+        return [
+            f"{run.told}: {flower_log.num_warnings(warnings)}, in {log}"
+            for run, log in found
+            if (warnings := flower_log.warnings_of(log))
+        ]
 
     def _make(
         self, left: Sequence[PlannedRun], folder: SweepFolder, lock: int, at_once: int | None, progress: "_Progress"
@@ -176,7 +199,10 @@ class _Progress:
             numbers: dict[str, object] = {}
             for row in read_metrics(folder):
                 numbers.update(row)
-            told = ", ".join([*quantities(numbers), clock(ended.seconds)])
+            warnings = flower_log.warnings_of(folder / LOG)
+            told = ", ".join(
+                [*quantities(numbers), *([flower_log.num_warnings(warnings)] if warnings else []), clock(ended.seconds)]
+            )
         else:
             self.failed.append(ended)
             why = ended.details.strip().splitlines() or ["no reason given"]

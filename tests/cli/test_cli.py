@@ -651,6 +651,16 @@ def test_how_a_run_goes_on_is_said_only_if_it_can(foreign, tmp_path, call, launc
     assert err.count("\n") == (3 if how == "interrupted" else 4)
 
 
+def test_the_end_says_how_many_warnings_are_in_the_log(foreign, tmp_path, call, launched):
+    def act(**keywords):
+        (keywords["output_dir"] / "flower.log").write_text("WARNING :   node 1: too long\nWARNING :   node 2: too long\n")
+
+    launched(act)
+    folder = tmp_path / "run"
+    status, out, _ = call("run", str(foreign), "--output-dir", str(folder))
+    assert (status, out) == (0, f"1 warning, in {folder}/flower.log; the first: node 1: too long\nresults: {folder}\n")
+
+
 # progress
 
 

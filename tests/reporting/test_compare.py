@@ -12,7 +12,9 @@ from flower_dp.reporting import compare, labels, tables
 from flower_dp.reporting.figures import against_epsilon, figure
 
 CONFIG = {"method": "dp-fedavg", "num-rounds": 2, "clip-norm": 0.5, "seed": 0, "output-dir": "x"}
-STATEMENT = {"private": True, "epsilon": 1.5, "delta": 1e-3, "unit": "client", "relation": "add-or-remove-one"}
+STATEMENT = {"private": True, "epsilon": 1.5, "delta": 1e-3, "unit": "client", "relation": "add-or-remove-one"} | {
+    "adversary": "outsiders"
+}
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -122,7 +124,7 @@ def test_any_metric_that_runs_have(write, call):
     status, out, _ = call(folder, "--metric", "perplexity")
     assert status == 0
     assert "final perplexity" in out
-    assert "38 " in out
+    assert "38.00 " in out
     drawn = figure(curves(folder, metric="perplexity"), "perplexity")
     assert drawn.axes[0].get_ylabel() == "perplexity"
     assert drawn.get_suptitle().startswith("Perplexity: one run a curve")
@@ -173,6 +175,19 @@ def test_epsilons_of_different_guarantees_are_not_to_be_compared(write):
     ]
     assert compare.notes(curves(told[0])) == []
     assert json.loads(tables.as_json(curves(told[0]), "accuracy"))["curves"][0]["against"] == "d"
+
+
+def test_private_evaluations_are_told_below_a_table_of_another_metric(write):
+    def told(value, error):
+        return line(1, 0.5, 0.5) | {"private-accuracy": value, "private-accuracy-standard-error": error}
+
+    first = write(
+        "a", [], lines=[told(0.1, 0.5), line(2, 0.6, 0.5) | {"private-accuracy": 0.7, "private-accuracy-standard-error": 0.03}]
+    )
+    second = write("b", [], lines=[told(0.8, 0.04), line(2, 0.6, 0.5)], seed=1)
+    notes = compare.notes(curves(first, second))
+    # Means of two runs: (0.7 + 0.8) / 2, and sqrt(0.03^2 + 0.04^2) / 2.
+    assert "dp-fedavg: private accuracy 75.0 ± 2.5 %, which is charged" in notes
 
 
 def test_runs_of_different_tasks_are_not_to_be_compared(write):
@@ -330,16 +345,60 @@ def test_latex(three, call):
     _, out, _ = call(*three, "--format", "latex", "--label", "50 % & more_", "--label", "b", "--label", "c")
     assert out.splitlines() == [
         "% needs \\usepackage{booktabs}",
-        "\\begin{tabular}{lrrrrr}",
+        "\\begin{tabular}{lrrrrlp{5cm}r}",
         "\\toprule",
-        " & runs & final accuracy (\\%) & tight epsilon (largest) & delta & rounds \\\\",
+        "curve & seeds & final accuracy (\\%) & tight epsilon (largest) & delta & protects & against & rounds \\\\",
         "\\midrule",
-        "50 \\% \\& more\\_ & 2 & 75 $\\pm$ 7.1 & 1.75 & 0.001 & 2 \\\\",
-        "b & 1 & 90 & 4 & 0.001 & 2 \\\\",
-        "c & 1 & 90 & not private & - & 1 \\\\",
+        "50 \\% \\& more\\_ & 2 & 75.00 $\\pm$ 7.07 & 1.750 & 0.001 & client, add-or-remove-one & outsiders & 2 \\\\",
+        # As wide as the one above: digits are aligned.
+        "b & 1 & 90.00\\phantom{ $\\pm$ 000.} & 4.000 & 0.001 & client, add-or-remove-one & outsiders & 2 \\\\",
+        "c & 1 & 90.00\\phantom{ $\\pm$ 000.} & not private & - & - & - & 1 \\\\",
         "\\bottomrule",
         "\\end{tabular}",
     ]
+
+
+def by_epsilon(write, *, epsilon, proved, accuracy, method="dp-fedavg", seed=0, **statement):
+    own = {"method": method, f"{method}.epsilon": epsilon, "seed": seed}
+    told = STATEMENT | {"epsilon": proved, "private": proved is not None} | statement
+    return write(f"{method}-{epsilon}-{seed}", [0.1, accuracy], statement=told, **own)
+
+
+def test_a_pivot_has_a_column_for_each_epsilon_and_a_row_for_each_guarantee(write, call):
+    record = {"unit": "record", "relation": "replace-one", "adversary": "the server"}
+    folders = [
+        by_epsilon(write, epsilon=2.0, proved=1.99999, accuracy=0.7),
+        by_epsilon(write, epsilon=2.0, proved=2.0, accuracy=0.8, seed=1),
+        by_epsilon(write, epsilon=8.0, proved=7.9, accuracy=0.9),
+        by_epsilon(write, epsilon=2.0, proved=1.99, accuracy=0.3, method="nbafl", **record),
+        # Nobody may read that this one had 8: its statement proves 8.00001 and no less.
+        by_epsilon(write, epsilon=8.0, proved=8.00001, accuracy=0.4, method="nbafl", **record),
+    ]
+    status, out, _ = call(*folders, "--pivot", "--format", "markdown")
+    assert status == 0
+    assert out.splitlines()[:4] == [
+        "| final accuracy (%) | delta | protects | against | epsilon <= 2 | epsilon <= 8 | epsilon <= 8.001 |",
+        "|---|---:|---|---|---:|---:|---:|",
+        "| method=dp-fedavg | 0.001 | client, add-or-remove-one | outsiders | 75.00 ± 7.07 | 90.00 | - |",
+        "| method=nbafl | 0.001 | record, replace-one | the server | 30.00 | - | 40.00 |",
+    ]
+    assert "protect different units" in out
+    text = call(*folders, "--pivot")[1].splitlines()
+    assert text[1].endswith("client, add-or-remove-one  outsiders   75.00 +- 7.07  90.00                         -")
+    assert [tables.is_pivot(curves(*some)) for some in (folders, folders[:3], folders[2:4])] == [True, False, True]
+    assert "epsilon $\\leq$ 2" in call(*folders, "--pivot", "--format", "latex")[1]
+    assert call(*folders, "--pivot", "--format", "csv")[0] == 2
+
+
+def test_a_pivot_by_targets_and_without_privacy(write, call):
+    own = {"method": "dp-fedavg"}
+    folders = [
+        write("a", [0.1, 0.5], statement=STATEMENT | {"epsilon": 3.9}, **own | {"dp-fedavg.target-epsilon": 4.0}),
+        write("b", [0.1, 0.6], statement=STATEMENT | {"epsilon": 2.34567}, **own | {"dp-fedavg.noise-multiplier": 1.0}),
+        write("c", [0.1, 0.9], statement={"private": False}, **own | {"dp-fedavg.noise-multiplier": 0.0}),
+    ]
+    heads = call(*folders, "--pivot")[1].splitlines()[0].split("  ")
+    assert [head.strip() for head in heads if head.strip()][-3:] == ["epsilon <= 2.346", "epsilon <= 4", "not private"]
 
 
 @pytest.mark.drawn
@@ -427,15 +486,15 @@ def test_table_and_picture(write, call, tmp_path):
     status, out, err = call(*folders)
     assert (status, err) == (0, "")
     assert out.splitlines() == [
-        "curve          seeds  final accuracy (%)  tight epsilon (largest)  delta  protects                   rounds",
-        "clip-norm=0.5  2      75 +- 7.1           1.5                      0.001  client, add-or-remove-one  2",
-        "clip-norm=1    1      90                  not private              -      -                          2",
+        "curve          seeds  final accuracy (%)  tight epsilon (largest)  delta  protects                   against    rounds",
+        "clip-norm=0.5      2       75.00 +- 7.07                    1.500  0.001  client, add-or-remove-one  outsiders       2",
+        "clip-norm=1        1       90.00                      not private      -  -                          -               2",
         "figure: comparison.png",
     ]
     assert (tmp_path / "comparison.png").read_bytes().startswith(PNG)
     status, out, _ = call(*folders, "--metric", "loss", "--output", "loss.png")
     assert status == 0
-    assert "1.5 +- 0.14" in out  # twice the accuracy, 0.75 +- 0.0707
+    assert "1.500 +- 0.141" in out  # twice the accuracy, 0.75 +- 0.0707
     assert (tmp_path / "loss.png").is_file()
 
 

@@ -183,6 +183,27 @@ def test_a_run_that_was_refused_is_known_by_the_last_error_of_its_log(error, ref
     assert not flower_log.is_refusal("no error")
 
 
+def test_warnings_of_a_log_once_each(tmp_path):
+    log = tmp_path / "flower.log"
+    assert flower_log.warnings_of(log) == []
+    log.write_text(
+        "INFO :      WARNING is no warning\n"
+        "\x1b[93mWARNING \x1b[0m:   node 3: reply refused: too long\n"
+        "WARNING :   Since flwr 1.32, default simulated SuperNodes changed from 10 to 2.\n"
+        "(Worker pid=7) WARNING :   client 'c01': what it has kept is damaged\n"
+        "WARNING :   node 14: reply refused: too long\n"
+        "WARNING :   the evaluation of round 1 was left out: no client has answered\n"
+    )
+    assert flower_log.warnings_of(log) == (
+        found := [
+            "node 3: reply refused: too long",
+            "client 'c01': what it has kept is damaged",
+            "the evaluation of round 1 was left out: no client has answered",
+        ]
+    )
+    assert [flower_log.num_warnings(found), flower_log.num_warnings(found[:1])] == ["3 warnings", "1 warning"]
+
+
 # what Flower's programs get
 
 

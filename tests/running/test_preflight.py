@@ -49,6 +49,26 @@ def test_an_app_of_flower_dp_takes_settings_that_its_file_does_not_list(target):
         target("app = 3", "learning-rate=0.2")
 
 
+def test_another_sampling_leaves_out_the_rate_that_a_preset_or_the_apps_file_sets(target, tmp_path):
+    preset = apps.resolve("mnist-nbafl-k-of-n", ["sampling=full"])
+    assert (preset.overrides["sampling"], preset.overrides["cohort-size"]) == ("full", 0)
+    preflight.check_settings(preset)
+    built = "import flower_dp\napp = flower_dp.app()"
+    made = target(built)
+    file = tmp_path / "pyproject.toml"
+    file.write_text(file.read_text() + 'method = "dp-fedavg"\nsampling = "poisson"\nsampling-rate = 0.2\n')
+    assert apps.resolve(str(made.app.folder), ["num-rounds=2"]).overrides == {"num-rounds": 2}
+    given = ["sampling=fixed-size", "cohort-size=5", "dp-fedavg.delta=1e-3"]
+    found = apps.resolve(str(made.app.folder), given)
+    assert found.overrides["sampling-rate"] == 0.0
+    preflight.check_settings(found)
+    # A rate of one's own is not left out: it is refused.
+    with pytest.raises(ValueError, match=r"sampling-rate=0\.3: is not read with sampling='fixed-size'"):
+        preflight.check_settings(apps.resolve(str(made.app.folder), [*given, "sampling-rate=0.3"]))
+    # Nothing that was not set is set.
+    assert "sampling-rate" not in apps.resolve(None, ["method=dp-fedavg", "sampling=full"]).overrides
+
+
 def test_what_flower_bundles_has_the_settings_that_were_added(target):
     made = target("import flower_dp\napp = flower_dp.app()", "dp-fedsam.clip-norm=2")
     content = (made.app.folder / "pyproject.toml").read_text()

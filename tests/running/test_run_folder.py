@@ -162,8 +162,31 @@ def test_the_plot_has_a_panel_for_each_kind_of_metric_that_evaluate_fn_returned(
         "test loss": [4.0],
         "validation-loss": [3.0],
     }
-    assert panels.keys() == {"rmse", "loss", "epsilon spent"}
+    assert [line.get_ydata().tolist() for line in panels["private accuracy (%)"]] == [[0.3]]
+    assert panels.keys() == {"rmse", "loss", "private accuracy (%)", "epsilon spent"}
     assert "not recorded" not in str([axes.get_ylabel() for axes in drawn.axes])
+
+
+def test_the_plot_has_private_metrics_with_their_standard_errors():
+    rows = [
+        {"round": at, "accuracy": 0.5, "epsilon": 0.1}
+        | ({"private-accuracy": 0.4, "private-accuracy-standard-error": 0.05} if at == 1 else {})
+        for at in range(3)
+    ]
+    drawn = plot.figure(
+        [*rows, {"round": 3, "private-accuracy": 0.45, "private-accuracy-standard-error": "text", "epsilon": 0.1}]
+    )
+    left = next(axes for axes in drawn.axes if axes.get_ylabel() == "accuracy (%)")
+    assert {line.get_label(): line.get_ydata().tolist() for line in left.get_lines() if not line.get_label().startswith("_")} == {
+        "test accuracy": [0.5] * 3,
+        "private accuracy": [0.4, 0.45],
+    }
+    (bars,) = (of for of in left.collections)
+    assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [
+        pytest.approx([0.35, 0.45]),
+        pytest.approx([0.45, 0.45]),
+    ]
+    assert drawn.get_suptitle() == "3 rounds, accuracy 50.0 %, private accuracy 45.0 ± 0.0 %, epsilon 0.10"
 
 
 def test_a_plot_of_very_many_metrics_says_that_it_leaves_some_out():

@@ -14,8 +14,10 @@ from flower_dp import wire
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
+from flower_dp.strategies.population import client_manager, client_query
 from flower_dp.strategies.population.client_manager import ClientManager
 from flower_dp.strategies.releases import replies
+from tests.clock import Clock
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -195,7 +197,39 @@ def test_waiting_says_how_many_clients_have_registered(caplog):
     with caplog.at_level(logging.INFO, "flwr"):
         ClientManager(3, timeout=10, newcomers=True).known_clients(grid)
     said = [record.getMessage() for record in caplog.records]
-    assert [f"{number} of 3 clients registered" in said for number in (1, 2)] == [True, True]
+    assert [any(line.startswith(f"{number} of 3 clients registered") for line in said) for number in (1, 2)] == [True, True]
+
+
+def test_waiting_for_missing_clients_says_every_half_minute_who_is_there_and_how_long_it_waits(caplog, monkeypatch):
+    clock = Clock()
+    for module in (client_manager, client_query):
+        monkeypatch.setattr(module, "time", clock)
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 3)
+    grid.get_node_ids = lambda: [] if clock.now < 1035 else [1]
+    with caplog.at_level(logging.INFO, "flwr"), pytest.raises(TimeoutError, match="only 1 clients on 1 nodes after 100 s"):
+        ClientManager(3, timeout=100, newcomers=True).known_clients(grid)
+    said = [record.getMessage() for record in caplog.records if "registered" in record.getMessage()]
+    assert said == [
+        "0 of 3 clients registered; 0 nodes are connected; registration_timeout=100: 100 s left",
+        "0 of 3 clients registered; 0 nodes are connected; registration_timeout=100: 70 s left",
+        "1 of 3 clients registered: node-1; 1 nodes are connected; registration_timeout=100: 65 s left",
+        "1 of 3 clients registered: node-1; 1 nodes are connected; registration_timeout=100: 35 s left",
+        "1 of 3 clients registered: node-1; 1 nodes are connected; registration_timeout=100: 5 s left",
+    ]
+
+
+def test_a_run_that_has_lost_all_clients_says_every_half_minute_how_long_it_waits(caplog, monkeypatch):
+    clock = Clock()
+    for module in (client_manager, client_query):
+        monkeypatch.setattr(module, "time", clock)
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 3)
+    manager = ClientManager(3, timeout=50, newcomers=True)
+    manager.known_clients(grid)
+    grid.get_node_ids = lambda: []
+    with caplog.at_level(logging.INFO, "flwr"), pytest.raises(TimeoutError, match="no client is connected any more"):
+        manager.known_clients(grid)
+    said = [record.getMessage() for record in caplog.records if "registration_timeout" in record.getMessage()]
+    assert said == [f"no client is connected; registration_timeout=50: {left} s left" for left in (50, 20)]
 
 
 class InMemoryGrid(LocalGrid):

@@ -37,6 +37,52 @@ def test_a_grid_is_a_product_and_each_point_is_multiplied_by_it(write):
     assert (file.seeds, file.metric, file.choice) == ((3, 5), "accuracy", None)
 
 
+def test_a_methods_key_in_the_settings_of_all_runs_holds_for_that_method_alone(write):
+    file = read(
+        write("""
+            [settings]
+            sampling-rate = 0.2
+            momentum = 0.5
+            nbafl.clip-norm = 3.0
+            dp-fedavg.clip-norm = 0.5
+            vehicle.own = 1
+            [[points]]
+            method = ["dp-fedavg", "dp-fedsam"]
+            [[points]]
+            method = "dp-fedavg"
+            sampling = "fixed-size"
+            cohort-size = 9
+            nbafl.delta = 0.1
+            [[points]]
+            method = "nbafl"
+        """)
+    )
+    assert settings(file) == [
+        {"sampling-rate": 0.2, "momentum": 0.5, "dp-fedavg.clip-norm": 0.5, "vehicle.own": 1, "method": "dp-fedavg"},
+        {"sampling-rate": 0.2, "momentum": 0.5, "vehicle.own": 1, "method": "dp-fedsam"},
+        # What a point itself says is kept, and refused if its method does not read it.
+        {
+            "momentum": 0.5,
+            "dp-fedavg.clip-norm": 0.5,
+            "vehicle.own": 1,
+            "method": "dp-fedavg",
+            "sampling": "fixed-size",
+            "cohort-size": 9,
+            "nbafl.delta": 0.1,
+        },
+        {"sampling-rate": 0.2, "momentum": 0.5, "nbafl.clip-norm": 3.0, "vehicle.own": 1, "method": "nbafl"},
+    ]
+    with pytest.raises(ValueError, match=r"nbafl.clip-norm=3.0: is in \[settings\], and no point reads it"):
+        read(write("[settings]\nmethod = 'dp-fedavg'\nnbafl.clip-norm = 3.0"))
+
+
+def test_without_a_known_method_all_settings_hold(write):
+    own = {"dp-fedavg.clip-norm": 0.5, "num-rounds": 2}
+    text = "[settings]\nnum-rounds = 2\ndp-fedavg.clip-norm = 0.5\n"
+    assert settings(read(write(text))) == [own]
+    assert settings(read(write(f"{text}method = 'mine'"))) == [own | {"method": "mine"}]
+
+
 def test_a_point_is_there_once(write):
     file = read(write("[grid]\nnum-rounds = [2, 2]\n[[points]]\nseed-free = 1\n[[points]]\nseed-free = 1"))
     assert settings(file) == [{"num-rounds": 2, "seed-free": 1}]

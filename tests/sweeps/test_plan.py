@@ -1,6 +1,8 @@
 """The runs of a sweep: names, labels, commands, and the check of all of them."""
 
 import shlex
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +98,73 @@ def test_every_point_is_checked_before_a_run_starts(write):
     assert lines[1].endswith(" (point dp-fedsam.clip-norm=-1.0)")
     assert lines[2].endswith(" (point dp-fedsam.clip-norm=-2.0)")
     plan.check(planned(write("[grid]\n'dp-fedsam.clip-norm' = [0.5, 1.0]")))
+
+
+def test_a_label_has_nothing_that_its_method_tells(write):
+    text = """
+        [settings]
+        dp-fedavg.clip-norm = 0.25
+        [grid]
+        METHOD.epsilon = [1.0, 2.0]
+        [[points]]
+        method = "dp-fedavg"
+        learning-rate = 0.1
+        [[points]]
+        method = "dp-fedsam"
+        dp-fedsam.sam-radius = [0.1, 0.2]
+    """
+    assert [run.label for run in planned(write(text))] == [
+        "epsilon=1.0, dp-fedavg",
+        "epsilon=2.0, dp-fedavg",
+        "epsilon=1.0, dp-fedsam, sam-radius=0.1",
+        "epsilon=1.0, dp-fedsam, sam-radius=0.2",
+        "epsilon=2.0, dp-fedsam, sam-radius=0.1",
+        "epsilon=2.0, dp-fedsam, sam-radius=0.2",
+    ]
+
+
+def test_what_is_wrong_with_one_point_hides_nothing_of_another(write):
+    """Keys, values, and what a run refuses when it begins: all in one answer."""
+    text = """
+        [[points]]
+        method = "dp-fedavg"
+        dp-fedavg.nosuch = 1
+        [[points]]
+        method = "dp-fedsam"
+        batch-size = 0
+        [[points]]
+        method = "dp-fedavg"
+        dp-fedavg.target-epsilon = 0.001
+    """
+    with pytest.raises(SettingsError) as caught:
+        planned(write(text))
+    said = str(caught.value)
+    assert "dp-fedavg.nosuch: unknown setting" in said
+    assert "batch-size=0: " in said
+    assert "target-epsilon=0.001: one round alone costs" in said
+
+
+def test_a_forecast_refuses_what_a_run_refuses_when_it_begins(write, monkeypatch):
+    runs = planned(write("[settings]\nmethod = 'dp-fedavg'\n[grid]\nbatch-size = [0, 4]"))
+
+    def cost(config):
+        raise ValueError(f"num-rounds={config['num-rounds']}: no round can be run")
+
+    loaded = plan.plugins.loaded
+    monkeypatch.setattr(plan.plugins, "loaded", lambda app, name: nullcontext(cost) if name == app.cost else loaded(app, name))
+    with pytest.raises(SettingsError) as caught:
+        plan.check(runs, forecast=True)
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("batch-size=0: ")
+    assert second == "num-rounds=150: no round can be run (point batch-size=4)"
+
+
+@pytest.mark.slow
+def test_the_sweep_of_five_methods_is_refused_by_none():
+    runs = planned(Path(__file__).parents[2] / "examples" / "five-methods.toml")
+    plan.check(runs, forecast=True)
+    methods = ("dp-fedsam", "dp-fedpaq", "dp-pasgd", "fedsgd-dpc", "nbafl")
+    assert [run.label for run in runs if run.seed == 0] == [f"epsilon={of}, {name}" for name in methods for of in (2.0, 8.0)]
 
 
 def test_the_app_checks_every_point(write, monkeypatch):

@@ -75,7 +75,9 @@ def test_the_table_has_mean_and_spread(made):
     assert [(len(curve.runs), float(curve.mean[-1])) for curve in curves] == [(2, pytest.approx(0.55)), (1, 0.7)]
     made.write_table(curves, "")
     text = (made.folder.path / "table.md").read_text()
-    assert "| dp-fedsam.epsilon=1 | 2 | 55 ± 7.1 | 1 | 0.001 | 1 |" in text  # 0.1 / sqrt(2)
+    guarantee = "0.001 | client, add-or-remove-one | outsiders"
+    assert f"| dp-fedsam.epsilon=1 | 2 | 55.00 ± 7.07 | 1.000 | {guarantee} | 1 |" in text  # 0.1 / sqrt(2)
+    assert "epsilon <= 4" not in text  # one row would be no pivot
     assert "Not in the table, since not finished or without accuracy: dp-fedsam.epsilon=4.0, seed 1." in text
     assert "Not covered: choosing among the runs" in text
     assert made.runs[1].command in text

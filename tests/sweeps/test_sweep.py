@@ -21,6 +21,7 @@ from flower_dp.running.run_folder import is_finished, read_metrics
 from flower_dp.sweeps import sweep
 from flower_dp.sweeps.folder import SweepFolder
 from flower_dp.sweeps.lanes import Ended
+from flower_dp.sweeps.results import Results
 from flower_dp.sweeps.sweep import Sweep
 from tests.sweeps.conftest import finish
 from tests.torch_free import module
@@ -194,6 +195,23 @@ def finished(write, own_app, tmp_path):
     return path, folder
 
 
+@pytest.mark.usefixtures("no_process")
+def test_a_run_with_warnings_says_so_when_it_ends_and_below_the_table(finished):
+    path, folder = finished
+    plan = Sweep.read(path)
+    first = folder.of(plan.runs[0])
+    (first / "flower.log").write_text("WARNING :   node 1: too long\nWARNING :   the evaluation of round 5 was left out\n")
+    said = []
+    results = Results(folder=folder, runs=plan.runs, metric="accuracy")
+    sweep._Progress(said.append, results, 2, 1).ended(Ended(run=plan.runs[0], status="completed", details="", seconds=1.0))
+    assert ", 2 warnings, 0:01; none left" in said[0]
+    status, out = in_this_process(path, "--output-dir", folder.path)
+    assert status == 0
+    assert f"seed 0: 2 warnings, in {first / 'flower.log'}\n" in out
+    # The table may be shown to others; warnings may come of sums without noise, and the log is its owner's alone.
+    assert "2 warnings" not in (folder.path / "table.md").read_text()
+
+
 @pytest.fixture
 def no_process(monkeypatch):
     """Let no sweep start one."""
@@ -289,6 +307,19 @@ def test_the_commands_are_shown_without_a_folder(write, tmp_path):
     assert [line for line in said.splitlines() if line.startswith("flower-dp run --set num-rounds=")] == said.splitlines()
     assert len(said.splitlines()) == 2
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_dry_run_names_all_that_would_be_refused(finished, write):
+    path, folder = finished
+    other = write("app = 'mine'\nseeds = 2\n[settings]\nnum-rounds = 9\n[grid]\nbatch-size = [4, 0]\n", "other.toml")
+    status, said = in_this_process(other, "--output-dir", folder.path, "--dry-run")
+    assert status == 2
+    # A line of each: the settings, and the folder that has runs with others.
+    assert "batch-size=0: must be a whole number >= 1 (point batch-size=0)" in said
+    assert "was made with num-rounds=12" in said
+    assert "flower-dp run" not in said
+    assert in_this_process(path, "--output-dir", folder.path, "--dry-run")[0] == 0
 
 
 def test_commands_that_nobody_reads_are_no_failed_sweep(write, tmp_path, monkeypatch):

@@ -21,6 +21,8 @@ log = logging.getLogger("flwr")
 
 _POLL_SECONDS = 0.1
 _SETTLED_SECONDS = 3.0
+# Seconds from one line of the log to the next, while clients are waited for.
+_TOLD_SECONDS = 30.0
 _LISTED = 5
 # Seconds that a round waits for the answers of new nodes. If one is silent, no round waits again for so many times as long.
 _LATE_SECONDS, _REST = 20.0, 10.0
@@ -135,6 +137,7 @@ class ClientManager:
         # In a simulation all nodes are the user's own.
         most_names = self._most_per_node or (2**19 if simulation else self._most_clients)
         deadline, seen, settled, enough = time.monotonic() + self._timeout, -1, 0.0, math.inf
+        told = 0.0
         while True:
             self._there = set(grid.get_node_ids())
             before = self._query.kind
@@ -151,9 +154,10 @@ class ClientManager:
                     return
             elif (reason := self._none_fits()) is not None:
                 raise ValueError(reason)
-            if count != seen:
-                seen, settled = count, now
-                log.info("%s of %s clients registered", count, self._num_clients)
+            if count != seen or now >= told + _TOLD_SECONDS:
+                settled = settled if count == seen else now
+                seen, told = count, now
+                self._tell(names, deadline - now)
             # In a simulation all nodes are there from the start, a moment after the server.
             failing = len(self._query.failures)
             complete = self._hosted or failing if simulation else failing >= max(self._num_clients, len(self._there))
@@ -168,6 +172,22 @@ class ClientManager:
                     f"{self._timeout:g} s{self._failures()}"
                 )
             time.sleep(_POLL_SECONDS)
+
+    def _tell(self, names: list[str], seconds_left: float) -> None:
+        """Log how many clients have registered; while some are missing, also which, and how long they are waited for."""
+        if len(names) >= self._num_clients:
+            log.info("%s of %s clients registered", len(names), self._num_clients)
+            return
+        log.info(
+            "%s of %s clients registered%s; %s nodes are connected; registration_timeout=%g: %.0f s left%s",
+            len(names),
+            self._num_clients,
+            f": {_few(names)[1]}" if names else "",
+            len(self._there),
+            self._timeout,
+            max(0.0, seconds_left),
+            self._failures(),
+        )
 
     @property
     def _num_hosts(self) -> int:
@@ -233,10 +253,13 @@ class ClientManager:
         there = set(grid.get_node_ids())
         if there == self._there and there <= set(self._hosted):
             return before
-        deadline = time.monotonic() + self._timeout
+        deadline, told = time.monotonic() + self._timeout, 0.0
         while not self._ask_new(grid, there):
-            if time.monotonic() > deadline:
+            if (now := time.monotonic()) > deadline:
                 raise TimeoutError(f"no client is connected any more, and none has registered within {self._timeout:g} s")
+            if now >= told + _TOLD_SECONDS:
+                told = now
+                log.info("no client is connected; registration_timeout=%g: %.0f s left", self._timeout, deadline - now)
             time.sleep(_POLL_SECONDS)
             there = set(grid.get_node_ids())
         known = set(before.names)

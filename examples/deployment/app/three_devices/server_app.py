@@ -1,12 +1,10 @@
-"""The server: runs FedSGD-DPC with three devices, tests on public records, writes the privacy statement."""
-
-import json
-from pathlib import Path
+"""The server: runs FedSGD-DPC with three devices, tests on public records, and keeps a run folder from which a run goes on."""
 
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
+from flower_dp import record_run
 from flower_dp.clients import model_arrays
 from flower_dp.strategies import FedSGDDPC
 from three_devices.task import make_model, read
@@ -40,18 +38,16 @@ def main(grid: Grid, context: Context) -> None:
         with torch.inference_mode():
             return MetricRecord({"accuracy": (model(inputs).argmax(1) == targets).float().mean().item()})
 
-    try:
-        result = strategy.start(
-            grid,
-            model_arrays(make_model()),
-            num_rounds=int(config["num-rounds"]),
-            timeout=float(config["round-timeout"]),
-            evaluate_fn=evaluate,
-        )
-    finally:  # what was released before a failure stays released
-        folder = Path(str(config["output-dir"]))
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "statement.txt").write_text(str(strategy.statement), encoding="utf-8")
-        (folder / "statement.json").write_text(json.dumps(strategy.statement.to_dict()), encoding="utf-8")
-    metrics = {f"round {number}": dict(found) for number, found in result.evaluate_metrics_serverapp.items()}
-    (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+    # Charges and checkpoints are in the folder before a message leaves: a run that is killed goes on with resume=true.
+    record_run(
+        strategy,
+        grid,
+        model_arrays(make_model()),
+        num_rounds=int(config["num-rounds"]),
+        timeout=float(config["round-timeout"]),
+        evaluate_fn=evaluate,
+        config=config,
+        name="three-devices",
+        path=str(config["output-dir"]) or None,
+        resume=bool(config["resume"]),
+    )
