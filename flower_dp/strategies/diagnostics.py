@@ -18,7 +18,9 @@ log = logging.getLogger("flwr")
 
 # Names in one line of the log.
 _MOST_NAMED = 5
-_FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS = 3, 10
+# So many rounds in a row, and so many clients asked in them, without a usable update end a run: more clients where updates have
+# come before, since devices may be away for a while.
+_FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS, _SILENT_CLIENTS = 3, 10, 30
 
 
 def log_summary(rules: Rules, optimizer: ServerOptimizer | None) -> None:
@@ -102,16 +104,16 @@ def log_constants(now: Round, collected: Collected) -> None:
 
 
 def check_usable_updates(state: RunState, num_clients: int, *, ended: bool = False) -> None:
-    """Fail a run in which no client ever sends a usable update: it would only spend budget.
+    """Fail a run in which no client sends a usable update any more: it would only spend budget.
 
     Raises:
-        RuntimeError: after enough rounds without one, or at the end of a short run.
+        RuntimeError: after enough rounds in a row without one, or at the end of a short run without any.
     """
-    if any(report.replies for report in state.rounds):
-        return
-    asked = [report for report in state.rounds if report.cohort_size]
-    tries = min(_FRUITLESS_CLIENTS, _FRUITLESS_ROUNDS * num_clients)
+    asked, first = state.unanswered, not any(report.replies for report in state.rounds)
+    tries = min(_FRUITLESS_CLIENTS if first else _SILENT_CLIENTS, _FRUITLESS_ROUNDS * num_clients)
     enough = len(asked) >= _FRUITLESS_ROUNDS and sum(report.cohort_size for report in asked) >= tries
-    if asked and (enough or ended):
-        rounds = f"the first {len(asked)} rounds" if enough else "any round"
-        raise RuntimeError(f"no client has sent a usable update in {rounds}; the last reason: {state.refusal}")
+    if not asked or not (enough or (ended and first)):
+        return
+    rounds = f"the {'first' if first else 'last'} {len(asked)} rounds" if enough else "any round"
+    kept = "" if first else "; they stay charged, and the model is that before them: resume the run when clients answer again"
+    raise RuntimeError(f"no client has sent a usable update in {rounds}; the last reason: {state.refusal}{kept}")

@@ -275,7 +275,8 @@ class Run:
         """Record a round and its model.
 
         Raises:
-            RuntimeError: if no client has sent a usable update in enough rounds.
+            RuntimeError: if no client has sent a usable update in enough rounds in a row; the run is then as after the last round
+                with one, and what it was charged since stays charged.
         """
         release = self.rules.training
         report = RoundReport(
@@ -296,7 +297,11 @@ class Run:
             model=vector,
             refusal=next(iter(collected.refused.values()), self._own.refusal),
         )
-        diagnostics.check_usable_updates(self._own, self.rules.num_clients)
+        try:
+            diagnostics.check_usable_updates(self._own, self.rules.num_clients)
+        except RuntimeError:
+            self.checkpoints.go_back()
+            raise
         return report
 
     def stop(self, server_round: int, reason: str) -> list[Message]:

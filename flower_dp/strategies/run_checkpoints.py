@@ -85,6 +85,9 @@ class RunCheckpoints:
         self._last: _Snapshot | None = None
         self._written: _Snapshot | None = None
         self._charges: list[tuple[int, Charge]] = []
+        # The last snapshot after a round with a reply, and what was charged since.
+        self._answered: _Snapshot | None = None
+        self._unanswered: list[tuple[int, Charge]] = []
         self._began = self._due = time.monotonic()
         if place is None:
             return
@@ -132,7 +135,7 @@ class RunCheckpoints:
             known = {release.name: release.num_charged for release in self._run.releases}
             self._leave(durable.charges(known))
         if self._setting:  # it runs on; where only its last evaluation is left, no other snapshot comes
-            self._last = self._written = _Snapshot(
+            self._last = self._written = self._answered = _Snapshot(
                 server_round=found.server_round, is_over=found.is_over, state=self._run.state, arrays=found.model
             )
         self.went_on = True
@@ -197,6 +200,18 @@ class RunCheckpoints:
                 which = f"round {first} was" if first == last else f"rounds {first} to {last} were"
                 run.note(incidents=(*run.record.incidents, f"{what}{which} charged and not finished"))
 
+    def go_back(self) -> None:
+        """Go back to the last round with a reply. What was charged since stays charged, and its noise is in no model."""
+        if self._answered is None:
+            return
+        charges, self._charges, self._unanswered = [*self._unanswered, *self._charges], [], []
+        before = self._answered.state
+        self._run.state = replace(
+            self._run.state, rounds=before.rounds, model=before.model, method=before.method, optimizer=before.optimizer
+        )
+        self._leave(charges)
+        self._last = replace(self._answered, state=self._run.state)
+
     # Snapshots
 
     def keep(self, server_round: int, arrays: ArrayRecord, *, is_over: bool) -> None:
@@ -230,6 +245,10 @@ class RunCheckpoints:
         self._leave(self._charges)
 
     def _take(self, snapshot: _Snapshot) -> None:
+        if snapshot.state.unanswered:
+            self._unanswered += self._charges
+        else:
+            self._answered, self._unanswered = snapshot, []
         self._last, self._charges = snapshot, []
 
     def _write(self, *, ended: bool) -> OSError | None:

@@ -1,5 +1,6 @@
 """The state of a run as one value, and what is told of it: a round's numbers, facts for the statement."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -112,6 +113,12 @@ class RunState:
     asked_metrics: bool = False
     own_evaluation: bool = False
     changing_names: bool = False
+
+    @property
+    def unanswered(self) -> tuple[RoundReport, ...]:
+        """The rounds since the last usable update of a client, without those in which nobody was asked."""
+        since = itertools.takewhile(lambda report: not report.replies, reversed(self.rounds))
+        return tuple(report for report in since if report.cohort_size)
 
     def line_of(self, server_round: int) -> dict[str, int | float]:
         """Return the numbers of a round for people to see.

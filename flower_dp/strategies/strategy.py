@@ -195,7 +195,7 @@ class DPStrategy(RunFigures, Strategy):
                 `num_clients`, or a target epsilon that is too small for one round.
             TimeoutError: if the clients don't register in time.
             RuntimeError: if all nodes say that their clients can't train, `evaluate_fn` fails, or no client
-                sends a usable update in the first rounds, or in all rounds of a short run; or for a second call within a
+                sends a usable update in some rounds in a row, or in all rounds of a short run; or for a second call within a
                 subclass's `start`, or after rounds of one's own.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)

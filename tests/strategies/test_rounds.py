@@ -352,7 +352,7 @@ def test_small_cohorts_get_more_rounds_before_the_run_is_given_up():
         else:
             with pytest.raises(RuntimeError, match="in the first 10 rounds"):
                 start(strategy, LocalGrid(stock_app(train), 20), num_rounds=30)
-        assert len(strategy.rounds) == num_rounds
+        assert strategy.statement.num_rounds == num_rounds
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ _LISTED = 5
 _LATE_SECONDS, _REST = 20.0, 10.0
 # Flower's node ids are random numbers of 64 bits.
 _NO_CHANCE = 10**9
+# Seconds that such a round takes at most to look for answers.
+_LOOK_SECONDS = 1.0
 # Of a node that can't take part.
 _NOBODY = Hosted(names=(), methods=frozenset())
 
@@ -118,11 +120,14 @@ class ClientManager:
             ValueError: if no node can say whom it hosts, or none runs the method, or a simulation has not exactly `num_clients`.
             RuntimeError: if all nodes say that their clients can't train.
         """
-        if self._known is None:
-            self._wait(grid)
-            self._known = self._first(grid)
-        else:
-            self._known = self._next(grid, self._known)
+        try:
+            if self._known is None:
+                self._wait(grid)
+                self._known = self._first(grid)
+            else:
+                self._known = self._next(grid, self._known)
+        finally:
+            self._query.close()
         return self._known
 
     # The start
@@ -141,7 +146,7 @@ class ClientManager:
         while True:
             self._there = set(grid.get_node_ids())
             before = self._query.kind
-            answers = self._query.ask(grid, self._there - set(self._hosted), most_names=most_names)
+            answers = self._query.ask(grid, self._there - set(self._hosted), most_names=most_names, until=deadline)
             if self._query.kind != before:
                 self._hosted.clear()  # answers of another kind of app
             self._note(answers)
@@ -210,14 +215,16 @@ class ClientManager:
         return self._unfit(answer.methods) if self._query.hosting else None
 
     def _failures(self) -> str:
-        """Return how many nodes can't take part, and the reason of one of them; a name that two nodes host; a node left out."""
-        failures = self._query.failures
-        silent = (f"; {len(failures)} can't say which clients they host: node {node}: {why}" for node, why in failures.items())
+        """Return why clients are missing: nodes that can't take part, are silent, host a name twice, or are left out."""
+        failures, silent = self._query.failures, sorted(self._query.silent - set(self._query.failures))
+        failed = (f"; {len(failures)} can't say which clients they host: node {node}: {why}" for node, why in failures.items())
         unfit = [(node, reason) for node in self._there if node in self._hosted and (reason := self._reason(self._hosted[node]))]
         others = (f"; {len(unfit)} can't take part: node {node}: {reason}" for node, reason in unfit)
         counts = Counter(name for node in self._there for name in self._names(node))
         twice = next((name for name, count in counts.items() if count > 1), None)
-        text = next(silent, "") + next(others, "")
+        text = next(failed, "") + next(others, "")
+        if silent:
+            text += f"; {len(silent)} do not answer: node {', '.join(map(str, silent[:_LISTED]))}"
         text += f"; client name {twice!r} is hosted twice: names must be unique" if twice is not None else ""
         for node in sorted(self._left_out & self._there)[:1]:
             count = len(self._names_there())
@@ -254,7 +261,7 @@ class ClientManager:
         if there == self._there and there <= set(self._hosted):
             return before
         deadline, told = time.monotonic() + self._timeout, 0.0
-        while not self._ask_new(grid, there):
+        while not self._ask_new(grid, there, deadline):
             if (now := time.monotonic()) > deadline:
                 raise TimeoutError(f"no client is connected any more, and none has registered within {self._timeout:g} s")
             if now >= told + _TOLD_SECONDS:
@@ -274,14 +281,15 @@ class ClientManager:
             log.info("%s clients have left: %s", *_few(gone))
         return after
 
-    def _ask_new(self, grid: Grid, there: set[int]) -> bool:
+    def _ask_new(self, grid: Grid, there: set[int], deadline: float) -> bool:
         """Ask nodes that are new, and wait a little for their answers; return whether any client is there."""
         begun, most_names = time.monotonic(), self._most_per_node or self._num_clients
         new = there - set(self._hosted)
-        answers = self._query.ask(grid, new, most_names=most_names, late=True)
-        while begun >= self._waits_from and self._query.awaited(_LATE_SECONDS):
+        until = min(deadline, begun + (_LATE_SECONDS if begun >= self._waits_from else _LOOK_SECONDS))
+        answers = self._query.ask(grid, new, most_names=most_names, until=until, late=True)
+        while begun >= self._waits_from and self._query.awaited(_LATE_SECONDS) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-            answers |= self._query.ask(grid, new - set(answers), most_names=most_names, late=True)
+            answers |= self._query.ask(grid, new - set(answers), most_names=most_names, until=until, late=True)
             if (waited := time.monotonic() - begun) > _LATE_SECONDS:
                 self._waits_from = time.monotonic() + _REST * waited
                 break

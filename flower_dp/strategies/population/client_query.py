@@ -6,6 +6,7 @@ clients, every node is one client.
 """
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,7 +20,7 @@ from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.privacy.charge import EVERY_CLIENT
 from flower_dp.strategies.population.held_errors import HeldErrors
-from flower_dp.strategies.population.pulled import pulled
+from flower_dp.strategies.population.pulled import Pulls
 from flower_dp.strategies.releases.replies import APP_RAISED, MOST_REASON
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Hosted, RecordNames
 
@@ -32,6 +33,9 @@ _Kind = tuple[int | None, RecordNames]
 
 # How many nodes are asked what the run's app is: a single node could be wrong, or lie.
 _VOTERS = 3
+# Seconds after which another node is asked in place of a voter that is silent. In a simulation, whose errors are held back
+# meanwhile, one is waited for so long although the others agree.
+_VOTE_SECONDS = 5.0
 # Seconds until a node that could not answer is asked again: doubled each time, since every question starts a process.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 60.0
 # Seconds until a node that is silent is asked again: doubled each time. A simulation loses no message, but may take long.
@@ -81,9 +85,9 @@ class _Open:
 class ClientQuery:
     """Asks nodes which clients they host, by the question that the run's ClientApp can answer.
 
-    An app counts as stock only if Flower itself reports that it can't answer. An app that fails in another way is not taken for a
-    stock app: its clients may have names, policies and budgets. What most of the first nodes say of their app holds for all of
-    them; if as many say one thing as the other, nodes name their clients.
+    An app counts as stock only if Flower itself reports that it can't answer, to two nodes if more than one answers. An app that
+    fails in another way is not taken for a stock app: its clients may have names, policies and budgets. What most of the first
+    nodes say of their app holds for all of them; if as many say one thing as the other, nodes name their clients.
 
     Attributes:
         failures: why nodes can't say now which clients they host.
@@ -99,6 +103,7 @@ class ClientQuery:
         self._pauses: dict[int, tuple[float, float]] = {}
         # Whether an app has failed in a way that no stock app does; then errors are shown.
         self._strange = False
+        self._pulls: Pulls | None = None
 
     @property
     def kind(self) -> _Kind | None:
@@ -123,12 +128,19 @@ class ClientQuery:
         """Whether nodes have been asked that did not answer yet."""
         return bool(self._open)
 
+    @property
+    def silent(self) -> set[int]:
+        """The nodes that have been asked and did not answer yet."""
+        return set(self._open)
+
     def awaited(self, seconds: float) -> bool:
         """Tell whether a node that was asked for the first time, less than so many seconds ago, did not answer yet."""
         end = time.monotonic() - seconds
         return any(len(question.ids) == 1 and question.since > end for question in self._open.values())
 
-    def ask(self, grid: Grid, nodes: Iterable[int], *, most_names: int, late: bool = False) -> dict[int, Hosted]:
+    def ask(
+        self, grid: Grid, nodes: Iterable[int], *, most_names: int, until: float = math.inf, late: bool = False
+    ) -> dict[int, Hosted]:
         """Ask these nodes, those that can be asked now, and return the answers that have arrived since they were asked.
 
         A node whose answer is malformed counts as one that can't answer.
@@ -137,24 +149,37 @@ class ClientQuery:
             grid: the grid.
             nodes: all nodes whose answer is wanted; others are forgotten.
             most_names: how many clients a node may name.
+            until: the deadline, on the clock `time.monotonic`.
             late: whether the run has begun: what its app is stays as it is.
         """
         wanted = set(nodes)
+        if self._pulls is None:
+            self._pulls = Pulls(grid)
         self._open = {node: question for node, question in self._open.items() if node in wanted}
         self._sent = {sent: (node, question) for sent, (node, question) in self._sent.items() if node in wanted}
         hosted: dict[int, Hosted] = {}
-        if not late and len(self._votes) < _VOTERS:
-            hosted = {
-                node: answer for node, answer in self._vote(grid, wanted, most_names).items() if self._votes[node] == self.kind
-            }
+        if late:  # a vote that arrives now counts no more
+            for _, question in self._sent.values():
+                question.votes = False
+        elif len(self._votes) < _VOTERS:
+            answers = self._vote(grid, wanted, most_names, until)
+            # Also of nodes that were asked for names alone.
+            hosted = {node: answer for node, answer in answers.items() if self._votes.get(node, self.kind) == self.kind}
         if self.kind is None:
             return {}
         step = self.kind[0]
+        if step is None and not late and not self._agree and self.awaited(_SILENT_SECONDS):
+            return {}  # one node alone does not decide that the app is a stock one
         if step is None:
             self.failures.clear()  # all nodes run the same app
             return {node: Hosted(names=(f"node-{node}",), methods=frozenset()) for node in wanted}
         self._push(grid, self._due(wanted - set(hosted)), step=step, votes=False)
-        return hosted | self._pull(grid, most_names)
+        return hosted | self._pull(grid, most_names, until)
+
+    def close(self) -> None:
+        """Stop waiting for answers until the next call of `ask`."""
+        if self._pulls is not None:
+            self._pulls.close()
 
     def failed(self, node: int, reason: str) -> None:
         """Record that a node can't answer now, or that its answer is of no use; it is asked again after a pause."""
@@ -170,28 +195,47 @@ class ClientQuery:
         rested = [node for node in sorted(nodes) if self._pauses.get(node, (0.0, 0.0))[1] <= now]
         return [node for node in rested if node not in self._open or now > self._open[node].since + self._open[node].patience]
 
-    def _vote(self, grid: Grid, nodes: set[int], most_names: int) -> dict[int, Hosted]:
-        """Ask up to `_VOTERS` nodes what their app is, and return the clients of those that have named some."""
+    def _vote(self, grid: Grid, nodes: set[int], most_names: int, until: float) -> dict[int, Hosted]:
+        """Ask `_VOTERS` nodes what their app is, others in place of silent ones; return the clients that some have named."""
         if nodes and not self._pauses and not self._votes and not self._open:
             log.info(
                 "Asking nodes for their clients; a stock client does not know this question, and its SuperNode may log an error"
             )
         hosted: dict[int, Hosted] = {}
         # In a simulation errors of nodes are logged in this process: they are held back until it is clear what they mean.
-        end = time.monotonic() + (_SILENT_IN_SIMULATION_SECONDS if is_simulation(grid) else 0.0)
+        simulation, begun = is_simulation(grid), time.monotonic()
+        end = min(until, begun + _SILENT_IN_SIMULATION_SECONDS) if simulation else begun
         self._strange = False
         with HeldErrors() as held:
             while True:
-                due = self._due(nodes - set(self._votes))
-                busy = [node for node, question in self._open.items() if question.votes and node not in due]
-                self._push(grid, due[: max(0, _VOTERS - len(self._votes) - len(busy))], step=0, votes=True)
-                hosted |= self._pull(grid, most_names)
+                self._ask_voters(grid, nodes, patience=math.inf if simulation else _VOTE_SECONDS)
+                hosted |= self._pull(grid, most_names, until)
+                if self._agree:
+                    end = min(end, begun + _VOTE_SECONDS)
                 if time.monotonic() >= end or not any(question.votes for question in self._open.values()):
                     break
                 time.sleep(_POLL_SECONDS)
             if not self._strange:
                 held.drop()
         return hosted
+
+    @property
+    def _agree(self) -> bool:
+        """Whether no vote that is still missing can change the result."""
+        return self.kind is not None and 2 * Counter(self._votes.values())[self.kind] > max(_VOTERS, len(self._votes))
+
+    def _ask_voters(self, grid: Grid, nodes: set[int], *, patience: float) -> None:
+        """Ask as many nodes for their vote as are missing, first nodes that were not asked yet.
+
+        Args:
+            grid: the grid.
+            nodes: all nodes whose answer is wanted.
+            patience: seconds after which a silent one is not counted upon.
+        """
+        since, due = time.monotonic() - patience, self._due(nodes - set(self._votes))
+        due.sort(key=lambda node: node in self._open)
+        busy = sum(question.votes and question.since > since for node, question in self._open.items() if node not in set(due))
+        self._push(grid, due[: max(0, _VOTERS - len(self._votes) - busy)], step=0, votes=True)
 
     def _push(self, grid: Grid, nodes: list[int], *, step: int, votes: bool) -> None:
         """Send a question to nodes; their answers are not waited for."""
@@ -212,10 +256,11 @@ class ClientQuery:
                 self._sent[sent] = node, self._open[node]
                 self._open[node].ids.append(sent)
 
-    def _pull(self, grid: Grid, most_names: int) -> dict[int, Hosted]:
+    def _pull(self, grid: Grid, most_names: int, until: float) -> dict[int, Hosted]:
         """Return the answers that have arrived; nodes that vote get their next question."""
         hosted: dict[int, Hosted] = {}
-        while self._sent and (replies := pulled(grid, list(self._sent))):
+        pulls = self._pulls or Pulls(grid)
+        while self._sent and (replies := pulls.pull(list(self._sent), until - time.monotonic())):
             for reply in replies:
                 # By the question, since the SuperLink replies for a node that has left.
                 node, question = self._sent.pop(reply.metadata.reply_to_message_id, (None, None))

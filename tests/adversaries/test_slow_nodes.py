@@ -1,0 +1,247 @@
+"""Devices that answer late, never, or with a reply that they do not upload: every wait of the server ends at its deadline."""
+
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from flwr.app import Context, Error, RecordDict
+from flwr.proto.message_pb2 import Message as Packed
+from flwr.proto.message_pb2 import Metadata, ObjectTree, PullObjectResponse
+from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+from flwr.supercore.inflatable import inflatable_utils  # noqa: TID251
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects  # noqa: TID251
+from flwr.superlink.grid import http_grid
+from torch import nn
+
+from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
+from flower_dp.core.sampling import FullSampling
+from flower_dp.strategies import DPFedAvg
+from flower_dp.strategies.population.client_manager import ClientManager
+from flower_dp.strategies.population.pulled import received
+from tests.grids import LocalGrid
+from tests.stock import shifted, stock_app
+
+RECORDS = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
+NEVER = float("inf")
+NO_QUERIES = Error(code=2, reason="No query function registered")
+
+
+def hosting_app():
+    def client_fn(context):
+        clients = {f"c{context.node_id}": RECORDS}
+        return DPClient(model=nn.Linear(2, 2), clients=clients, training=Training(learning_rate=0.1))
+
+    return client_app(client_fn)
+
+
+def strategy(num_clients, **arguments):
+    words = {"clip_norm": 0.5, "noise_multiplier": 1e-9, "sampling": FullSampling(), "delta": 1e-3, "registration_timeout": 60.0}
+    return DPFedAvg(num_clients=num_clients, **words | arguments)
+
+
+class Slow(LocalGrid):
+    """Nodes whose answer to a question arrives so many seconds later, on the strategy's clock; some answer with an error."""
+
+    def __init__(self, clock, delays, *, errors=None, app=None):
+        super().__init__(app or hosting_app(), 0)
+        self.clock, self.delays, self.errors, self.arrives = clock, delays, errors or {}, {}
+        for node in delays:
+            self.contexts[node] = Context(run_id=1, node_id=node, node_config={}, state=RecordDict(), run_config={})
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = []
+        for reply in super().send_and_receive(messages, timeout=timeout):
+            node = reply.metadata.src_node_id
+            if node in self.errors:
+                vars(reply)["_content"], vars(reply)["_error"] = None, self.errors[node]
+            replies.append(reply)
+        return replies
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        ids = super().push_messages(messages)
+        for message, number in zip(messages, ids, strict=True):
+            self.arrives[number] = self.clock.now + self.delays[message.metadata.dst_node_id]
+        return ids
+
+    def pull_messages(self, message_ids):
+        return super().pull_messages([number for number in message_ids if self.arrives[number] <= self.clock.now])
+
+
+@pytest.mark.parametrize("num_nodes", [2, 4, 30, 100])
+@pytest.mark.parametrize("num_silent", [1, 3])
+def test_silent_nodes_end_no_start(num_nodes, num_silent, clock):
+    """The first nodes are asked what the app is."""
+    silent = min(num_silent, num_nodes - 1)
+    grid = Slow(clock, {node: NEVER if node < silent else 0.2 for node in range(num_nodes)})
+    begun = clock.now
+    made = strategy(num_nodes - silent)
+    made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+    assert made.rounds[0].replies == num_nodes - silent
+    assert clock.now - begun < 30
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_answers_after_some_seconds_end_no_start(seed, clock):
+    rng = random.Random(seed)
+    size = rng.choice([4, 9, 30])
+    grid = Slow(clock, {node: rng.uniform(3, 15) for node in rng.sample(range(1, 1000), size)})
+    made = strategy(size)
+    made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+    assert made.rounds[0].replies == size
+
+
+def test_a_node_that_is_quicker_than_all_others_does_not_decide_that_the_app_is_a_stock_one(clock):
+    """A stock client has no name, no policy and no budget."""
+    grid = Slow(clock, {0: 0.0, **dict.fromkeys(range(1, 6), 8.0)}, errors={0: NO_QUERIES})
+    made = strategy(5)
+    made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+    assert made._manager._known.hosting
+    assert made._manager._known.names == tuple(f"c{node}" for node in range(1, 6))
+
+
+def test_stock_clients_beside_one_that_is_silent_begin(clock):
+    app = stock_app(shifted(lambda node: 1.0))
+    begun = clock.now
+    known = ClientManager(1, timeout=60.0, newcomers=True).known_clients(Slow(clock, {1: NEVER, 2: 0.0}, app=app))
+    assert (known.hosting, clock.now - begun < 40) == (False, True)
+
+
+def test_votes_that_arrive_in_a_later_round_do_not_change_what_the_app_is(clock):
+    """Two nodes that lie, slowly, after one honest answer."""
+    grid = Slow(clock, {1: 0.0, 2: 12.0, 3: 12.0, 4: 0.0, 5: 0.0}, errors={2: NO_QUERIES, 3: NO_QUERIES})
+    manager = ClientManager(3, timeout=60.0, newcomers=True)
+    first = manager.known_clients(grid)
+    for _ in range(4):
+        clock.sleep(60.0)
+        later = manager.known_clients(grid)
+    assert (first.names, first.hosting) == (later.names, later.hosting) == (("c1", "c4", "c5"), True)
+
+
+def test_silent_nodes_are_named_where_too_few_are_there(clock):
+    grid = Slow(clock, {1: NEVER, 2: 0.0})
+    with pytest.raises(TimeoutError, match=r"only 1 clients on 1 nodes after 60 s; 1 do not answer: node 1"):
+        strategy(2).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+
+
+@pytest.mark.parametrize("num_silent", [1, 2])
+def test_a_simulated_node_that_hangs_ends_the_start_at_its_timeout(num_silent, clock):
+    grid = Slow(clock, {node: NEVER if node <= num_silent else 0.0 for node in (1, 2, 3)})
+    grid.simulated, begun = True, clock.now
+    with pytest.raises(TimeoutError, match=rf"only {3 - num_silent} clients.*do not answer: node 1"):
+        strategy(3).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+    assert clock.now - begun < 62
+
+
+# A device that announces a reply and uploads nothing, and Flower's own grid
+
+
+class SuperLink(http_grid.HttpGrid):
+    """Flower's own grid, with a SuperLink in this process, each of whose answers takes `seconds`.
+
+    Args:
+        num_nodes: how many.
+        withheld: message types of which these nodes announce a reply and upload nothing.
+        seconds: of an answer.
+    """
+
+    def __init__(self, num_nodes, withheld=None, seconds=0.0):
+        super().__init__(token="made up")  # noqa: S106
+        self.local, self.withheld, self.seconds = LocalGrid(hosting_app(), num_nodes), withheld or {}, seconds
+        self.packed, self.objects, self.over = {}, {}, False
+        self._run = SimpleNamespace(run_id=1)
+        self._connect()
+
+    def _connect(self):
+        self._client = Connection(self)
+
+    def get_node_ids(self):
+        return self.local.get_node_ids()
+
+    def push_messages(self, messages):
+        ids = []
+        for message in messages:
+            (reply,) = self.local.send_and_receive([message])
+            objects = {name: part.deflate() for name, part in get_all_nested_objects(reply).items()}
+            if message.metadata.message_type not in self.withheld.get(message.metadata.dst_node_id, ()):
+                self.objects |= objects
+            ids.append(message.metadata.message_id)
+            self.packed[ids[-1]] = reply.object_id, list(objects)
+        return ids
+
+
+class Connection:
+    """A connection to it, which can be closed."""
+
+    def __init__(self, link):
+        self.link, self.closed = link, False
+
+    def close(self):
+        self.closed = True
+
+    def PullMessages(self, request):
+        time.sleep(self.link.seconds)
+        there = [self.link.packed.pop(number) for number in request.message_ids if number in self.link.packed]
+        trees = [ObjectTree(object_id=number, children=[ObjectTree(object_id=one) for one in rest]) for number, rest in there]
+        return PullAppMessagesResponse(
+            messages_list=[Packed(metadata=Metadata(message_id=number)) for number, _ in there], message_object_trees=trees
+        )
+
+    def PullObject(self, request):
+        if self.closed or self.link.over:
+            raise RuntimeError("Cannot send a request, as the client has been closed.")
+        content = self.link.objects.get(request.object_id)
+        return PullObjectResponse(object_found=True, object_available=content is not None, object_content=content or b"")
+
+    def ConfirmMessageReceived(self, request):
+        pass
+
+
+@pytest.fixture
+def superlink(monkeypatch):
+    """Make SuperLinks; what is pulled from them ends with the test, since Python waits for its threads."""
+    monkeypatch.setitem(inflatable_utils.pull_objects.__kwdefaults__, "initial_backoff", 0.2)
+    made = []
+    yield lambda *arguments, **named: made.append(SuperLink(*arguments, **named)) or made[-1]
+    for link in made:
+        link.over = True
+
+
+def gone():
+    """Wait until no pull is under way any more."""
+    end = time.monotonic() + 10
+    while any(thread.name == "pull" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("kinds", [("train",), ("query",), ("query", "train")])
+def test_a_reply_that_is_announced_and_not_uploaded_holds_up_nobody(kinds, superlink):
+    grid, begun = superlink(5, withheld={1: kinds, 2: kinds}), time.monotonic()
+    made = strategy(3)
+    made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=2, timeout=3.0)
+    assert [report.replies for report in made.rounds] == [3, 3]
+    assert time.monotonic() - begun < 12
+    gone()
+
+
+def test_the_deadline_is_looked_at_between_replies():
+    """3,000 nodes, each of whose replies takes 4 ms to ask for."""
+    grid, begun = SuperLink(1, seconds=0.004), time.monotonic()
+    messages = [SimpleNamespace(metadata=SimpleNamespace(message_id=str(number))) for number in range(3000)]
+    grid.push_messages = lambda sent: [message.metadata.message_id for message in sent]
+    assert list(received(grid, messages, 1.0)) == []
+    assert time.monotonic() - begun < 1.5
+
+
+def test_replies_that_take_long_to_arrive_do_not_stand_in_line(superlink):
+    """Twelve devices upload nothing: with four pulls at a time, and none in place of them, the others would not be pulled."""
+    grid = superlink(16, withheld=dict.fromkeys(range(1, 13), ("train",)))
+    made, begun = strategy(16), time.monotonic()
+    made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1, timeout=4.0)
+    assert made.rounds[0].replies == 4
+    assert time.monotonic() - begun < 7
+    gone()

@@ -1,0 +1,123 @@
+"""Rounds in which clients are asked and none answers: the run ends, with the model before them and the cost of all that was charged."""
+
+import numpy as np
+import pytest
+from flwr.serverapp.strategy import FedAdam
+
+from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.strategies import AdaptiveClip, DPFedAvg, PrivateEvaluation, run_checkpoints
+from flower_dp.strategies.checkpoint import CheckpointFolder
+from tests.grids import LocalGrid
+from tests.stock import arrays, shifted, stock_app
+
+ROUNDS = 8
+
+
+def strategy(**arguments):
+    words = {"clip_norm": 0.5, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+    return DPFedAvg(**words | arguments)
+
+
+class Grid(LocalGrid):
+    """Nodes that are silent in these rounds."""
+
+    def __init__(self, silent, num_nodes=4):
+        super().__init__(stock_app(shifted(float)), num_nodes, tamper=self._silent)
+        self.silent = silent
+
+    def _silent(self, node, reply):
+        return [] if int(reply.metadata.group_id) in self.silent else [reply]
+
+
+def start(made, grid, folder=None, *, num_rounds=ROUNDS, **arguments):
+    model = arrays(w=np.zeros(4, np.float32))
+    return made.start(grid, model, num_rounds=num_rounds, checkpoint_dir=folder, **arguments)
+
+
+@pytest.fixture(autouse=True)
+def every_round(monkeypatch):
+    """A checkpoint after every round, however short."""
+    monkeypatch.setattr(run_checkpoints, "_SHARE", 1.0)
+
+
+KINDS = {
+    "plain": {},
+    "adaptive clip": {"clip_norm": AdaptiveClip(initial=0.5, count_noise_std=2.0, smallest=0.01, largest=10.0)},
+    "server optimiser": {"server_optimizer": FedAdam()},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_three_silent_rounds_end_the_run_with_the_model_before_them(kind, on_disk, tmp_path):
+    folder = tmp_path / "run" if on_disk else None
+    made = strategy(**KINDS[kind])
+    with pytest.raises(RuntimeError, match=r"no client has sent a usable update in the last 3 rounds.*resume the run"):
+        start(made, Grid(range(3, 99)), folder)
+    two, five = strategy(**KINDS[kind]), strategy(**KINDS[kind])
+    start(two, Grid(()), num_rounds=2)
+    start(five, Grid(()), num_rounds=5)
+    assert made.statement.num_rounds == 5
+    assert made.epsilon == pytest.approx(five.epsilon)
+    assert made.statement.epsilon == pytest.approx(five.statement.epsilon)
+    assert len(made.rounds) == 2
+    assert "rounds 3 to 5 were charged and not finished" in made.statement.incidents
+    assert "12 updates that were asked for did not count" in str(made.statement)
+    if folder is None:
+        return
+    kept = CheckpointFolder(folder).read()
+    assert kept.server_round == 2
+    assert np.array_equal(kept.arrays["w"], made.state.model)
+    again, grid = strategy(**KINDS[kind]), Grid(())
+    start(again, grid, folder, resume=True)
+    assert sorted({int(message.metadata.group_id) for message in grid.sent if message.metadata.message_type == "train"}) == [
+        6,
+        7,
+        8,
+    ]
+    eight = strategy(**KINDS[kind])
+    start(eight, Grid(()))
+    assert again.statement.num_rounds == 8
+    assert again.statement.epsilon == pytest.approx(eight.statement.epsilon)
+
+
+def test_the_kept_model_is_that_of_the_last_round_with_a_reply():
+    models = {}
+    made = strategy()
+    with pytest.raises(RuntimeError, match="in the last 3 rounds"):
+        start(
+            made, Grid(range(4, 99)), evaluate_fn=lambda server_round, record: models.update({server_round: record["w"].numpy()})
+        )
+    assert np.array_equal(made.state.model, models[3])
+    assert not np.array_equal(models[4], models[3])
+
+
+def test_a_private_evaluation_in_silent_rounds_stays_charged(tmp_path):
+    words = {"evaluation": PrivateEvaluation(noise_multiplier=2.0, sampling=FullSampling())}
+    made, whole = strategy(**words), strategy(**words)
+    with pytest.raises(RuntimeError, match="in the last 3 rounds"):
+        start(made, Grid(range(2, 99)), tmp_path / "run")
+    start(whole, Grid(()), num_rounds=4)
+    # Four rounds, and the evaluations of the first three.
+    assert [release.num_charged for release in made._run.releases] == [4, 3]
+    assert [release.num_charged for release in whole._run.releases] == [4, 4]
+    assert made.statement.epsilon < whole.statement.epsilon
+
+
+def test_silent_rounds_with_a_reply_between_them_end_no_run():
+    made = strategy()
+    start(made, Grid((2, 3, 5, 6)))
+    assert [report.replies for report in made.rounds] == [4, 0, 0, 4, 0, 0, 4, 4]
+
+
+def test_few_clients_a_round_may_be_away_for_a_while():
+    """Of thirty clients at least, in three rounds at least: one of ten in ten rounds is no sign."""
+    made = strategy(num_clients=100, sampling=RoundRobinSampling(cohort_size=1))
+    start(made, Grid(range(2, 12), num_nodes=100), num_rounds=12)
+    assert len(made.rounds) == 12
+
+
+def test_rounds_in_which_nobody_was_asked_do_not_count():
+    made = strategy(num_clients=4, sampling=PoissonSampling(sampling_rate=1e-6), noise_seed=1)
+    start(made, Grid(()))
+    assert [report.cohort_size for report in made.rounds] == [0] * ROUNDS
