@@ -15,6 +15,7 @@ from flower_dp.clients import FlatModel, ProximalTerm, TensorRecords, Training, 
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.engines import ENGINES
+from flower_dp.clients.training.per_record import record_gradients
 from flower_dp.clients.training.record_clipping import clipped_sum
 
 
@@ -291,6 +292,93 @@ def test_frozen_parameters_are_left_out_and_stay(engine: str) -> None:
     assert row.shape == (6 + 6 + 18 + 3,)
     assert torch.equal(frozen.weight, before)
     assert list(model_arrays(module)) == list(model.layout.names)
+
+
+class Rotary(nn.Module):
+    """Turns pairs of numbers by angles in a complex table, as rotary embeddings do, and filters them in a table of frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("turns", torch.polar(torch.ones(2), torch.tensor([1.0, 2.5])))
+        self.filter = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 0.5j]), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(self.linear(inputs).view(-1, 2, 2)) * self.turns
+        turned = torch.view_as_real(pairs).flatten(1)
+        outputs: Tensor = torch.fft.irfft(torch.fft.rfft(turned) * self.filter, n=4)
+        return outputs
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_complex_tables_stay_complex(engine: str) -> None:
+    """One step on one batch, by autograd on a model that nobody has changed."""
+    module, rng = Rotary(), torch.Generator().manual_seed(1)
+    inputs, targets = torch.randn(3, 4, generator=rng), torch.tensor([0, 3, 1])
+    loss = nn.functional.cross_entropy(module(inputs), targets)
+    expected = torch.cat([-0.1 * one.flatten() for one in torch.autograd.grad(loss, list(module.linear.parameters()))])
+    model = FlatModel(Rotary().double())
+    assert model.module.turns.is_complex()
+    assert model.module.filter.is_complex()
+    model.vector.copy_(FlatModel(Rotary()).vector)
+    records, training = TensorRecords(inputs=inputs, targets=targets), Training(learning_rate=0.1, batch_size=3)
+    start = model.vector.clone()
+    (row,) = local_updates(start, [records], training, model=model, server_round=1, seeds=[0], engine=engine)
+    torch.testing.assert_close(row, expected, atol=1e-6, rtol=1e-4)
+    model.vector.copy_(start)
+    gradients, _ = record_gradients(model, inputs, targets, loss=nn.functional.cross_entropy)
+    torch.testing.assert_close(-0.1 * gradients.mean(0), expected, atol=1e-6, rtol=1e-4)
+
+
+class Scaled(nn.Module):
+    """A temperature of some shape beside a layer."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.scale, self.linear = nn.Parameter(torch.full(shape, 1.5)), nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(inputs) * self.scale
+        return outputs
+
+
+def test_a_parameter_without_dimensions_is_trained_as_one_of_shape_1(caplog: pytest.LogCaptureFixture) -> None:
+    """By both engines, with SAM, whose norms are over all parameters; and record by record."""
+    rng = torch.Generator().manual_seed(1)
+    records = TensorRecords(inputs=torch.randn(7, 4, generator=rng), targets=torch.tensor([0, 2, 1, 1, 0, 2, 2]))
+    training = Training(learning_rate=0.1, batch_size=4, sam_radius=0.05, momentum=0.5, weight_decay=0.1)
+    rows = []
+    for shape in ((), (1,)):
+        for engine in ENGINES:
+            model = FlatModel(Scaled(*shape))
+            start = model.vector.clone()
+            (row,) = local_updates(start, [records], training, model=model, server_round=1, seeds=[0], engine=engine)
+            rows.append(row)
+        model = FlatModel(Scaled(*shape))
+        total, _ = clipped_sum(
+            model,
+            records,
+            torch.arange(7),
+            clip=RecordClip(clip_norm=0.5, step=2.0**-30),
+            loss=nn.functional.cross_entropy,
+            seed=0,
+        )
+        rows.append(total.float())
+    for without, with_one in zip(rows[:3], rows[3:], strict=True):
+        torch.testing.assert_close(without, with_one, atol=1e-6, rtol=1e-5)
+        assert without[0].abs() > 1e-4
+    torch.testing.assert_close(rows[0], rows[1], atol=1e-6, rtol=1e-4)
+    assert not caplog.text
+
+
+def test_complex_parameters_are_refused_by_name() -> None:
+    module = nn.Linear(2, 2)
+    module.phases = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="array 'phases' has dtype complex64"):
+        FlatModel(module)
 
 
 def test_parameters_are_views_of_the_vector() -> None:

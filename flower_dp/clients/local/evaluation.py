@@ -165,7 +165,8 @@ def _outputs(
 
     def rows(inputs: Inputs, targets: Tensor) -> Tensor:
         weights = model.vector.clone()
-        made = passed(inputs).to(torch.float32).flatten(start_dim=1)
+        made = passed(inputs)
+        made = (torch.view_as_real(made) if made.is_complex() else made).to(torch.float32).flatten(start_dim=1)
         model.vector.copy_(weights)
         return made
 

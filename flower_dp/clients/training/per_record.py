@@ -81,7 +81,10 @@ def record_gradients(
     for x, y in zip(split(inputs, size), torch.split(targets, size), strict=True):
         count = len(y)
         made, values = gradients(model, each(x, lambda tensor: _filled(tensor, size)), _filled(y, size), checked)
-        rows.append(torch.cat([made[array].flatten(start_dim=1) for array in model.layout.names], dim=1)[:count].detach())
+        # With a dimension more, a parameter without dimensions has its column as well.
+        rows.append(
+            torch.cat([made[array][:, None].flatten(start_dim=1) for array in model.layout.names], dim=1)[:count].detach()
+        )
         losses.append(values[:count].detach())
     return (rows[0], losses[0]) if len(rows) == 1 else (torch.cat(rows), torch.cat(losses))
 

@@ -249,7 +249,7 @@ def _vectors(model: FlatModel, num_slots: int) -> Tensor:
 def _norms(gradient: Gradient) -> Tensor:
     """Return the norm of every slot's gradient [slots]; of a product A B, by ||A B||^2 = sum of A^T A * B B^T, without it."""
     if isinstance(gradient, Tensor):
-        norms: Tensor = torch.linalg.vector_norm(gradient.flatten(1), dim=1)
+        norms: Tensor = torch.linalg.vector_norm(gradient[:, None].flatten(1), dim=1)
         return norms
     one, other = gradient
     return (torch.bmm(one.mT, one) * torch.bmm(other, other.mT)).flatten(1).sum(1).clamp(min=0).sqrt()
