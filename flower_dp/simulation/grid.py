@@ -1,5 +1,6 @@
 """Flower's Grid on Ray actors: messages are handed out and answered at once, without the tick of Flower's own engine."""
 
+import json
 import logging
 import os
 import pickle
@@ -24,21 +25,40 @@ from flower_dp.simulation.identity import CLIENT_APP_CRASHED, NODE_UNAVAILABLE, 
 from flower_dp.simulation.placement import Placement
 from flower_dp.simulation.worker import FIRST_NODE, Answer, Value
 from flower_dp.simulation.workers import Workers
+from flower_dp.wire import KEY
 
 log = logging.getLogger("flwr")
 
 # The longest time that a thread waits for Ray before it looks at what other threads have sent.
 _SLICE_SECONDS = 0.05
+# A worker that takes twice as long for a message as its round lasts, and longer than so many seconds, hangs.
+_PATIENCE_SECONDS = 60.0
+# Clients that a line of the log names.
+_LISTED = 5
 _EMPTY = pickle.dumps(RecordDict())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """A message that a worker has, or that waits for one."""
+    """A message that a worker has, or that waits for one.
+
+    Attributes:
+        number: the message's id.
+        node: to which it goes.
+        message: the message.
+        patience: seconds after which the worker that has it ends itself; None for never.
+    """
 
     number: str
     node: int
     message: Message
+    patience: float | None = None
+
+    def __str__(self) -> str:
+        """Return the node and the clients that are asked, as a log has them."""
+        names = clients_of(self.message)
+        listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+        return f"node {self.node}" + (f" (clients {listed})" if names else "")
 
 
 class RayGrid(Grid):
@@ -47,8 +67,9 @@ class RayGrid(Grid):
     Every node has a context of its own, with `partition-id` and `num-partitions` in its config. Its state is here, between two
     messages: an actor that dies takes nothing with it but the reply that it was working on. That reply becomes an error reply, as
     Flower's runtime sends it for a ClientApp that has crashed, and another actor takes the place of the dead one, as soon as a
-    machine has room for it; the others serve its nodes meanwhile. What a ClientApp raises becomes an error reply too; the node's
-    state is then as it was before the message.
+    machine has room for it; the others serve its nodes meanwhile. So it is where an actor runs out of memory, or hangs: one that
+    takes twice as long for a message as its round lasts, and more than a minute, writes to its log where it is, and ends. What a
+    ClientApp raises becomes an error reply too; the node's state is then as it was before the message.
 
     A node is sent one message at a time, in the order in which they came. A reply that comes after the timeout is dropped; what
     it has left in the node's state stays. Replies are returned in the order of the messages. Methods may be called from several
@@ -170,10 +191,13 @@ class RayGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and return their ids."""
+        return self._push(messages, None)
+
+    def _push(self, messages: Iterable[Message], patience: float | None) -> list[str]:
         sent = []
         with self._lock:
             for message in messages:
-                call = _Call(number=numbered(message), node=message.metadata.dst_node_id, message=message)
+                call = _Call(number=numbered(message), node=message.metadata.dst_node_id, message=message, patience=patience)
                 sent.append(call.number)
                 self._replies[call.number] = None
                 if call.node in self._nodes:
@@ -190,7 +214,7 @@ class RayGrid(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send messages and return the replies that come within `timeout` seconds, in the order of the messages."""
-        ids = list(self.push_messages(messages))
+        ids = self._push(messages, None if timeout is None else max(2 * timeout, _PATIENCE_SECONDS))
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while any(self._replies[number] is None for number in ids):
@@ -240,7 +264,7 @@ class RayGrid(Grid):
         state = None if self._holders.get(call.node) is actor else self._states.get(call.node, _EMPTY)
         self._placement.idle.remove(index)
         self._busy.add(call.node)
-        self._running[actor.run.remote(call.message, state)] = index, call
+        self._running[actor.run.remote(call.message, state, call.patience)] = index, call
 
     def _advance(self, seconds: float) -> None:
         """Wait until a worker has answered, or another thread has seen to that, for so many seconds at most."""
@@ -269,24 +293,30 @@ class RayGrid(Grid):
         self._holders.pop(call.node, None)
         try:
             reply = self._taken(call, self._ray.get(ref), actor)
-        except self._ray.exceptions.RayActorError as error:
-            log.error("a worker has died while it served node %s: %s", call.node, str(error).strip().splitlines()[0])
-            self._placement.replace(index)
-            reply = _failed(call.message, CLIENT_APP_CRASHED, "ClientApp stopped responding.")
-        except Exception as error:  # such as an answer that can't be read here
-            log.exception("node %s: no answer", call.node)
-            self._placement.idle.add(index)
-            reply = _failed(call.message, CLIENT_APP_CRASHED, f"no answer: {type(error).__name__}")
+        except Exception as error:
+            if self._has_died(error):
+                log.error("a worker has died while it served %s: %s", call, _why(error))
+                self._placement.replace(index)
+                reply = _failed(call.message, CLIENT_APP_CRASHED, "ClientApp stopped responding.")
+            else:  # such as an answer that can't be read here
+                log.exception("%s: no answer", call)
+                self._placement.idle.add(index)
+                reply = _failed(call.message, CLIENT_APP_CRASHED, f"no answer: {type(error).__name__}")
         else:
             self._placement.idle.add(index)
         self._busy.discard(call.node)
         self._settle(call, reply)
         self._dispatch()
 
+    def _has_died(self, error: Exception) -> bool:
+        """Whether an error of Ray means that the worker is no more: each does but that of a method that has raised."""
+        known = self._ray.exceptions
+        return isinstance(error, known.RayError) and not isinstance(error, known.RayTaskError)
+
     def _taken(self, call: _Call, answer: Answer, actor: Any) -> Message:
         """Keep the node's state, and return its reply, or an error reply if it answers another message."""
         if answer.trace:
-            log.error("node %s: %s", call.node, answer.trace)
+            log.error("%s: %s", call, answer.trace)
         if answer.state is not None:
             self._states[call.node] = answer.state
         if not answer.reply.has_error():
@@ -301,6 +331,21 @@ class RayGrid(Grid):
         if call.number in self._replies:
             numbered(reply)
             self._replies[call.number] = reply
+
+
+def clients_of(message: Message) -> tuple[str, ...]:
+    """Return the clients that a message asks; none if it is not of this package, or does not name them."""
+    texts = [record[KEY] for record in message.content.config_records.values() if isinstance(record.get(KEY), str)]
+    try:
+        return tuple(map(str, json.loads(str(texts[0]))["clients"])) if texts else ()
+    except (ValueError, KeyError, TypeError):  # a question of the client query
+        return ()
+
+
+def _why(error: Exception) -> str:
+    """Return the first lines of why a worker has died: where it ran out of memory Ray says who else had how much."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"
 
 
 def _failed(message: Message, code: int, reason: str) -> Message:

@@ -4,6 +4,7 @@ Nothing of a run is in a worker alone: a node's state is sent along with the rep
 system, as a device does; no state of a generator is sent to it.
 """
 
+import faulthandler
 import os
 import pickle
 import socket
@@ -23,6 +24,7 @@ from flower_dp.simulation.identity import CLIENT_APP_RAISED, LOAD_CLIENT_APP, id
 Value = bool | int | float | str
 # Of the first node; Flower's server is node 1.
 FIRST_NODE = 2
+_STDERR = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +113,23 @@ class Worker:
                 raise
             self._failure = traceback.format_exc()
 
-    def run(self, message: Message, state: bytes | None) -> Answer:
+    def run(self, message: Message, state: bytes | None, patience: float | None = None) -> Answer:
         """Run the app on a message.
 
         Args:
             message: to one of the run's nodes.
             state: the node's pickled state; None where this worker has given the node's last answer.
+            patience: seconds after which this process writes to its log where it is, and ends; None for never.
         """
+        if patience is None:
+            return self._run(message, state)
+        faulthandler.dump_traceback_later(patience, exit=True, file=_STDERR)
+        try:
+            return self._run(message, state)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _run(self, message: Message, state: bytes | None) -> Answer:
         if self._setup is None or self._app is None:
             arguments = self._failure.strip().splitlines()[-1]
             return Answer(reply=Message(Error(LOAD_CLIENT_APP, arguments), reply_to=message), trace=self._failure)

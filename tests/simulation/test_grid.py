@@ -20,6 +20,7 @@ from flower_dp.simulation import RayGrid, placement
 from flower_dp.simulation import grid as grid_module
 from flower_dp.simulation.worker import Worker
 from flower_dp.strategies import DPStrategy
+from flower_dp.wire import KEY
 from tests.adversaries.fuzzing import THOROUGH
 from tests.contract_runs import SEED, SMALL, STILL, WatchedGrid, app_of, start, still_data, still_model
 from tests.contracts import METHODS, Words
@@ -233,6 +234,50 @@ def test_a_dead_worker_costs_its_message_and_comes_back_with_the_state(grid):
     after = [reported(reply) for reply in grid.send_and_receive([to(node) for node in (2, 3, 4, 5)])]
     assert [answer["count"] for answer in after] == [3, 4, 2, 2]
     assert len({answer["process"] for answer in after} - before) == 1
+
+
+class Ray:
+    """Ray, but for the error of a worker that has died: its machine was low on memory."""
+
+    def __init__(self, ray):
+        self._ray = ray
+
+    def __getattr__(self, name):
+        return getattr(self._ray, name)
+
+    def get(self, ref):
+        try:
+            return self._ray.get(ref)
+        except self._ray.exceptions.RayActorError:
+            raise self._ray.exceptions.OutOfMemoryError("Task was killed\ndue to the node running low on memory.") from None
+
+
+def test_a_worker_that_runs_out_of_memory_costs_its_message_and_no_others(grid, monkeypatch, caplog):
+    monkeypatch.setattr(grid, "_ray", Ray(grid._ray))
+    ask = Message(
+        RecordDict({"ask": ConfigRecord({"do": "die"}), "told": ConfigRecord({KEY: '{"clients": ["c0", "c4"]}'})}), 2, "train"
+    )
+    for _ in range(3):
+        dead, *others = grid.send_and_receive([ask, to(3), to(4), to(5)])
+        assert dead.has_error()
+        assert not any(reply.has_error() for reply in others)
+    assert "a worker has died while it served node 2 (clients c0, c4): OutOfMemoryError: Task was killed due to" in caplog.text
+
+
+def test_a_worker_that_hangs_says_where_and_is_replaced(grid, workers, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(grid_module, "_PATIENCE_SECONDS", 2.0)
+    never = str(tmp_path / "never")
+    hung = to(2, do="wait", until=never)
+    processes = {reported(reply)["process"] for reply in grid.send_and_receive([to(node) for node in (2, 3, 4, 5)])}
+    late = grid.send_and_receive([hung, to(4, do="wait", until=never)], timeout=0.5)
+    assert late == []
+    deadline = time.monotonic() + 60
+    while len(replies := grid.send_and_receive([to(node) for node in (2, 3, 4, 5)], timeout=10.0)) < 4:
+        assert time.monotonic() < deadline
+    assert len({reported(reply)["process"] for reply in replies} & processes) < len(processes)
+    assert "a worker has died while it served node 2" in caplog.text
+    folder = Path(workers._ray._private.worker._global_node.get_logs_dir_path())
+    assert any("obedient.py" in file.read_text(errors="replace") for file in folder.glob("worker-*.err"))
 
 
 # Workers that find no machine
