@@ -41,10 +41,10 @@ docs: $(DOCS_STAMP)
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/plant.py
 
-# torch comes first, by its pinned version alone: other packages ask for it loosely.
+# torch comes first, by its pinned version alone: other packages ask for it loosely. torchvision comes with it: builds must be alike.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt torch torchvision
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 

@@ -77,7 +77,7 @@ def _read(root: Path, data_dir: str, *, train: bool, download: bool) -> tuple[np
         dataset = vision.import_torchvision().datasets.CIFAR10(str(root), train=train, download=download)
     except ImportError as error:
         raise ValueError(
-            "task='cifar-10': needs torchvision, in the build that fits torch here (pip install 'flower-dp[app]')"
+            "task='cifar-10': needs torchvision, in the build that fits torch here (pip install 'flower-dp[vision]')"
         ) from error
     except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())

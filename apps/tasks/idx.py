@@ -125,7 +125,9 @@ class Collection:
         try:
             getattr(vision.import_torchvision().datasets, self.torchvision)(str(root), train=True, download=True)
         except ImportError as error:
-            raise ValueError(f"data-dir={data_dir!r}: needs torchvision, in the build that fits torch here") from error
+            raise ValueError(
+                f"data-dir={data_dir!r}: needs torchvision, in the build that fits torch here (pip install 'flower-dp[vision]')"
+            ) from error
         except (OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())  # torchvision's has many lines
             raise ValueError(

@@ -144,7 +144,7 @@ def _resnet18(num_features: int, num_classes: int, bias: bool) -> nn.Module:
         resnet18 = vision.import_torchvision().models.resnet18
     except ImportError as error:
         raise ValueError(
-            "model='resnet18': needs torchvision, in the build that fits torch here (pip install 'flower-dp[app]')"
+            "model='resnet18': needs torchvision, in the build that fits torch here (pip install 'flower-dp[vision]')"
         ) from error
     body = resnet18(norm_layer=partial(nn.GroupNorm, _NUM_GROUPS), num_classes=num_classes)
     return nn.Sequential(OrderedDict(flatten=nn.Flatten(), image=nn.Unflatten(1, (3, 32, 32)), resnet=body))

@@ -8,7 +8,8 @@ _EXTRAS = {
     "matplotlib": "plot",
     **dict.fromkeys(("opacus", "torch"), "torch"),
     "ray": "simulation",
-    **dict.fromkeys(("datasets", "flwr_datasets", "mlxtend", "torchvision"), "app"),
+    **dict.fromkeys(("datasets", "flwr_datasets", "mlxtend"), "app"),
+    "torchvision": "vision",
 }
 
 

@@ -1,6 +1,6 @@
-"""A run's progress on the screen: a progress bar in a terminal, otherwise one line per round."""
+"""A run's progress on the screen: a bar in a terminal, a line that changes in a notebook, otherwise one line per round."""
 
-import importlib.util
+import importlib
 import sys
 import time
 from collections.abc import Mapping
@@ -28,9 +28,9 @@ class Display(Protocol):
 def display() -> Display:
     """Return the display that fits standard output."""
     console = Console()
-    # Without ipywidgets a notebook shows a bar as one line after another, with a warning.
-    notebook = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
-    return Bar(console) if notebook or (console.is_terminal and not console.is_dumb_terminal) else Lines()
+    if console.is_jupyter:
+        return Notebook()
+    return Bar(console) if console.is_terminal and not console.is_dumb_terminal else Lines()
 
 
 class Lines:
@@ -53,6 +53,36 @@ class Lines:
             parts.append(f"left {clock(left)}")
         sys.stdout.write("  ".join(parts) + "\n")
         sys.stdout.flush()
+
+
+class Notebook:
+    """One line of a notebook's cell, with the newest metrics, epsilon and time left.
+
+    A bar of rich would be a widget, which clears the cell's results where a notebook is executed without a browser (nbconvert).
+    """
+
+    def __init__(self) -> None:
+        self._pace = Pace()
+        self._newest: dict[str, Any] = {}
+        self._line: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Change the line; a round that was not evaluated keeps the last metrics."""
+        self._newest.update(metrics)
+        left = self._pace.seconds_left(metrics, time.monotonic())
+        parts = [round_text(metrics), *quantities(self._newest), *([f"left {clock(left)}"] if left else [])]
+        text = {"text/plain": "  ".join(parts)}
+        if self._line is None:
+            display_data: Any = importlib.import_module("IPython.display").display
+            self._line = display_data(text, raw=True, display_id=True)
+        else:
+            self._line.update(text, raw=True)
 
 
 class Bar:

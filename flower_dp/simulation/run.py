@@ -119,7 +119,7 @@ def simulate(
             files of an app's folder travel; what else a ClientApp imports must be installed on every machine, with the same
             versions of Python, Ray, Flower, torch, NumPy and this package. Who can read the cluster's traffic reads what clients
             send (docs/cluster.md).
-        progress: whether to show a progress bar, or a line a round where no bar can be shown.
+        progress: whether to show a progress bar; in a notebook one line that changes, or a line a round without a terminal.
 
     Raises:
         ValueError: for invalid settings, naming them; or a machine of the cluster has other versions installed.

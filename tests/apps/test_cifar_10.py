@@ -119,9 +119,9 @@ def test_without_torchvision(tmp_path, monkeypatch):
         raise ImportError("No module named 'torchvision'")
 
     monkeypatch.setattr(vision, "import_torchvision", absent)
-    with pytest.raises(ValueError, match=r"task='cifar-10': needs torchvision.*pip install 'flower-dp\[app\]'"):
+    with pytest.raises(ValueError, match=r"task='cifar-10': needs torchvision.*pip install 'flower-dp\[vision\]'"):
         load(str(tmp_path), Own())
-    with pytest.raises(ValueError, match=r"model='resnet18': needs torchvision.*pip install 'flower-dp\[app\]'"):
+    with pytest.raises(ValueError, match=r"model='resnet18': needs torchvision.*pip install 'flower-dp\[vision\]'"):
         models.make("resnet18", seed=0, num_features=3072)
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import dp_accounting
@@ -709,6 +710,30 @@ def test_the_bar_shows_the_newest_of_each(monkeypatch):
         bar.show({"round": 2, "num-rounds": 4, "epsilon": 0.2})
     assert "round 2/4" in screen.getvalue()
     assert "loss 0.5000  accuracy 25.0 %  epsilon 0.200" in screen.getvalue()
+
+
+CELL = """
+from flower_dp.running import progress
+with progress.display() as shown:
+    for at in range(3):
+        shown.show({"round": at, "num-rounds": 2, "accuracy": at / 4, "epsilon": 0.5 * at})
+"the cell's result"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (find_spec("nbclient") and find_spec("ipykernel")), reason="needs the extra docs")
+@pytest.mark.filterwarnings("ignore")  # of Jupyter's packages
+def test_a_notebook_that_is_executed_keeps_its_results(monkeypatch):
+    from nbclient import NotebookClient
+    from nbformat import v4
+
+    monkeypatch.setenv("PYTHONPATH", str(TINY.parents[2]))
+    notebook = v4.new_notebook(cells=[v4.new_code_cell(CELL)])
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    shown, result = notebook.cells[0].outputs
+    assert shown["data"] == {"text/plain": "round 2/2  accuracy 50.0 %  epsilon 1.000"}
+    assert result["data"]["text/plain"] == '"the cell\'s result"'
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3661, "1:01:01")])
