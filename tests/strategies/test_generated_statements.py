@@ -141,7 +141,7 @@ def sum_strategy(case: dict[str, Any], **options: Any) -> Any:
     return cls(**common, evaluation=evaluation, **own, **options)
 
 
-@quickly(30)
+@quickly(24)
 @given(sum_cases())
 def test_the_statement_of_a_noised_sum_is_that_of_its_rounds_by_hand(case):
     there: Gaps = case["gaps"]
@@ -203,7 +203,7 @@ def broadcast_cases(draw: Any) -> dict[str, Any]:
         "epsilon": draw(st.sampled_from([1.0, 6.0])),
         "clip_norm": draw(st.sampled_from([0.5, 2.0])),
         "uniform": draw(st.booleans()) and draw(st.booleans()),
-        "exposures": draw(st.integers(1, ROUNDS)),
+        "exposures": draw(st.sampled_from([1, 2, ROUNDS, ROUNDS])),
         "replies": draw(st.sampled_from([ROUNDS, ROUNDS, 2])),
     }
 
@@ -221,7 +221,7 @@ def nbafl_strategy(case: dict[str, Any]) -> NbAFL:
     return NbAFL(**words, aggregation="uniform" if case["uniform"] else "data-size", **nbafl_words(case))
 
 
-@quickly(15)
+@quickly(12)
 @given(broadcast_cases())
 def test_the_statement_of_nbafl_is_that_of_its_broadcasts_by_hand(case):
     there: Gaps = case["gaps"]
@@ -271,7 +271,8 @@ def test_the_statement_of_nbafl_is_that_of_its_broadcasts_by_hand(case):
     assert found.strategy.statement.clients.each == pytest.approx(dict.fromkeys(there.names, server), rel=1e-3)
     if case["paper"]:
         assert told["the server"].paper.valid == (replies <= case["exposures"] and case["epsilon"] / case["exposures"] < 1)
-        assert told["the server"].paper.epsilon == case["epsilon"]
+        assert told["outsiders"].paper.valid == (case["epsilon"] / ROUNDS < 1)
+        assert {told[name].paper.epsilon for name in ("the server", "outsiders")} == {case["epsilon"]}
     found.assert_unfinished_are_told(min(ROUNDS, case["replies"]))
 
 
@@ -282,7 +283,9 @@ def test_the_statement_of_nbafl_is_that_of_its_broadcasts_by_hand(case):
 def ledger_cases(draw: Any) -> dict[str, Any]:
     there = draw(gaps())
     many = len(there.sizes)
-    each = st.tuples(*(st.sampled_from([0.5, 2.0, 6.0]) for _ in range(many)))
+    rate = draw(st.sampled_from([1.0, 1.0, 0.5]))
+    # To find the noise of samples takes long: then few clients differ.
+    each = st.tuples(*(st.sampled_from([0.5, 2.0, 6.0] if rate == 1 else [2.0]) for _ in range(many)))
     return {
         "gaps": there,
         "laplace": draw(st.booleans()),
@@ -291,7 +294,7 @@ def ledger_cases(draw: Any) -> dict[str, Any]:
         "replies": dict(zip(there.names, draw(st.tuples(*(st.integers(1, ROUNDS) for _ in range(many)))), strict=True)),
         "cohort": draw(st.integers(many - 1, many)),
         "uniform": draw(st.booleans()),
-        "rate": draw(st.sampled_from([1.0, 1.0, 0.5])),
+        "rate": rate,
         "evaluations": draw(st.integers(0, 3)),
         "evaluation_epsilons": dict(zip(there.names, draw(each), strict=True)),
         "every": draw(st.integers(1, 2)),
@@ -345,7 +348,7 @@ def turns(case: dict[str, Any], found: GappyRun) -> tuple[dict[str, int], int, i
     return replies, unasked, last
 
 
-@quickly(15)
+@quickly(12)
 @given(ledger_cases())
 def test_the_statement_of_clients_with_their_own_budgets_is_that_of_their_replies_by_hand(case):
     there: Gaps = case["gaps"]
@@ -437,7 +440,7 @@ def step_cases(draw: Any) -> dict[str, Any]:
         "epsilons": dict(zip(there.names, draw(st.tuples(*(st.sampled_from([0.5, 4.0]) for _ in range(many)))), strict=True)),
         "replies": draw(st.sampled_from([2, ROUNDS])),
         "steps": draw(st.integers(1, 2)),
-        "batch": draw(st.integers(1, 2)),
+        "batch": 2,
         "rate": draw(st.sampled_from([0.1, 0.4])),
         "decay": draw(st.sampled_from([0.0, 0.5])),
         "pull": draw(st.sampled_from([0.0, 0.7])),
@@ -479,7 +482,7 @@ def step_methods(case: dict[str, Any]) -> tuple[Any, Any]:
     )
 
 
-@quickly(12)
+@quickly(10)
 @given(step_cases())
 def test_the_statement_of_local_steps_is_that_of_the_least_noise_of_any_round_by_hand(case):
     there: Gaps = case["gaps"]
