@@ -48,6 +48,20 @@ SINGLE_RECORD = (
     "its gradient of a single record can't be computed by torch.func: avoid branches on values, .item(), writing into tensors, "
     "and layers that need more than one record"
 )
+CHECKPOINTING = (
+    "activation checkpointing does not go with gradients of single records: turn it off, for example by "
+    "model.gradient_checkpointing_disable()"
+)
+OLD_FUNCTION = (
+    "an autograd.Function without setup_context (that of torch.utils.checkpoint with use_reentrant=True is one) has no gradient "
+    "of single records: give it setup_context and generate_vmap_rule = True, or turn off checkpointing"
+)
+SPARSE = "an embedding with sparse=True has no gradient of single records: use sparse=False"
+MAX_NORM = "an embedding with max_norm changes its weights by the records that it is given: use max_norm=None"
+BROADCAST = (
+    "the loss compares outputs with targets of another shape, so that every output meets the targets of other records: give both "
+    "one shape, for example outputs.squeeze(1) or targets.unsqueeze(1); the node's own log has the shapes"
+)
 KEEPS = "the model keeps something of what it was given for later, outside its buffers, where it could tell of other records"
 BATCH_STATISTICS = (
     "a layer of the model mixes and keeps statistics of private records: use GroupNorm instead of BatchNorm, or "

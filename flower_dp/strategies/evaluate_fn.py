@@ -1,7 +1,8 @@
 """Somebody's `evaluate_fn`, whose failure is reported as what it is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
 
@@ -22,7 +23,12 @@ class Named:
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Return its metrics, None if it has none."""
         try:
-            return self.function(server_round, arrays)
+            metrics: Any = self.function(server_round, arrays)
+            if metrics is None or isinstance(metrics, MetricRecord):
+                return metrics
+            if isinstance(metrics, Mapping):
+                return MetricRecord({**metrics})
+            raise TypeError(f"it returned a {type(metrics).__name__}: must be a MetricRecord, a dict of numbers by name, or None")
         except Exception as error:
             when = f"in round {server_round}, whose cost is stated" if server_round else "on the initial model, before any charge"
             raise RuntimeError(f"evaluate_fn failed {when}: {type(error).__name__}: {error}") from error

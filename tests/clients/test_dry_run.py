@@ -10,6 +10,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flower_dp import wire
 from flower_dp.clients import (
@@ -329,6 +330,64 @@ def test_records_of_no_known_kind_with_such_a_loss_count_as_zero(caplog):
     total, _ = clipped_sum(FlatModel(nn.Linear(4, CLASSES)), records, torch.arange(3), clip=clip, loss=loss, seed=0)
     assert not total.any()
     assert "UnfitLossError" in caplog.text
+
+
+class Checkpointed(nn.Linear):
+    """A layer whose activations are computed again in the backward pass."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = checkpoint(super().forward, inputs, use_reentrant=False)
+        return outputs
+
+
+class Old(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return 2 * inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Doubled(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = Old.apply(super().forward(inputs))
+        return outputs
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about sparse tensors
+@pytest.mark.parametrize(
+    ("build", "inputs", "reason"),
+    [
+        (lambda: Checkpointed(4, CLASSES), floats(4), reasons.CHECKPOINTING),
+        (lambda: Doubled(4, CLASSES), floats(4), reasons.OLD_FUNCTION),
+        (lambda: nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, CLASSES)), LABELS[:, None], reasons.SPARSE),
+        (lambda: nn.Sequential(nn.Embedding(5, CLASSES, max_norm=1.0), nn.Flatten()), LABELS[:, None], reasons.MAX_NORM),
+        (lambda: nn.Sequential(nn.Embedding(5, CLASSES, sparse=True), nn.Flatten()), LABELS[:, None], reasons.SPARSE),
+    ],
+    ids=["checkpointing", "an old function", "a sparse bag", "max_norm", "a sparse embedding"],
+)
+def test_what_torch_func_does_not_do_has_a_text_of_its_own(build, inputs, reason):
+    client = local_client(build, tensors(inputs), FedSGDDPCRecipe(**LOCAL, num_replies=1))
+    assert client.why_unable() == f"{reasons.UNFIT}: {reason}"
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@engines
+@pytest.mark.parametrize(
+    "loss",
+    [nn.HuberLoss(), nn.functional.mse_loss, lambda o, t: nn.functional.smooth_l1_loss(o, t.float())],
+    ids=["Huber", "square", "in a function"],
+)
+def test_outputs_that_meet_the_targets_of_other_records_are_refused(loss, engine, caplog):
+    dry_run._log_once.cache_clear()
+    records = tensors(floats(4), torch.arange(8) + 0.5)
+    training = Training(learning_rate=0.1, loss=loss)
+    assert client_of(lambda: nn.Linear(4, 1), records, training, engine).why_unable() == reasons.BROADCAST
+    assert "compares outputs of shape (2, 1) with targets of shape (2,)" in caplog.text
+    flat = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    assert client_of(lambda: flat, records, training, engine).why_unable() is None
 
 
 @pytest.mark.parametrize("what", SINGLE)

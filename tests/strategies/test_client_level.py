@@ -532,6 +532,12 @@ def test_a_model_that_would_leave_the_range_of_its_dtype_is_left_out():
     assert strategy.incidents == ("round 1 was left out: array 'w' would leave the range of its dtype",)
 
 
+@pytest.mark.parametrize("method", [DPFedAvg, DPFedSAM])
+def test_a_flag_is_no_clip_norm(method):
+    with pytest.raises(ValueError, match=r"clip_norm=True: must be a finite number > 0"):
+        method(clip_norm=True, noise_multiplier=1, sampling=FullSampling(), num_clients=6, delta=1e-3)
+
+
 def test_min_reply_ratio_is_refused_where_nobody_reads_it():
     arguments = {"clip_norm": 1, "noise_multiplier": 1, "sampling": FullSampling(), "num_clients": 6, "delta": 1e-3}
     for more in ({}, {"placement": "central", "trusted_server": False}):

@@ -53,6 +53,25 @@ def test_a_later_failure_names_the_round_and_leaves_its_charge_stated():
     assert made.state.model is not None
 
 
+@pytest.mark.parametrize("returned", [(0.5, {"accuracy": 0.9}), 0.5, [0.5]])
+def test_what_is_no_metrics_is_refused_by_name_before_a_charge(returned):
+    made, nodes = strategy(), grid()
+    kind = type(returned).__name__
+    with pytest.raises(
+        RuntimeError, match=rf"before any charge: TypeError: it returned a {kind}: must be a MetricRecord, a dict"
+    ):
+        made.start(nodes, model_arrays(linear()), num_rounds=ROUNDS, evaluate_fn=lambda server_round, arrays: returned)
+    assert made.epsilon == 0
+    assert not nodes.received
+
+
+def test_a_dict_of_numbers_is_taken_for_metrics():
+    result = strategy().start(
+        grid(), model_arrays(linear()), num_rounds=1, evaluate_fn=lambda server_round, arrays: {"rmse": 0.5 + server_round}
+    )
+    assert dict(result.evaluate_metrics_serverapp[1]) == {"rmse": 1.5}
+
+
 @pytest.mark.parametrize("which", [0, 2])
 def test_a_run_folder_has_every_round_that_was_charged(which, tmp_path):
     made, folder = strategy(), tmp_path / "run"

@@ -16,8 +16,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from flower_dp.clients import reasons
 from flower_dp.clients.reasons import UnfitLossError
@@ -53,6 +55,8 @@ _MOST_OF_CAUSE = 300
 # Records of a made-up batch: some models need more than one.
 _FEW = 2
 _Batch = tuple[Inputs, Tensor]
+# Losses of torch that compare number by number, and broadcast.
+_PAIRED = tuple(getattr(nn.functional, f"{name}_loss") for name in ("mse", "l1", "smooth_l1", "huber"))
 
 
 def of_training(model: FlatModel, records: Records, training: Training, *, public: bool = False) -> str | None:
@@ -91,7 +95,7 @@ def of_records(model: FlatModel, records: Records, loss: Loss) -> str | None:
                 return reasons.KEEPS
             if isinstance(error.__cause__, UnfitLossError):
                 return str(error.__cause__)
-            return _why_no_record(model, records, loss)
+            return _why_no_record(model, records, loss, error.__cause__ or error)
         return None
 
 
@@ -105,8 +109,11 @@ def log_private_kind(clients: Mapping[str, Records]) -> None:
         log.warning("dry run: the first record can't be read: %s: %s", type(error).__name__, error)
 
 
-def _why_no_record(model: FlatModel, records: Records, loss: Loss) -> str | None:
-    """Return in which step a single made-up record fails, in the types in which records are computed one by one."""
+def _why_no_record(model: FlatModel, records: Records, loss: Loss, error: BaseException) -> str | None:
+    """Return in which step a single made-up record fails, in the types in which records are computed one by one.
+
+    `error` is what it fails with.
+    """
     example = _example(records, model.device, public=True)
     if not isinstance(example, tuple):
         return example
@@ -116,15 +123,28 @@ def _why_no_record(model: FlatModel, records: Records, loss: Loss) -> str | None
         return why
     if trial.loss_fails((inputs, target)):
         return reasons.LOSS
-    recurrent = any(type(layer) in (nn.GRU, nn.RNN) for layer in model.module.modules())
-    return reasons.RECURRENT if recurrent else reasons.SINGLE_RECORD
+    return _why_no_function(model.module, str(error))
+
+
+def _why_no_function(module: nn.Module, text: str) -> str:
+    """Return which layer, or use of autograd, torch.func does not support, by the layers and by torch's words for it."""
+    layers = list(module.modules())
+    tables = [layer for layer in layers if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+    found = {
+        reasons.RECURRENT: any(type(layer) in (nn.GRU, nn.RNN) for layer in layers),
+        reasons.SPARSE: any(table.sparse for table in tables),
+        reasons.MAX_NORM: any(table.max_norm for table in tables),
+        reasons.CHECKPOINTING: "saved tensor hooks" in text,
+        reasons.OLD_FUNCTION: "setup_context" in text,
+    }
+    return next((why for why, holds in found.items() if holds), reasons.SINGLE_RECORD)
 
 
 class _Trial:
     """Steps of training on made-up batches: a few records, then a whole batch, of zeros, then of ones."""
 
     def __init__(self, model: FlatModel, training: Training) -> None:
-        self._model, self._training = model, training
+        self._model, self._training, self._shapes = model, training, _Shapes()
         # On a GPU an index out of range makes it unusable for the process.
         self._safe = not is_accelerator(model.device)
 
@@ -133,7 +153,7 @@ class _Trial:
         for batch in self._batches(example):
             row = self._step(batch)
             if isinstance(row, Tensor):
-                return reasons.KEEPS if self._keeps(batch, row) else None
+                return reasons.KEEPS if self._keeps(batch, row) else self._why_broadcast()
             error = row
         _log_cause("a step of training", error)
         if isinstance(error, UnfitLossError):
@@ -150,6 +170,13 @@ class _Trial:
         self._step(other)
         again = self._step(batch)
         return isinstance(again, Exception) or differs(row, again)
+
+    def _why_broadcast(self) -> str | None:
+        """Return why the loss mixes the records of a batch by its shapes, None if it did not in the steps so far."""
+        if self._shapes.found is None:
+            return None
+        _log_cause("the loss", ValueError(self._shapes.found))
+        return reasons.BROADCAST
 
     def why_no_outputs(self, example: _Batch) -> str | None:
         """Return why the model has no outputs, None if it has."""
@@ -196,10 +223,11 @@ class _Trial:
         def step(_: _Batch) -> None:
             records = TensorRecords(inputs=inputs, targets=targets)
             vector = self._model.vector.clone()
-            for row in local_updates(vector, [records], brief, model=self._model, server_round=1, seeds=[0]):
-                if isinstance(row, Exception):
-                    raise row
-                rows.append(row)
+            with self._shapes:
+                for row in local_updates(vector, [records], brief, model=self._model, server_round=1, seeds=[0]):
+                    if isinstance(row, Exception):
+                        raise row
+                    rows.append(row)
 
         return self._error(step, batch) or rows[0]
 
@@ -211,6 +239,27 @@ class _Trial:
 
     def _gradients(self, batch: _Batch) -> None:
         torch.autograd.grad(self._loss(batch), self._model.parameters, allow_unused=True)
+
+
+class _Shapes(TorchFunctionMode):
+    """A context that notes whether one of torch's losses of single numbers broadcasts outputs to targets of other dimensions.
+
+    Outputs [n, 1] against targets [n] make n x n pairs.
+
+    Attributes:
+        found: what it compares; None for nothing of that kind.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if function in _PAIRED and len(arguments) > 1 and all(isinstance(one, Tensor) for one in arguments[:2]):
+            outputs, targets = (tuple(one.shape) for one in arguments[:2])
+            if len(outputs) != len(targets) and np.broadcast_shapes(outputs, targets) != outputs:
+                self.found = f"{function.__name__} compares outputs of shape {outputs} with targets of shape {targets}"
+        return function(*arguments, **(named or {}))
 
 
 def _no_loss(outputs: Tensor, _: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class ClippedUpdates:
             moving = MovingClip(of=self.clip_norm, noise_multiplier=multiplier, expected_cohort=cohort)
             norm = moving.indicator(self.clip_norm.smallest).joint_norm
         else:
-            norm = self.clip_norm
+            norm = checks.number("clip_norm", self.clip_norm, above=0)
         return NoisedSum(
             name=name,
             shared=shared.at(norm),
