@@ -112,6 +112,11 @@ class ControlVariate:
         # c_i also has the error of its message, at most sqrt(q) times the norm of the quantised vector, and so on recursively.
         return (2 * sum_norm + self._radius(size, honest)) / (1 - self._error(size))
 
+    def longest_ever(self, size: int, honest: Honest) -> tuple[float, float]:
+        """Return the largest norm of an honest g + c - c_i in any round, and that of c."""
+        radius = self._radius(size, honest)
+        return (2 * honest.single + radius) / (1 - self._error(size)), radius
+
     def _radius(self, size: int, honest: Honest) -> float:
         """Return the largest norm of c: of the mean of honest gradients, and of the errors of their messages."""
         if self._levels is None:
@@ -122,6 +127,11 @@ class ControlVariate:
     def _error(self, size: int) -> float:
         """The norm of a message's error, as a part of the message's."""
         return 0.0 if self._levels is None else math.sqrt(compression.qsgd_variance(size, self._levels))
+
+    @property
+    def size(self) -> int:
+        """The length d of c; 0 before the first round."""
+        return int(self.state.vector.size)
 
     @property
     def incidents(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from flower_dp.strategies.control import ControlState, ControlVariate, Honest
 from flower_dp.strategies.local_level import LocalRules
 from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
 from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.limits import HONEST_NORMS
 from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
@@ -144,6 +145,25 @@ class DPFedPAQRules(LocalRules):
             divisor, honest = self._divisor(now.server_round), self._honest(now.layout.size)
             self.control.learn(collected, divisor=divisor, num_clients=self.num_clients, honest=honest)
         return np.asarray(now.vector + collected.total / len(collected.clients))
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """How far a client that lies can move the model, where a control variate carries its lie on; empty without one."""
+        if self.control is None:
+            return ()
+        text = "A LYING CLIENT moves the control variate as well as the model, and honest clients carry that on in later rounds"
+        if not (size := self.control.size):
+            return (text,)
+        ratio = 1.0 if self.quantization_levels is None else compression.qsgd_norm_ratio(size, self.quantization_levels)
+        honest, step = self._honest(size), self._divisor(1)
+        longest, radius = self.control.longest_ever(size, honest)
+        # Of the rows that the server takes, and of a full cohort, over which the mean is taken.
+        own = HONEST_NORMS * ratio * step / self.cohort_size
+        return (
+            f"{text}: in a round, among {self.cohort_size} replies, it moves the model by up to {own * longest:.3g} by what it "
+            f"sends (DP-FedPAQ: {own * honest.single:.3g}), and the control variate, of norm up to {radius:.3g}, moves it by "
+            f"up to {step * radius:.3g}",
+        )
 
     def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the norms of the noise on the mean of updates, and of the longest update; without what quantisation adds."""

@@ -1,6 +1,7 @@
 """A client that lies about its update, to move SCAFFOLD's control variate, which honest clients then carry on."""
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,32 @@ def test_honest_runs_are_the_same_bit_for_bit(monkeypatch, levels):
     free, other = run(Scaffold, ScaffoldRecipe, 3, lies=False, levels=levels)
     assert torch.equal(bounded, free)
     assert np.array_equal(one.rules.control.vector(SIZE), other.rules.control.vector(SIZE))
+
+
+def test_the_statement_says_how_far_a_liar_moves_the_model():
+    """By hand: E eta = 2 x 0.2; a message is at most 2 G + |c|, the server takes twice that, and the mean is over ten."""
+    words: dict[str, Any] = {"epsilon": 20.0, "delta": 1e-5, "num_replies": 1}
+    fresh = Scaffold(steps=STEPS, **words, sampling=FullSampling(), num_clients=10, num_records=8)
+    assert any(line.startswith("A LYING CLIENT") for line in fresh.statement.assumptions)
+    _, strategy = run(Scaffold, ScaffoldRecipe, 2, lies=True)
+    (line,) = [line for line in strategy.statement.assumptions if line.startswith("A LYING CLIENT")]
+    made = strategy.rules._honest(SIZE)
+    sent, plain, norm, carried = map(float, re.findall(r"(?:up to|DP-FedPAQ:) (\d+\.?\d*)", line))
+    assert sent == pytest.approx(2 * 0.4 * (2 * made.single + made.mean) / 10, rel=1e-2)
+    assert plain == pytest.approx(2 * 0.4 * made.single / 10, rel=1e-2)
+    assert norm == pytest.approx(made.mean, rel=1e-2)
+    assert carried == pytest.approx(0.4 * made.mean, rel=1e-2)
+    _, other = run(DPFedPAQ, DPFedPAQRecipe, 1, lies=False)
+    assert not any("LYING" in line for line in other.statement.assumptions)
+
+
+def test_a_liar_moves_the_model_no_further_than_the_statement_says():
+    """Each round by its own row and by c, and the honest clients by their own gradients and noise, each within its bound."""
+    model, strategy = run(Scaffold, ScaffoldRecipe, 4, lies=True)
+    made = strategy.rules._honest(SIZE)
+    sent, radius = strategy.rules.control.longest_ever(SIZE, made)
+    assert torch.linalg.vector_norm(model) <= 4 * 0.4 * (2 * sent / 10 + radius + 2 * made.single)
+    assert np.linalg.norm(strategy.rules.control.vector(SIZE)) <= radius * (1 + 1e-6)
 
 
 def test_what_honest_clients_make_by_hand():

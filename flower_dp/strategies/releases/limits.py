@@ -9,7 +9,7 @@ from flower_dp.core import noise
 from flower_dp.core.clipping import clip_l2, l2_norms
 
 # The largest allowed ratio of a reply's norm to the largest norm of an honest reply.
-_HONEST_NORMS = 2.0
+HONEST_NORMS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,8 @@ class Limits:
         if self.clip_norm is not None:
             # Clients are not trusted to have clipped. A node's sum of n clipped vectors is at most n clip norms long.
             return np.asarray(noise.toward_zero(self._clipped(vector, clients, len(clients) * self.clip_norm), self.step))
-        if (norm := float(l2_norms(vector))) > _HONEST_NORMS * self.honest_norm(clients):
-            raise ValueError(f"update has norm {norm:.3g}: more than {_HONEST_NORMS:g} times that of any honest one")
+        if (norm := float(l2_norms(vector))) > HONEST_NORMS * self.honest_norm(clients):
+            raise ValueError(f"update has norm {norm:.3g}: more than {HONEST_NORMS:g} times that of any honest one")
         if self.honest_indicator is not None and abs(vector[-1]) > self.honest_indicator(clients):
             raise ValueError(f"indicator is {vector[-1]:.3g}: further from 0 than that of any honest update")
         return np.asarray(noise.nearest(np.asarray(vector, np.float64), self.step))

@@ -26,7 +26,7 @@ def statement_of(rules: "DPFedPAQRules", run: RunFacts) -> PrivacyStatement:
         noise=_noise_numbers(rules),
         paper=_paper(rules, run),
         sampling=f"{rules.training.sampling}: {most_replies(books)}; {each} in each",
-        assumptions=(steps.proof, *secret),
+        assumptions=(steps.proof, *secret, *rules.assumptions),
         incidents=rules.incidents,
     )
 
