@@ -14,6 +14,8 @@ from flower_dp.core.noise import noise_generator
 from flower_dp.privacy.private_file import sync_folder
 from flower_dp.privacy.selection import NumberOfRuns
 from flower_dp.running.run_folder import is_finished, write_whole
+from flower_dp.running.superlink import LaunchError
+from flower_dp.sweeps.cost import has_charges
 from flower_dp.sweeps.folder import RUNS, SweepFolder
 from flower_dp.sweeps.lanes import Ended
 from flower_dp.sweeps.plan import PlannedRun
@@ -131,8 +133,15 @@ class Drawn:
         return SweepFolder(self.path).left(left)
 
     def ended(self, ended: Ended) -> None:
-        """Keep it if a run has failed: it is not tried again. Nobody is told."""
-        if ended.status != "completed" or not is_finished(self.path / RUNS / ended.run.name):
+        """Keep it if a run has failed: it is not tried again. Nobody is told.
+
+        Raises:
+            LaunchError: it has failed before any client was asked to train: all runs end, and the same ones are made later.
+        """
+        folder = self.path / RUNS / ended.run.name
+        if ended.status != "completed" and not has_charges(folder):
+            raise LaunchError(f"a run failed before any client was asked to train: {ended.details}")
+        if ended.status != "completed" or not is_finished(folder):
             write_whole(self.path / f"{ended.run.name}.failed", b"")
 
     def failed(self, name: str) -> bool:

@@ -1,7 +1,8 @@
 """One run chosen by private results: K is drawn, K runs are made in private, and the best one alone is shown.
 
 What is drawn is kept from the start, so that an interruption can't change it: it is neither drawn again nor shown. A run that
-fails, has no score, or has charged more than was planned for it counts as worse than all others, and is never shown.
+fails, has no score, or has charged more than was planned for it counts as worse than all others, and is never shown. One that
+fails before any client is asked to train, as where Ray can't start, ends the choice with an error; it goes on with the same runs.
 """
 
 import math
@@ -139,6 +140,7 @@ class PrivateSweep:
 
         Raises:
             ValueError: if settings are refused, or the folder is that of something else; nothing was started then.
+            LaunchError: a run failed before any client was asked to train.
             Interrupted: a signal came; no process is left.
         """
         with folder.locked() as lock:

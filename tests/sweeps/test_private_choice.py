@@ -16,6 +16,7 @@ from flower_dp.privacy import selection
 from flower_dp.privacy.selection import Poisson, TruncatedNegativeBinomial
 from flower_dp.running.planned import outside_of
 from flower_dp.running.signals import Interrupted
+from flower_dp.running.superlink import LaunchError
 from flower_dp.sweeps import private_choice
 from flower_dp.sweeps.drawn import Drawn
 from flower_dp.sweeps.folder import SweepFolder
@@ -58,6 +59,8 @@ class Runs:
             score = self.scores[len(self.made)]
             self.made.append(run)
             if score == "fails":
+                (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
+                (folder / "checkpoint" / "ledger.sqlite").write_bytes(b"which may have charges")
                 place.ended(Ended(run=run, status="failed", details="for a reason", seconds=1.0))
                 continue
             statement = next(one.statement for one in self.sweep.candidates if one.run.point == run.point).to_dict()
@@ -181,6 +184,24 @@ def test_an_interrupted_choice_goes_on_with_what_was_drawn(made, capsys):
     assert [run.name for run in runs.made] == [first[3].name]
     assert [(run.point, run.seed) for run in runs.made] == [(sweep.candidates[first[3].point].run.point, first[3].seed)]
     assert (folder / "runs/chosen/model.safetensors").read_bytes() == b"0.8"
+
+
+@pytest.mark.parametrize("status", ["lost", "failed", "refused"])
+def test_a_run_that_fails_before_any_client_is_asked_ends_the_choice_loudly_and_the_same_runs_are_made_later(made, status):
+    """As where Ray can't start: else nothing was chosen, with a statement that costs nothing and an exit status of 0."""
+
+    class Unstarted(Runs):
+        def __call__(self, left, lock, at_once, place):
+            run, _, _ = left[0]
+            self.asked = [run.name for run, _, _ in left]
+            place.ended(Ended(run=run, status=status, details="Ray could not start", seconds=1.0))
+
+    first = Unstarted(made.sweep, [])
+    with pytest.raises(LaunchError, match="before any client was asked to train: Ray could not start"):
+        made([0.3, 0.5], runs=first)
+    _, folder, found = made([0.3, 0.5], again=True)
+    assert first.asked == [run.name for run in found.made]
+    assert (folder / "runs" / "chosen").is_dir()
 
 
 def test_a_choice_is_made_once(made):

@@ -5,9 +5,11 @@ between clip and noise; rounding to the lattice belongs to the clip. Selections 
 """
 
 import logging
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from array_api_compat import array_namespace
@@ -337,7 +339,9 @@ def failure(name: str, error: Exception, what: str = FAILED) -> Refusal:
         error: why it fails.
         what: has failed, in fixed words.
     """
-    log.warning("client %s: %s: %s", name, type(error).__name__, error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    log.warning("client %s: %s: %s%s", name, type(error).__name__, error, place)
     if type(error) is Declined:
         return Refusal(reason=error.reason)
     return Refusal(reason=f"{what}: {UNFIT}" if type(error) is UnfitModelError else f"{what}; {SEE_LOG}")
