@@ -54,7 +54,9 @@ class PlannedCost:
             self._epsilons = accounting.epsilon_by_round(
                 self._events, num_rounds=self._planned, delta=self._delta, relation=self._relation
             )
-        return float(self._epsilons[num_rounds])
+        bound = float(self._epsilons[num_rounds])
+        # All that were planned fit the target, as computed exactly; the bounds by round are on a coarser grid.
+        return bound if self._target is None else min(bound, self._target)
 
     def allows(self, number: int, *, ledger: Callable[[], Ledger], event: dp.DpEvent, as_planned: bool) -> bool:
         """Return whether the target allows one more round.
