@@ -56,17 +56,18 @@ class Case:
         return self.gaps.sizes
 
 
+# What is drawn most comes first.
 CASES = st.builds(
     Case,
     gaps=gaps(),
-    optimizer=st.sampled_from(["none", "momentum", "adam"]),
-    rate=st.sampled_from([0.1, 0.4]),
-    decay=st.sampled_from([0.0, 0.3, 0.5]),
-    clip_norm=st.sampled_from([0.2, 0.6, 20.0]),
-    steps=st.integers(1, 2),
+    optimizer=st.sampled_from(["adam", "momentum", "none"]),
+    rate=st.sampled_from([0.4, 0.1]),
+    decay=st.sampled_from([0.3, 0.5, 0.0]),
+    clip_norm=st.sampled_from([0.6, 20.0, 0.2]),
+    steps=st.sampled_from([2, 1]),
     batch=st.integers(1, 2),
-    pull=st.sampled_from([0.0, 0.7]),
-    option=st.integers(0, 2),
+    pull=st.sampled_from([0.7, 0.0]),
+    option=st.sampled_from([2, 0, 1]),
     cohort=st.integers(2, 3),
 )
 
@@ -384,7 +385,7 @@ def test_rounds_are_those_by_hand(method, monkeypatch):
     monkeypatch.setattr(run_checkpoints, "_SHARE", 1.0)
     pair = PAIRS[method]
 
-    @quickly(8)
+    @quickly(12)
     @given(CASES)
     def check(case: Case) -> None:
         by_hand = pair.by_hand(case)
