@@ -24,7 +24,7 @@ from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.devices import default_device
 from flower_dp.clients.training.losses import Loss
-from flower_dp.clients.training.records import on_device
+from flower_dp.clients.training.records import OnDevice
 from flower_dp.running.apps import OwnFunction, own_app
 from flower_dp.running.recorded import record_run
 from flower_dp.strategies import DPStrategy
@@ -204,7 +204,7 @@ class _Clients(Mapping[str, Records]):
     """Clients by name, whose data is read when it is first asked for."""
 
     def __init__(self, data_fn: DataFn | None, names: list[str], hosted: list[str], device: torch.device = _CPU) -> None:
-        self._data_fn, self._device = data_fn, device
+        self._data_fn, self._on_device = data_fn, OnDevice(device)
         self._indices = {name: index for index, name in enumerate(names)}
         self._hosted = dict.fromkeys(hosted)
         self._read: dict[str, Records] = {}
@@ -213,7 +213,7 @@ class _Clients(Mapping[str, Records]):
         if name not in self._hosted or self._data_fn is None:
             raise KeyError(name)
         if name not in self._read:
-            self._read[name] = on_device(as_records(self._data_fn(self._indices[name], len(self._indices))), self._device)
+            self._read[name] = self._on_device(as_records(self._data_fn(self._indices[name], len(self._indices))))
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:

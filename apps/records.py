@@ -14,7 +14,7 @@ from apps.settings import Settings
 from apps.tasks import Task
 from apps.tasks.partitions import Sampled, partition
 from flower_dp.clients import TensorRecords
-from flower_dp.clients.training.records import on_device
+from flower_dp.clients.training.records import OnDevice
 
 Config = tuple[tuple[str, Any], ...]
 
@@ -51,7 +51,7 @@ class Clients(Mapping[str, TensorRecords]):
 
     def on(self, device: torch.device) -> "Clients":
         """Return these clients with their records in a GPU's memory, if they fit."""
-        return replace(self, pool=on_device(self.pool, device))
+        return replace(self, pool=_copies(device)(self.pool))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +162,12 @@ def records_to_test_with(run: Run, config: Config) -> TensorRecords:
     return TensorRecords(
         inputs=torch.from_numpy(task.test_inputs), targets=torch.from_numpy(task.test_labels), transform=task.prepare
     )
+
+
+@lru_cache(maxsize=1)
+def _copies(device: torch.device) -> OnDevice:
+    """Return what this process keeps in a GPU's memory: the same for all nodes and runs that it hosts."""
+    return OnDevice(device)
 
 
 def _held(pool: TensorRecords, indices: np.ndarray) -> TensorRecords:

@@ -142,7 +142,7 @@ class CanaryUpdates:
             else:
                 row = torch.zeros(self.length, dtype=vector.dtype, device=vector.device)
                 row[: vector.numel()] = torch.from_numpy(update).to(vector.device)
-                yield row, torch.tensor(0.0)
+                yield row, torch.zeros((), device=vector.device)
 
 
 class CanaryClient(DPClient):

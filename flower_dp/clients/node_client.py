@@ -212,7 +212,9 @@ class NodeClient(NumPyClient):
         made = add_up(vector, self._work(vector, instruction), inline=evaluates)
         metrics = {}
         if not evaluates and instruction.report_metrics and self.policy.allow_metrics and made.losses:
-            metrics["loss"] = float(torch.stack(made.losses).to(torch.float32).nan_to_num().sum(dtype=torch.float64))
+            on = made.losses[0].device
+            losses = torch.stack([loss.to(on) for loss in made.losses]).to("cpu", torch.float32)
+            metrics["loss"] = float(losses.nan_to_num().sum(dtype=torch.float64))
             metrics |= _moments(made.norms)
         text = made.answer(instruction.clients, seeded_noise=self.noise_seed is not None, metrics=metrics)
         if self.context is not None:  # accounts were charged, and nothing is left that could fail

@@ -31,6 +31,8 @@ _LARGEST_BOUND = 2.0**127
 def l2_norms(rows: Array) -> Array:
     """Return the L2 norm of a vector, or of every row of a matrix, in float64, without overflow or underflow."""
     xp = array_namespace(rows)
+    if rows.ndim > 1 and is_torch_array(rows) and rows.device.type != "cpu":
+        rows = _aligned(rows)
     if is_torch_array(rows):
         norms = xp.linalg.vector_norm(rows, axis=-1, dtype=xp.float64)  # entry by entry, without a copy
     else:
@@ -51,6 +53,18 @@ def l2_norms(rows: Array) -> Array:
     scaled = wide / unit[..., None]
     # Only these rows: the last bits of a norm must not depend on other rows.
     return xp.where(safe, norms, unit * xp.sqrt(xp.sum(scaled * scaled, axis=-1)))
+
+
+def _aligned(rows: Array) -> Array:
+    """Return rows [n, d] in float64 with zeros behind them, so that each begins at a multiple of 128 bytes.
+
+    On a GPU the order in which a row is added up, and so the last bits of its norm, follow from where it begins in memory. They
+    must not follow from the row's place among those of other clients.
+    """
+    length = rows.shape[-1]
+    wide = rows.new_zeros((*rows.shape[:-1], length + -length % 16), dtype=array_namespace(rows).float64)
+    wide[..., :length] = rows
+    return wide
 
 
 def l1_norms(rows: Array) -> Array:

@@ -20,6 +20,12 @@ NAME = "pretend"
 _MAY_MIX = {_aten.index.Tensor, _aten.index_put_.default, _aten.copy_.default, _aten._to_copy.default}
 
 
+# These take no number of another device, where others do.
+_NEVER_MIX = {_aten.stack.default, _aten.cat.default}
+# Rows of a matrix are added up in an order that follows from where they begin in memory, if they are as long as this.
+_LONG, _ALIGNED_BYTES = 128, 32
+_REDUCTIONS = {_aten.linalg_vector_norm.default, _aten.sum.dim_IntList}
+
 # Generators on the pretend device, by the address under which an operation receives them again; it must stay theirs.
 _generators: dict[int, torch.Generator] = {}
 
@@ -123,12 +129,15 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     ours = [tensor for tensor in tensors if isinstance(tensor, Pretend)]
     target = kwargs.get("device")
     stays = bool(ours) if target is None else torch.device(target).type == NAME
-    if ours and func not in _MAY_MIX and any(tensor.ndim for tensor in tensors if not isinstance(tensor, Pretend)):
+    strict = func in _NEVER_MIX
+    if ours and func not in _MAY_MIX and any(strict or tensor.ndim for tensor in tensors if not isinstance(tensor, Pretend)):
         raise RuntimeError(f"Expected all tensors to be on the same device, in {func}")
     for leaf in leaves:
         if isinstance(leaf, torch._C.Generator) and (leaf._cdata in _generators) != stays:
             raise RuntimeError(f"Expected a generator of the tensor's device, in {func}")
     _count(func, ours, stays=stays)
+    if ours and func in _REDUCTIONS:
+        _count_by_place(tree_map(_inner, args[0]))
     written = kwargs.get("out", args[0] if args else None)
     if target is not None:
         kwargs["device"] = torch.device("cpu")
@@ -152,6 +161,12 @@ def _count(func: Any, ours: list[Any], *, stays: bool) -> None:
     if func is _aten.copy_.default:
         leaves = len(ours) == 1
     Pretend.counted["to the CPU" if leaves else "views" if is_view else func._schema.name.partition("::")[2]] += 1
+
+
+def _count_by_place(tensor: torch.Tensor) -> None:
+    long = tensor.ndim == 2 and len(tensor) > 1 and tensor.shape[1] >= _LONG
+    if long and tensor.stride(0) * tensor.element_size() % _ALIGNED_BYTES:
+        Pretend.counted["sums whose order follows from the place"] += 1
 
 
 def _draws(func: Any) -> bool:

@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import subprocess
+import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +17,7 @@ from flwr.app import Context, RecordDict
 from torch import Tensor, nn
 
 from flower_dp.clients import (
+    ClientPolicy,
     DatasetRecords,
     DPClient,
     FedSGDDPCRecipe,
@@ -22,6 +26,7 @@ from flower_dp.clients import (
     ProximalTerm,
     TensorRecords,
     Training,
+    as_records,
     client_app,
     fix_batchnorm,
     local_updates,
@@ -33,7 +38,7 @@ from flower_dp.clients.training import devices
 from flower_dp.clients.training.base import base_hash
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines import ENGINES, num_slots
-from flower_dp.clients.training.records import on_device
+from flower_dp.clients.training.records import OnDevice
 from flower_dp.core.clipping import l2_norms
 from flower_dp.core.noise import lattice_step, noise_generator
 from flower_dp.core.sampling import FullSampling
@@ -319,7 +324,7 @@ def test_rows_of_different_lengths_are_clipped_alone() -> None:
     assert [float(l2_norms(reply.row.cpu())) <= 1 for reply in found] == [True, True]
 
 
-def test_rows_are_clipped_together_by_the_batched_engine_alone() -> None:
+def test_rows_are_clipped_together_by_the_batched_engine_alone(monkeypatch: Any) -> None:
     """And by no device that has one client: it would clip rows that nobody has."""
     from flower_dp.clients.reply.updates import TrainedUpdates
 
@@ -329,6 +334,8 @@ def test_rows_are_clipped_together_by_the_batched_engine_alone() -> None:
         return TrainedUpdates(training=training, model=model, server_round=1, engine=engine, group_size=7).rows_together
 
     assert [size("batched", DEVICE), size("one_by_one", DEVICE), size("batched", "cpu")] == [8, 1, 1]
+    monkeypatch.setattr(devices, "_SINGLE_PRECISION", frozenset({pretend.NAME}))
+    assert size("batched", DEVICE) == 1  # rows are clipped on the CPU then
 
 
 # Groups
@@ -344,26 +351,165 @@ def test_a_group_has_as_many_clients_as_are_asked_for_and_fit(num_parameters: in
     assert num_slots(num_parameters, torch.device("cpu"), group_size) == num_slots(num_parameters, torch.device("cpu"))
 
 
-def test_a_group_that_does_not_fit_into_memory_is_halved_in_the_next_round(caplog: Any, monkeypatch: Any) -> None:
+def limited(monkeypatch: Any, fits: Callable[[Any], bool]) -> list[int]:
+    """Let steps of programs run out of memory unless they fit; return the sizes of groups that were tried."""
     from flower_dp.clients.training.engines import program
 
     stage, sizes = program.Program._stage, []
 
-    def limited(self: Any, batches: Any) -> None:
+    def tried(self: Any, batches: Any) -> None:
         sizes.append(self._num_slots)
-        if self._num_slots > 4:
+        if not fits(self):
             raise torch.OutOfMemoryError("out of memory")
         stage(self, batches)
 
-    monkeypatch.setattr(program.Program, "_stage", limited)
-    model, clients = FlatModel(convolutions(), DEVICE), [images(6, seed) for seed in range(3)]
-    arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [0, 1, 2], "engine": "batched", "group_size": 16}
+    monkeypatch.setattr(program.Program, "_stage", tried)
+    return sizes
+
+
+def rounds_of(model: FlatModel, clients: list[Any], number: int) -> list[list[Any]]:
+    arguments: dict[str, Any] = {"model": model, "server_round": 1, "engine": "batched", "group_size": 16}
     start = model.vector.clone()
-    rounds = [[row.cpu() for row in local_updates(start, clients, RECIPE, **arguments)] for _ in range(3)]
+    seeds = list(range(len(clients)))
+    return [list(local_updates(start, clients, RECIPE, seeds=seeds, **arguments)) for _ in range(number)]
+
+
+def test_a_group_that_does_not_fit_into_memory_is_halved(caplog: Any, monkeypatch: Any) -> None:
+    sizes = limited(monkeypatch, lambda program: program._num_slots <= 4)
+    first, *others = rounds_of(FlatModel(convolutions(), DEVICE), [images(6, seed) for seed in range(3)], 3)
     assert list(dict.fromkeys(sizes)) == [16, 8, 4]
     assert caplog.text.count("do not fit into memory") == 2
-    for rows in rounds[1:]:
-        torch.testing.assert_close(rows, rounds[0], atol=1e-5, rtol=1e-4)
+    for rows in others:
+        torch.testing.assert_close([row.cpu() for row in rows], [row.cpu() for row in first], atol=1e-5, rtol=1e-4)
+
+
+def test_memory_that_ends_in_the_middle_loses_no_client_and_holds_nothing(monkeypatch: Any) -> None:
+    """Some clients have ended then. The others train alone, when what has failed is gone."""
+    from flower_dp.clients.training.engines import batched, program
+
+    clients = [flat(6, 1), flat(12, 2), flat(30, 3)]
+    (expected,) = rounds_of(FlatModel(Wide(), DEVICE), clients, 1)
+    model = FlatModel(Wide(), DEVICE)
+    start = model.vector.clone()
+    rounds_of(model, clients[:1], 1)  # its program is proved
+    model.vector.copy_(start)
+    made: list[Any] = []
+    train, alone = program.Program._step, batched.train_one
+
+    def step(self: Any, start: Tensor, size: float) -> Tensor:
+        made.append(weakref.ref(self))
+        if len(made) > 5:  # the first client has taken all of its 4 steps then
+            raise torch.OutOfMemoryError("out of memory")
+        return train(self, start, size)
+
+    def one(*arguments: Any, **named: Any) -> Any:
+        assert not any(program() for program in made)
+        return alone(*arguments, **named)
+
+    monkeypatch.setattr(program.Program, "_step", step)
+    monkeypatch.setattr(batched, "train_one", one)
+    (rows,) = rounds_of(model, clients, 1)
+    torch.testing.assert_close([row.cpu() for row in rows], [row.cpu() for row in expected], atol=1e-5, rtol=1e-4)
+
+
+def flat(num_records: int, seed: int, width: int = 8) -> TensorRecords:
+    rng = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num_records, width, generator=rng)
+    return TensorRecords(inputs=inputs, targets=torch.randint(3, (num_records,), generator=rng))
+
+
+class Wide(nn.Module):
+    """Takes records of any length, of which it looks at the first 8 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs[:, :8])
+        return outputs
+
+
+def test_clients_with_other_records_that_do_not_fit_change_no_bit_of_a_row(monkeypatch: Any) -> None:
+    """Neither in the round in which memory ends, nor later: only the size of their own groups changes."""
+    limited(monkeypatch, lambda program: program._inputs.shape[-1] < 100)
+    clients = [flat(6, 1), flat(9, 2), flat(12, 3)]
+    expected = rounds_of(FlatModel(Wide(), DEVICE), clients, 2)
+    found = rounds_of(FlatModel(Wide(), DEVICE), [*clients, flat(6, 4, width=100)], 2)
+    for rows, others in zip(found, expected, strict=True):
+        assert isinstance(rows[3], Tensor)
+        assert all(torch.equal(row.cpu(), other.cpu()) for row, other in zip(rows[:3], others, strict=True))
+
+
+def test_clients_with_other_records_that_do_not_fit_change_no_size_of_a_group(monkeypatch: Any) -> None:
+    sizes = limited(monkeypatch, lambda program: program._inputs.shape[-1] < 100)
+    model, wide = FlatModel(Wide(), DEVICE), flat(6, 4, width=100)
+    rounds_of(model, [flat(6, 1), wide], 1)
+    del sizes[:]
+    rounds_of(model, [flat(6, 1)], 1)
+    assert set(sizes) == {16}
+
+
+@pytest.mark.parametrize("read", ["first", "later"])
+def test_memory_that_ends_while_records_are_read_is_no_clients_fault(read: str) -> None:
+    """The client trains alone, when what others have read is gone."""
+
+    class Large(TensorRecords):
+        reads = 0
+
+        def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+            Large.reads += 1
+            if Large.reads == (1 if read == "first" else 2):
+                raise torch.OutOfMemoryError("out of memory")
+            return super().batch(positions, device)
+
+    inner = flat(600, 1)
+    clients = [flat(6, 2), Large(inputs=inner.inputs, targets=inner.targets)]
+    (rows,) = rounds_of(FlatModel(nn.Linear(8, 3), DEVICE), clients, 1)
+    assert all(isinstance(row, Tensor) for row in rows)
+    assert Large.reads > 3
+
+
+# Where rows begin in memory
+
+
+def test_no_sum_over_a_row_is_in_an_order_that_follows_from_its_place() -> None:
+    """On a GPU the order follows from where a row begins, and the place from which other clients take part and who fails."""
+    length = 135
+    rows = [torch.randn(length, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+    Pretend.counted.clear()
+    (rows[0].to(DEVICE)[None].expand(3, -1).contiguous()).norm(dim=1)
+    assert Pretend.counted.pop("sums whose order follows from the place") == 1  # the device notices
+    train = Rows([row.to(DEVICE) for row in rows], 4)
+    jobs = [Job(name=f"c{place}", records=[], seed=0, secret=noise_generator, measured=True) for place in range(5)]
+    for asked in ({}, {"indicator": Indicator(clip_norm=0.8, scale=0.4), "clip_norm": math.hypot(0.8, 0.2)}):
+        made_of = pipeline(made(size=length, **asked), train=train, length=length)
+        assert all(isinstance(reply, Reply) for reply in made_of.replies(torch.zeros(length).to(DEVICE), jobs))
+    training = replace(RECIPE, batch_size=13)
+    rows_of(
+        nn.Sequential(nn.Flatten(), nn.Linear(72, 3), nn.GroupNorm(1, 3), nn.Linear(3, 45)),
+        [images(30, 1)],
+        DEVICE,
+        "batched",
+        training,
+    )
+    assert not Pretend.counted["sums whose order follows from the place"]
+
+
+def test_a_transform_gets_rows_in_memory_of_the_clients_own() -> None:
+    """The last bits of what it computes may follow from where they begin."""
+    offsets = []
+
+    def seen(raw: Tensor) -> Tensor:
+        offsets.append(raw.storage_offset())
+        return raw.float() / 255
+
+    own = replace(images(9, 1), transform=seen)
+    clients = [replace(own, indices=torch.arange(first, first + 5)) for first in (0, 8, 30)]
+    rows_of(convolutions(), clients, DEVICE, "batched")
+    assert len(offsets) > 3
+    assert not any(offsets)
 
 
 # What is drawn
@@ -379,6 +525,15 @@ def test_dropout_on_it_follows_the_clients_own_seed_alone(engine: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(together, rows_of(dropping(), [first, second], DEVICE, engine), strict=True))
     (other,) = rows_of(dropping(), [first], DEVICE, engine)
     assert torch.equal(other, together[0])
+
+
+def test_what_a_transform_draws_follows_from_its_clients_own_seed() -> None:
+    """Also where the records of all clients are read with one lookup."""
+    own = replace(images(9, 1), transform=lambda raw: raw.float() / 255 + torch.rand(raw.shape, device=raw.device))
+    first, second = (replace(own, indices=torch.arange(first, first + 6)) for first in (0, 8))
+    both = rows_of(convolutions(), [first, second], DEVICE, "batched")
+    (alone,) = rows_of(convolutions(), [first], DEVICE, "batched")
+    assert torch.equal(both[0], alone)
 
 
 @pytest.mark.parametrize("device", [DEVICE, torch.device(pretend.NAME)], ids=str)
@@ -472,19 +627,44 @@ def test_a_row_that_does_not_exist_is_refused_before_the_device_is_asked(rows: l
 
 
 def test_records_that_fit_are_kept_on_it_and_others_stay_where_they_are(monkeypatch: Any) -> None:
-    own = images(9, 1)
-    kept = on_device(own, DEVICE)
-    assert {kept.inputs.device, kept.targets.device} == {DEVICE}
-    assert kept.indices is own.indices  # whether a row exists is asked on the CPU
-    named = on_device(texts(), DEVICE)
-    assert {value.device for value in named.inputs.values()} == {DEVICE}
+    own, other = images(9, 1), images(9, 2)
     size = own.inputs.nbytes + own.targets.nbytes
-    for free, moves in ((8 * size, True), (8 * size - 1, False)):
+    for free, moves in ((16 * size, [True, True]), (16 * size - 1, [True, False]), (8 * size - 1, [False, False])):
         monkeypatch.setattr(pretend._Module, "mem_get_info", lambda *_, free=free: (free, 2**32))
-        assert (on_device(own, DEVICE) is not own) == moves
-    assert on_device(own, torch.device("cpu")) is own
-    pairs = DatasetRecords(dataset=[])
-    assert on_device(pairs, DEVICE) is pairs
+        keep = OnDevice(DEVICE)
+        kept = [keep(one) for one in (own, other)]
+        assert [one.inputs.device == one.targets.device == DEVICE for one in kept] == moves  # all of them have one limit
+        assert kept[0].indices is own.indices  # whether a row exists is asked on the CPU
+        assert torch.equal(kept[0].inputs.cpu(), own.inputs)
+    named = OnDevice(DEVICE)(texts())
+    assert {value.device for value in named.inputs.values()} == {DEVICE}
+    assert OnDevice(torch.device("cpu"))(own) is own
+
+    class Own(TensorRecords):
+        """A class that may read anything in its own way."""
+
+    for others in (DatasetRecords(dataset=[]), Own(inputs=own.inputs, targets=own.targets)):
+        assert OnDevice(DEVICE)(others) is others
+
+
+def test_tensors_that_clients_share_are_moved_once() -> None:
+    """Also where each client wraps the same array anew."""
+    inputs, targets = np.zeros((9, 4), np.float32), np.zeros(9, np.int64)
+    keep = OnDevice(DEVICE)
+    first, second = (keep(as_records((inputs, targets))) for _ in range(2))
+    assert first.inputs is second.inputs
+    assert first.targets is second.targets
+    apart = keep(as_records((inputs.copy(), targets)))
+    assert apart.inputs is not first.inputs
+
+
+def test_an_app_of_ones_own_keeps_the_records_of_its_clients_on_it(monkeypatch: Any) -> None:
+    from apps import own_model
+
+    inputs, targets = np.zeros((9, 4), np.float32), np.zeros(9, np.int64)
+    clients = own_model._Clients(lambda client, number: (inputs, targets), ["a", "b"], ["a", "b"], DEVICE)
+    assert clients["a"].inputs is clients["b"].inputs
+    assert clients["a"].inputs.device == DEVICE
 
 
 # Models
@@ -609,3 +789,50 @@ def test_all_that_a_client_computes_is_in_that_context(monkeypatch: Any) -> None
         run_of(method, Words(num_rounds=1), replace(SMALL, model=lambda: nn.Sequential(Watched(6, 3, bias=False))))
     assert len(seen) > 20
     assert all(seen)
+
+
+def test_the_newer_switches_of_torch_end_nothing() -> None:
+    """In a process of its own: torch keeps them."""
+    code = """
+import torch
+from flower_dp.clients.training.devices import reproducible
+torch.backends.{switch} = "ieee"
+with reproducible(torch.device("cuda")), reproducible(torch.device("cuda")):
+    assert torch.backends.cudnn.deterministic
+    assert torch.backends.{switch} == "ieee"
+assert not torch.backends.cudnn.deterministic
+assert torch.backends.{switch} == "ieee"
+"""
+    if not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("an older torch")
+    for switch in ("fp32_precision", "cudnn.fp32_precision", "cudnn.conv.fp32_precision"):
+        subprocess.run([sys.executable, "-c", code.format(switch=switch)], check=True)
+
+
+@pytest.mark.usefixtures("without_float64")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_metrics_of_clients_are_told_without_float64(engine: str) -> None:
+    clients = {f"c{index}": records(f"c{index}", 8) for index in range(2)}
+    client = DPClient(
+        model=linear(),
+        clients=clients,
+        training=Training(learning_rate=0.1),
+        policy=ClientPolicy(allow_metrics=True),
+        device=DEVICE,
+        engine=engine,
+    )
+    sampling = FullSampling()
+    strategy = DPFedAvg(
+        clip_norm=0.5, noise_multiplier=1.0, sampling=sampling, num_clients=2, delta=1e-3, report_client_metrics=True
+    )
+    strategy.start(LocalGrid(client_app(lambda _: client), 1), model_arrays(linear()), num_rounds=2)
+    assert [report.replies for report in strategy.rounds] == [2, 2]
+
+
+def test_an_error_that_is_its_own_cause_ends_the_search_for_the_first(caplog: Any) -> None:
+    from flower_dp.clients.training.dry_run import _log_cause
+
+    error = RuntimeError("of itself")
+    error.__cause__ = error
+    _log_cause("a step", error)
+    assert "first cause: a step fails: RuntimeError: of itself" in caplog.text

@@ -84,7 +84,10 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     """
     sums = []
     for tensor in tensors:
-        octets = tensor.detach().contiguous().flatten().view(torch.uint8)
+        flat = tensor.detach().contiguous().flatten()
+        if flat.storage_offset() * flat.element_size() % 8:
+            flat = flat.clone()
+        octets = flat.view(torch.uint8)
         whole = len(octets) // 8 * 8
         sums += [octets[:whole].view(torch.int64).sum(), octets[whole:].sum()]
     return torch.stack(sums) if sums else torch.zeros(0)

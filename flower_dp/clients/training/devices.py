@@ -1,7 +1,7 @@
 """Devices: where a model is trained, and what differs between a CPU and a GPU."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,6 +57,12 @@ def free_memory(device: torch.device) -> int:
     return 0 if told is None else int(told(device)[0])
 
 
+def release_memory(device: torch.device) -> None:
+    """Give back what an accelerator's allocator keeps of memory that nobody uses."""
+    if empty := getattr(torch.get_device_module(device), "empty_cache", None):
+        empty()
+
+
 def total_memory(device: torch.device) -> int:
     """Return the bytes of an accelerator's memory; of one that does not say, 4 GiB."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
@@ -99,17 +105,32 @@ def select_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor.index_select(0, rows.to(tensor.device))
 
 
-def reproducible(device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which all of a client's work is computed: on a GPU, deterministic convolutions without TF32.
+@contextmanager
+def reproducible(device: torch.device) -> Iterator[None]:
+    """Give the context in which all of a client's work is computed: on a GPU, deterministic convolutions without TF32.
 
     TF32 keeps 10 bits of a float32. torch allows it in convolutions by default and in matrix products on request. Here both take
-    it on request only: `torch.set_float32_matmul_precision("high")`.
+    it on request only: `torch.set_float32_matmul_precision("high")`. Whoever has set it by torch's newer switches alone
+    (`torch.backends.cudnn.conv.fp32_precision`) has what they say.
     """
     if device.type != "cuda":
-        return nullcontext()
-    return torch.backends.cudnn.flags(
-        enabled=torch.backends.cudnn.enabled, deterministic=True, benchmark=False, allow_tf32=_wants_tf32()
-    )
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    try:
+        allowed = cudnn.allow_tf32
+    except RuntimeError:  # by the newer switches
+        allowed = None
+    try:
+        cudnn.deterministic, cudnn.benchmark = True, False
+        if allowed is not None:
+            cudnn.allow_tf32 = _wants_tf32()
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = before
+        if allowed is not None:
+            cudnn.allow_tf32 = allowed
 
 
 def _wants_tf32() -> bool:

@@ -290,8 +290,9 @@ def _example(records: Records, device: torch.device, *, public: bool) -> _Batch 
 
 def _log_cause(what: str, error: BaseException) -> None:
     """Log in one line why made-up records can't be computed, and below it the traceback; each once in a process."""
-    while (earlier := error.__cause__) is not None:
-        error = earlier
+    seen = {id(error)}  # a cause may be the error itself
+    while (earlier := error.__cause__) is not None and id(earlier) not in seen:
+        seen.add(id(error := earlier))
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = checks.one_line(f"{type(error).__name__}: {error}", most=_MOST_OF_CAUSE)

@@ -55,7 +55,7 @@ class FlatModel:
         # Of `findings_of`, where no other model is known to be alike.
         self.findings: Any = None
         # Complex buffers, such as the tables of rotary embeddings, stay complex.
-        self.module = module.to(device or torch.device("cpu")).float()
+        self.module = module.float().to(device or torch.device("cpu"))
         named = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         self.layout = Layout.of({name: parameter.detach() for name, parameter in named.items()})
         self.parameters: list[Tensor] = list(named.values())

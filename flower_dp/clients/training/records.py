@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from flower_dp.clients.training.devices import free_memory, is_accelerator, select_rows
 
-# The part of a GPU's free memory that one client's tensors may take, or those that all clients share.
+# The part of a GPU's free memory that the tensors of a node's clients may take.
 _PART_OF_FREE_MEMORY = 8
 # A model's inputs, one row per record: a tensor, or tensors by the names of the model's arguments.
 Inputs = Tensor | Mapping[str, Tensor]
@@ -176,17 +176,45 @@ class TensorRecords:
         return (inputs if self.transform is None else self.transform(inputs)), targets
 
 
-def on_device(records: "Records", device: torch.device) -> Any:
-    """Return records whose tensors are in a GPU's memory, if they are `TensorRecords` and small against what is free there.
+class OnDevice:
+    """Puts the tensors of `TensorRecords` into a GPU's memory, each once, while all together are small against what was free.
 
-    Others are returned as they are, and copied batch by batch.
+    Other records, and those that do not fit, are returned as they are, and are copied batch by batch.
+
+    Args:
+        device: the GPU; on a CPU nothing is moved.
     """
-    if type(records) is not TensorRecords or not is_accelerator(device):
-        return records
-    tensors = [records.targets, *([records.inputs] if isinstance(records.inputs, Tensor) else records.inputs.values())]
-    if sum(one.nbytes for one in tensors if one.device.type != device.type) > free_memory(device) // _PART_OF_FREE_MEMORY:
-        return records
-    return replace(records, inputs=each(records.inputs, lambda tensor: tensor.to(device)), targets=records.targets.to(device))
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._left: int | None = None
+        # The tensor that was moved is kept as well: its place in memory, by which it is known, stays its own.
+        self._moved: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, records: "Records") -> Any:
+        """Return records with their tensors on the device; which rows are a client's stays on the CPU."""
+        if type(records) is not TensorRecords or not is_accelerator(self._device):  # a subclass may do anything
+            return records
+        tensors = [records.targets, *([records.inputs] if isinstance(records.inputs, Tensor) else records.inputs.values())]
+        if self._left is None:
+            self._left = free_memory(self._device) // _PART_OF_FREE_MEMORY
+        needed = sum(one.nbytes for one in tensors if one.device.type == "cpu" and _place(one) not in self._moved)
+        if needed > self._left:
+            return records
+        self._left -= needed
+        return replace(records, inputs=each(records.inputs, self._there), targets=self._there(records.targets))
+
+    def _there(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        place = _place(tensor)
+        if place not in self._moved:
+            self._moved[place] = tensor, tensor.to(self._device)
+        return self._moved[place][1]
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def rows_of_all(asked: Mapping[Any, tuple["Records", Tensor]], device: torch.device) -> dict[Any, tuple[Any, Tensor]]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flower_dp.clients.training.devices import is_accelerator, total_memory
+from flower_dp.clients.training.devices import is_accelerator, release_memory, total_memory
 from flower_dp.clients.training.engines.feed import Feed, Kind, MixedRecordsError
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one
 from flower_dp.clients.training.engines.program import Program, UnevenLossError
@@ -30,9 +30,8 @@ _PART_OF_GPU = 64
 _WAITING_FLOATS = 2**20
 # The largest distance between the two engines' updates of made-up records, relative to the norm.
 _TOLERANCE = 1e-3
-# Key of the largest number of slots for which memory was enough, where more were tried.
+# In the key, beside a kind of record, of the largest number of slots for which memory was enough, where more were tried.
 _FITTING = "slots that fit"
-_MANY = 2**62
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -57,8 +56,7 @@ def train_batched(
     not fit into memory. What is known before any record is read is logged, once for a model, a recipe and a kind of record. The
     choice depends on the model, the recipe, the device and the client's own records, never on other clients.
     """
-    slots = min(num_slots(model.layout.size, model.device, group_size), model.programs.get(_FITTING, _MANY))
-    trainer = _Trainer(vector, training, model, server_round, slots)
+    trainer = _Trainer(vector, training, model, server_round, num_slots(model.layout.size, model.device, group_size))
     window = trainer.num_slots * max(1, _WAITING_FLOATS // max(1, model.layout.size * trainer.num_slots))
     for start in range(0, len(clients), window):
         yield from trainer.train(clients[start : start + window], seeds[start : start + window])
@@ -106,29 +104,48 @@ class _Trainer:
     ) -> Iterator[tuple[int, Trained]]:
         """Yield the results of the clients with these indices, each with its index."""
         kinds: dict[Kind, dict[int, Feed]] = {}
+        starved: list[int] = []
         for index, feed in self._feeds(group, clients, seeds):
             if isinstance(feed, Feed):
                 kinds.setdefault(feed.kind, {})[index] = feed
+            elif isinstance(feed, torch.OutOfMemoryError):  # what others have read is in memory as well
+                starved.append(index)
             else:
                 yield index, feed
-        for kind, feeds in kinds.items():
-            program, places, left = self._program(kind), list(feeds), set(feeds)
-            if program is None:
-                yield from ((index, self._alone(clients[index], seeds[index])) for index in places)
-                continue
-            try:
-                for slot, trained in program.train(list(feeds.values()), self._vector, self._training.step_size(self._round)):
-                    index = places[slot]
-                    left.remove(index)
-                    alone = isinstance(trained, MixedRecordsError | UnevenLossError)
-                    yield index, self._alone(clients[index], seeds[index]) if alone else trained
-            except torch.OutOfMemoryError:  # no client's fault
-                self._use_less_memory()
-                yield from ((index, self._alone(clients[index], seeds[index])) for index in sorted(left))
-            except Exception as error:
-                # One client's records make a step fail. To find out which, train each client in a group alone.
-                for index in sorted(left):
-                    yield from [(index, error)] if len(feeds) == 1 else self._train_group([index], clients, seeds)
+        while kinds:
+            kind, feeds = kinds.popitem()
+            while feeds:
+                some = [feeds.popitem() for _ in range(min(self._slots(kind), len(feeds)))]
+                yield from self._train_kind(kind, dict(reversed(some)), clients, seeds)
+        yield from ((index, self._alone(clients[index], seeds[index])) for index in starved)
+
+    def _train_kind(
+        self, kind: Kind, feeds: dict[int, Feed], clients: Sequence[Records], seeds: Sequence[int]
+    ) -> Iterator[tuple[int, Trained]]:
+        """Yield the results of clients whose records are of one kind, and who fit into one group, each with its index."""
+        program, places, left = self._program(kind), list(feeds), set(feeds)
+        if program is None:
+            yield from ((index, self._alone(clients[index], seeds[index])) for index in places)
+            return
+        failed: Exception | None = None
+        try:
+            for slot, trained in program.train(list(feeds.values()), self._vector, self._training.step_size(self._round)):
+                index = places[slot]
+                left.remove(index)
+                alone = isinstance(trained, MixedRecordsError | UnevenLossError)
+                yield index, self._alone(clients[index], seeds[index]) if alone else trained
+        except Exception as error:
+            failed = error.with_traceback(None)  # which holds the memory of all that has failed
+        if isinstance(failed, torch.OutOfMemoryError):  # no client's fault
+            self._use_less_memory(kind)
+            program = None
+            feeds.clear()
+            release_memory(self._model.device)
+            yield from ((index, self._alone(clients[index], seeds[index])) for index in sorted(left))
+        elif failed is not None:
+            # One client's records make a step fail. To find out which, train each client in a group alone.
+            for index in sorted(left):
+                yield from [(index, failed)] if len(places) == 1 else self._train_group([index], clients, seeds)
 
     def _feeds(
         self, group: Sequence[int], clients: Sequence[Records], seeds: Sequence[int]
@@ -159,27 +176,40 @@ class _Trainer:
     def _alone(self, records: Records, seed: int) -> Trained:
         return train_one(self._vector, records, self._training, model=self._model, server_round=self._round, seed=seed)
 
+    def _slots(self, kind: Kind) -> int:
+        """Return how many clients with records of a kind are in a group."""
+        fitting: int = self._model.programs.get((_FITTING, kind), self.num_slots)
+        return min(fitting, self.num_slots)
+
     def _program(self, kind: Kind) -> Program | None:
         """Return the program for a kind of record, or None if clients are trained one by one."""
-        key = (self._training, kind, self._threads, self.num_slots)
+        key = (self._training, kind, self._threads, self._slots(kind))
         if key not in self._model.programs:
             try:
                 self._model.programs[key] = self._proven(kind)
             except Exception as error:
                 log.warning("engine batched: clients train one by one: %s: %s", type(error).__name__, error)
                 self._model.programs[key] = None
-                if isinstance(error, torch.OutOfMemoryError):
-                    self._use_less_memory()
+                starved = isinstance(error, torch.OutOfMemoryError)
+            else:
+                starved = False
+            if starved:
+                self._use_less_memory(kind)
+                release_memory(self._model.device)
+                return None
         program: Program | None = self._model.programs[key]
         return program
 
-    def _use_less_memory(self) -> None:
-        """Make the groups of later rounds half as large; clients of this one train one by one."""
-        half = max(2, self.num_slots // 4 * 2)
-        log.warning("engine batched: groups of %s clients do not fit into memory: the next round tries %s", self.num_slots, half)
-        for key in [key for key in self._model.programs if key != _FITTING and key[-1] == self.num_slots]:
-            self._model.programs[key] = None
-        self._model.programs[_FITTING] = half
+    def _use_less_memory(self, kind: Kind) -> None:
+        """Make the groups of clients with records of a kind half as large from now on.
+
+        Clients with records of another kind are trained as before: a client must change nothing for others.
+        """
+        slots = self._slots(kind)
+        half = max(2, slots // 4 * 2)
+        log.warning("engine batched: groups of %s clients do not fit into memory: from now on they have %s", slots, half)
+        self._model.programs[self._training, kind, self._threads, slots] = None
+        self._model.programs[_FITTING, kind] = half
 
     def _proven(self, kind: Kind) -> Program:
         """Return a program that trains made-up records as `one_by_one` does, with the same bits in every slot.
@@ -189,11 +219,12 @@ class _Trainer:
         """
         if self._training.optimizer != "sgd":
             raise UnfitRecipeError(f"optimizer={self._training.optimizer!r}")
+        slots = self._slots(kind)
         # Matrix products slot by slot only where they need it.
         for sliced in (False, True):
-            program = Program(self._model, self._training, kind, self.num_slots, sliced=sliced)
+            program = Program(self._model, self._training, kind, slots, sliced=sliced)
             own, other = (_made_up(kind, self._training.batch_size, self._model.device, seed) for seed in (1, 2))
-            layouts = [[own] * self.num_slots, [own, other] * (self.num_slots // 2), [other, own] * (self.num_slots // 2)]
+            layouts = [[own] * slots, [own, other] * (slots // 2), [other, own] * (slots // 2)]
             trained = [self._tried(program, layout) for layout in layouts]
             pairs = [pair for layout, rows in zip(layouts, trained, strict=True) for pair in zip(layout, rows, strict=True)]
             rows = [row for records, row in pairs if records is own]

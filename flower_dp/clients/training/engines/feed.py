@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.recipe import Training
-from flower_dp.clients.training.records import Inputs, Records, num_rows
+from flower_dp.clients.training.records import Inputs, Records, each, num_rows
 
 # Inputs and targets of a step, [records, ...] each.
 Batch = tuple[Any, Tensor]
@@ -82,8 +82,10 @@ class Feed:
         elif (transform := self._records.transform) is None:  # type: ignore[attr-defined]
             first = rows
         else:
+            # Rows that begin where those of another client end might be transformed to other last bits.
+            own = each(rows[0], lambda tensor: tensor.clone())
             with self._draws:
-                first = transform(rows[0]), rows[1]
+                first = transform(own), rows[1]
         self.kind = Kind.of(*first)
         self._batches = self._all(first)
         return self

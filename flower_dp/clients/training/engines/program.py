@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
-from flower_dp.clients.training.devices import reproducible
+from flower_dp.clients.training.devices import is_accelerator, reproducible
 from flower_dp.clients.training.engines.feed import Batch, Kind
 from flower_dp.clients.training.engines.one_by_one import Trained
 from flower_dp.clients.training.engines.trace import LAYOUT, traced
@@ -136,6 +136,8 @@ class Program:
                     batches[slot] = next(feed)
                 except StopIteration:
                     finished.append(slot)
+                except torch.OutOfMemoryError:  # no client's fault
+                    raise
                 except Exception as error:
                     del training[slot]
                     yield slot, error
@@ -249,10 +251,15 @@ def _vectors(model: FlatModel, num_slots: int) -> Tensor:
 def _norms(gradient: Gradient) -> Tensor:
     """Return the norm of every slot's gradient [slots]; of a product A B, by ||A B||^2 = sum of A^T A * B B^T, without it."""
     if isinstance(gradient, Tensor):
-        norms: Tensor = torch.linalg.vector_norm(gradient[:, None].flatten(1), dim=1)
+        norms: Tensor = torch.linalg.vector_norm(_apart(gradient[:, None].flatten(1)), dim=1)
         return norms
     one, other = gradient
-    return (torch.bmm(one.mT, one) * torch.bmm(other, other.mT)).flatten(1).sum(1).clamp(min=0).sqrt()
+    return _apart((torch.bmm(one.mT, one) * torch.bmm(other, other.mT)).flatten(1)).sum(1).clamp(min=0).sqrt()
+
+
+def _apart(rows: Tensor) -> Tensor:
+    """Return rows [slots, d] that a GPU adds up in one order: the order follows from where a row begins in memory."""
+    return _aligned(rows) if is_accelerator(rows.device) else rows
 
 
 def _multiplied(gradients: list[Gradient]) -> list[Tensor]:
