@@ -142,7 +142,9 @@ def told_of_a_whole_run(method: Method) -> dict[str, Any]:
 def told(strategy: Any) -> dict[str, Any]:
     """The statement, without what happened and what came of it."""
     said = strategy.statement.to_dict()
-    said["assumptions"] = [line for line in said["assumptions"] if "was chosen out of" not in line]
+    # How far a client that lies moves the model is told in numbers once a round was finished.
+    lines = [line.partition(": in a round")[0] for line in said["assumptions"]]
+    said["assumptions"] = [line for line in lines if "was chosen out of" not in line]
     return {name: value for name, value in said.items() if name not in ("incidents", "missing")}
 
 

@@ -181,6 +181,7 @@ class OnLedger:
         try:
             self.run = run or self._ledger.begin_run(method=method, delta=delta, private=private)
             own = self.charges({}) if run else ()
+            self._numbers = dict(Counter(charge.release for _, charge in own))
             if not all(one.private is private for one in self._ledger.runs if one.name == run):
                 began = (
                     "without one: it goes on so" if not private else "with a fixed one, and is not private: it goes on with one"
@@ -204,11 +205,12 @@ class OnLedger:
         if self.memory is not None:
             self.memory.count(charge, self.run)
         self._ledger.charge(self.run, charge, server_round)
+        self._numbers[charge.release] = charge.number
 
     def check_state(self, numbers: Mapping[str, int]) -> None:
-        """Refuse a state with other charges than the run has on the ledger."""
-        if beyond := self.charges(numbers):
-            raise _other_state(Counter(numbers) + Counter(charge.release for _, charge in beyond), numbers)
+        """Refuse a state with other charges than the run has on the ledger, also after that was closed."""
+        if any(self._numbers.get(name, 0) != number for name, number in numbers.items()):
+            raise _other_state(self._numbers, numbers)
 
     def charges(self, beyond: Mapping[str, int]) -> tuple[tuple[int, Charge], ...]:
         """Return what the run was charged with beyond so many charges of each release, with the rounds.
@@ -235,9 +237,10 @@ class OnLedger:
 
 
 def _other_state(own: Mapping[str, int], numbers: Mapping[str, int]) -> LedgerError:
-    charged, has = (", ".join(f"{number} x {name}" for name, number in one.items() if number) for one in (own, numbers))
+    told = (", ".join(f"{number} x {name}" for name, number in one.items() if number) for one in (own, numbers))
+    charged, has = (one or "nothing" for one in told)
     return LedgerError(
-        f"state: this run was charged {charged}, and the state has {has or 'no charges'}: its statement would lack what was "
+        f"state: this run was charged {charged}, and the state has {has}: its statement would lack what was "
         "released; begin() begins a new run, and a new strategy goes on with another one"
     )
 

@@ -5,12 +5,22 @@ import math
 import numpy as np
 import pytest
 import torch
+from dp_accounting import (
+    GaussianDpEvent,
+    NeighboringRelation,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SelfComposedDpEvent,
+)
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
 from flwr.app import Context, RecordDict
 from scipy import integrate, stats
 from torch import nn
 
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.privacy.server_ledger import ServerLedger
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, PrivateEvaluation
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from tests.grids import LocalGrid, asks_to_train
@@ -88,7 +98,6 @@ def test_the_noise_of_a_sum_of_shares_is_that_of_the_statement_whoever_registers
         evaluation=evaluation,
     )
     models = [torch.zeros(size).numpy()]
-    strategy.on_round = None
     grid, model = Nodes(sizes, late, Wide), Wide()
     nn.init.zeros_(model.linear.weight)
     result = strategy.start(
@@ -102,6 +111,12 @@ def test_the_noise_of_a_sum_of_shares_is_that_of_the_statement_whoever_registers
     assert len(steps) == 3
     for step in steps:
         assert step.std() == pytest.approx(strategy.rules.release.noise_scale, rel=5 / math.sqrt(2 * size))
+    if not evaluating:  # that noise costs this, by Google's accountant
+        release = GaussianDpEvent(2.0)
+        event = release if isinstance(sampling, FullSampling) else PoissonSampledDpEvent(sampling.sampling_rate, release)
+        exact = PLDAccountant().compose(SelfComposedDpEvent(event, 3)).get_epsilon(DELTA)
+        (outsiders,) = [one for one in strategy.statement.adversaries if one.name == "outsiders"]
+        assert outsiders.epsilon == pytest.approx(exact, rel=1e-2)
     assert len(strategy._manager._known.names) == 4
     asked = {message.metadata.dst_node_id for message in grid.sent if asks_to_train(message)}
     assert len(asked) <= len(sizes)
@@ -246,3 +261,48 @@ def test_a_second_release_of_the_round_has_the_same_clients():
         start(strategy, grid, num_rounds=4)
         assert len(strategy._manager._known.names) == 4
         assert max(message.metadata.dst_node_id for message in grid.sent if message.metadata.message_type != "query") <= 4
+
+
+# A run that goes on, and several runs
+
+
+def test_a_run_does_not_go_on_with_fewer_clients_than_it_is_charged_for(tmp_path):
+    """After a crash three nodes of four come: eight would be drawn from. With ten others it goes on, and round 1 stays charged."""
+
+    def strategy_of():
+        return DPFedAvg(**FIXED, sampling=FixedSizeSampling(cohort_size=5))
+
+    def crash(number, arrays):
+        if number == 1:
+            raise OSError("the server's process has ended")
+
+    words = {"num_rounds": 3, "checkpoint_dir": tmp_path / "run"}
+    with pytest.raises(RuntimeError, match="evaluate_fn"):
+        strategy_of().start(Nodes((1,) * 10), model_arrays(nn.Linear(2, 2)), evaluate_fn=crash, **words)
+    with pytest.raises(TimeoutError, match="only 8 clients"):
+        strategy_of().start(Nodes((4, 4, 4)), model_arrays(nn.Linear(2, 2)), evaluate_fn=lambda *_: None, resume=True, **words)
+    strategy = strategy_of()
+    strategy.start(Nodes((5, 5, 9)), model_arrays(nn.Linear(2, 2)), evaluate_fn=lambda *_: None, resume=True, **words)
+    assert len(strategy._manager._known.names) == 10
+    assert strategy.rules.ledger.lines()[0].startswith(
+        "3 x SampledWithoutReplacementDpEvent(source_dataset_size=10, sample_size=5"
+    )
+
+
+def test_runs_with_other_numbers_of_clients_are_composed_each_by_its_own(tmp_path):
+    """The joint epsilon of 5 of 10 and 2 of 4 is at most that of Google's Renyi accountant, and more than that of either run.
+
+    One that is replaced by another moves the sum by twice the clip norm.
+    """
+    path = tmp_path / "server.sqlite"
+    ServerLedger.create(path)
+    alone, accountant = [], RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    for num_clients, cohort_size in ((10, 5), (4, 2)):
+        sampling = FixedSizeSampling(cohort_size=cohort_size)
+        strategy = DPFedAvg(**FIXED | {"num_clients": num_clients, "noise_multiplier": 6.0}, sampling=sampling, ledger=path)
+        start(strategy, Nodes((1,) * num_clients, (1,)), num_rounds=2)
+        alone.append(strategy.statement.epsilon)
+        accountant.compose(SampledWithoutReplacementDpEvent(num_clients, cohort_size, GaussianDpEvent(6.0 / 2)), 2)
+    joint = strategy.statement.joint
+    assert joint.num_runs == 2
+    assert max(alone) < joint.epsilon <= accountant.get_epsilon(DELTA)

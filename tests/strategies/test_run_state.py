@@ -259,7 +259,7 @@ def test_on_a_ledger_a_state_has_the_charges_that_the_run_has_there(tmp_path):
     rounds(strategy, MODEL, range(1, 2))
     first = strategy.state
     rounds(strategy, MODEL, range(2, 3))
-    for state, has in ((fresh, "no charges"), (first, "1 x dp-fedavg")):
+    for state, has in ((fresh, "nothing"), (first, "1 x dp-fedavg")):
         with pytest.raises(LedgerError, match=f"this run was charged 2 x dp-fedavg, and the state has {has}: its statement"):
             strategy.state = state
     other = DPFedAvg(**PRIVATE)
@@ -269,6 +269,11 @@ def test_on_a_ledger_a_state_has_the_charges_that_the_run_has_there(tmp_path):
     assert strategy.statement.num_rounds == 2
     strategy.state = replace(strategy.state, asked_metrics=True)
     strategy.close()
+    with pytest.raises(LedgerError, match="this run was charged 2 x dp-fedavg, and the state has nothing"):
+        strategy.state = fresh
+    strategy.begin()
+    strategy.state = fresh
+    assert strategy.statement.num_rounds == 0
 
 
 def open_round(release):
