@@ -12,6 +12,8 @@ from flower_dp.cli.errors import refuse
 from flower_dp.core.words import digits_in_words
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from flower_dp.privacy.selection import NumberOfRuns
     from flower_dp.privacy.statement import PrivacyStatement
     from flower_dp.running.apps import Target
@@ -20,6 +22,8 @@ MECHANISMS = ("gaussian", "laplace")
 SAMPLINGS = ("full", "poisson", "fixed-size", "round-robin")
 # In the order of a statement.
 _ADVERSARIES = ("outsiders", "participants", "the server")
+# Where the number of clients isn't known: of fewer than a hundred clients nobody expects privacy at such a delta.
+_LARGE_DELTA = 0.01
 RELATIONS = ("add-or-remove-one", "replace-one")
 
 Mechanism = Annotated[str, typer.Option(click_type=click.Choice(MECHANISMS), help="The distribution of the noise.")]
@@ -150,6 +154,7 @@ def _number_of_runs(context: typer.Context, best_of: float | None, shape: float)
 def _answer(options: dict[str, Any], number: "NumberOfRuns | None" = None) -> None:
     """Compute what the options leave open (epsilon, noise multiplier or number of rounds), and show the whole cost."""
     from flower_dp.privacy import planned_run
+    from flower_dp.privacy.statement import delta_warning
 
     as_json = options.pop("as_json")
     del options["target"], options["setting"]
@@ -158,6 +163,14 @@ def _answer(options: dict[str, Any], number: "NumberOfRuns | None" = None) -> No
     except ValueError as error:
         refuse(str(error))
     _show(cost, as_json=as_json)
+    # Without a number of clients: nobody has so few of them that such a delta is small.
+    if clients := options["num_clients"] or (math.ceil(1 / cost["delta"]) if cost["delta"] >= _LARGE_DELTA else 0):
+        _warn(delta_warning(cost["delta"], clients, "client"))
+
+
+def _warn(lines: "Iterable[str]") -> None:
+    for line in lines:
+        typer.echo(f"warning: {line}", err=True)
 
 
 def _show(cost: dict[str, Any], *, as_json: bool) -> None:
@@ -208,6 +221,7 @@ def _answer_of_run(
     number: "NumberOfRuns | None" = None,
 ) -> None:
     """Show what a run's statement will say; with `epsilon`, of the run whose noise is made for it."""
+    from flower_dp.privacy.statement import delta_warnings
     from flower_dp.running import apps
 
     try:
@@ -241,6 +255,7 @@ def _answer_of_run(
         },
         as_json=as_json,
     )
+    _warn(delta_warnings(statement.assumptions))
 
 
 def _choice_of(run: "Target", number: "NumberOfRuns") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -137,11 +137,12 @@ def calibrate(
     cap = max(1e6, min(10 * target, 1e308))
 
     def excess(
-        log_multiplier: float, grid: float = min(_SEARCH_GRID, max(target * _SEARCH_GRID, pld.GRID * pld.FINEST))
+        log_multiplier: float, grid: float = min(_SEARCH_GRID, max(10 * target * _SEARCH_GRID, pld.GRID * pld.FINEST))
     ) -> float:
         cost = _epsilon(make_event(math.exp(log_multiplier)), delta=delta, relation=relation, grid=grid)
         return min(cost.epsilon, cap) - target
 
+    least = math.log(1e-4 if target <= 1e6 else 1 / LARGEST_MULTIPLIER)
     low, high = math.log(0.5), math.log(1.0)
     while excess(high) > 0:
         low, high = high, high + 1.0
@@ -149,14 +150,22 @@ def calibrate(
             raise ValueError(f"epsilon={target:g}: no noise multiplier up to 1e6 reaches it at delta={delta:g}")
     while excess(low) <= 0:
         low, high = low - 1.0, low
-        if low < math.log(1e-4 if target <= 1e6 else 1 / LARGEST_MULTIPLIER):
+        if low < least:
             return math.exp(high)
     from scipy import optimize  # noqa: PLC0415  (slow to import)
 
     root = optimize.brentq(excess, low, high, xtol=rtol / 2)
+    # The answer is the one that `epsilon` gives when asked for the same event. On the coarser grid of the search it costs more: a
+    # long run so much more that it would get twice the noise.
+    final = partial(excess, grid=pld.GRID)
+    if (spare := -final(root) / target) > rtol:
+        below, step = root - spare, spare
+        while below > least and final(below) <= 0:
+            below, step = below - 2 * step, 2 * step
+        if below > least:
+            root = optimize.brentq(final, below, root, xtol=rtol / 2)
     step = rtol / 4
-    # The answer is the one that `epsilon` gives when asked for the same event.
-    while excess(root, pld.GRID) > 0:
+    while final(root) > 0:
         root, step = root + step, 2 * step
     return math.exp(root)
 

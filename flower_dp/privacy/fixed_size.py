@@ -60,12 +60,17 @@ def num_points(release: dp.DpEvent, rate: float, grid: float) -> int:
     Raises:
         OverflowError: if they are too many.
     """
-    distance = 1 / release.noise_multiplier
-    largest = distance * (distance / 2 + _TAIL) if isinstance(release, dp.GaussianDpEvent) else distance
-    last = max(1, math.ceil(_amplified(largest, rate) / grid))
+    last = max(1, math.ceil(largest_loss(release, rate) / grid))
     if last > MOST_POINTS:
         raise OverflowError(f"{release}: losses up to {last * grid:g} on a grid of {grid:g} are too many")
     return last
+
+
+def largest_loss(release: dp.DpEvent, rate: float) -> float:
+    """Return the loss of a Gaussian or Laplace release on a sample beyond which losses count as infinite."""
+    distance = 1 / release.noise_multiplier
+    largest = distance * (distance / 2 + _TAIL) if isinstance(release, dp.GaussianDpEvent) else distance
+    return _amplified(largest, rate)
 
 
 def amplified(profile: Profile, rate: float, epsilons: np.ndarray) -> np.ndarray:

@@ -30,6 +30,18 @@ _LONG_RUN = 200_000
 _STAGE = 1_000
 # How often a grid is refined at most.
 _REFINEMENTS = 8
+# Of a composition: a finer grid takes too long, where epsilon is far below most losses.
+_MOST_POINTS = 200_000
+# Coarse, and so cheap: its answer says how fine the next one must be.
+_FIRST_GRID = 1e-3
+# Of one release on it.
+_FIRST_POINTS = 200_000
+# A composition's losses are mostly below its epsilon at this part of delta, but at no less than this delta.
+_FAR, _LEAST_FAR = 1e-4, 1e-7
+# Each release adds the variance of about one grid to the losses: a grid of this part of epsilon / sqrt(releases) adds little.
+_OF_A_RELEASE = 0.03
+# More than a sum of `_MOST_POINTS` probabilities loses to rounding, in parts of it.
+_SUMMED = 1e-10
 
 
 def epsilon_of(leaves: Leaves, delta: float, relation: Relation, grid: float, rough: float) -> float:
@@ -46,16 +58,27 @@ def epsilon_of(leaves: Leaves, delta: float, relation: Relation, grid: float, ro
     # bound. A rough bound may itself be far too large: then the answers on ever finer grids tell the right one.
     if rough > _LARGEST_SIZE:
         return math.nan
-    coarse = min(max(grid, 1e-5 * rough), _LARGEST_GRID) if math.isfinite(rough) else grid
+    coarse = max(grid, _FIRST_GRID, max(_largest_loss(leaf, relation) for leaf, _ in leaves) / _FIRST_POINTS)
+    coarse = min(max(coarse, 1e-5 * rough) if math.isfinite(rough) else coarse, _LARGEST_GRID)
+    number = sum(count for _, count in leaves)
     best = math.nan
     for _ in range(_REFINEMENTS):
         try:
-            value = on_grid(leaves, delta, relation, coarse)
+            total = _composed(leaves, relation, coarse)
+            if total is None:
+                return math.nan
+            value = _epsilon(total, leaves, delta)
+            best = value if math.isnan(best) else min(best, value)
+            if not 0 < best < math.inf:
+                break
+            part = min(1e-3, _OF_A_RELEASE / math.sqrt(number))
+            small = grid if grid > GRID else min(grid, max(part * best, FINEST * GRID))
+            fine = max(1e-5 * best, small)
+            if coarse > 2 * fine:
+                far = total.get_epsilon_for_delta(max(_FAR * delta, _LEAST_FAR))
+                fine = max(fine, far / _MOST_POINTS) if math.isfinite(far) else fine
         except ArithmeticError:  # a loss that no float holds
-            return best
-        best = value if math.isnan(best) else min(best, value)
-        small = grid if grid > GRID else min(grid, max(1e-3 * best, FINEST * GRID))
-        fine = max(1e-5 * best, small)
+            break
         if not coarse > 2 * fine:
             break
         coarse = fine
@@ -83,20 +106,45 @@ def rough_epsilon_of(leaves: Leaves, delta: float, relation: Relation, grid: flo
 
 def on_grid(leaves: Leaves, delta: float, relation: Relation, grid: float) -> float:
     """Return the upper bound that one grid gives."""
-    total = None
-    for leaf, count in leaves:
-        one = _leaf_pld(leaf, relation, grid)
-        if one is None:
-            return math.nan
-        one = _self_composed(one, count)
-        total = one if total is None else total.compose(one)
+    total = _composed(leaves, relation, grid)
+    return math.nan if total is None else _epsilon(total, leaves, delta)
+
+
+def _epsilon(total: Any, leaves: Leaves, delta: float) -> float:
+    """Return an upper bound of epsilon from the distribution of a composition's losses."""
     from flower_dp.privacy import fixed_size  # noqa: PLC0415  (slow to import)
 
     # Distributions made here, those of sampled releases, have `fixed_size.ROUNDING` themselves, each as a loss that is infinite;
     # those of the library have none, and Poisson-sampled Laplace noise is the library's.
     plain = sum(count for leaf, count in leaves if inner_of(leaf)[1] == 1 or isinstance(inner_of(leaf)[0], dp.LaplaceDpEvent))
     left = delta - _ROUNDING - min(plain * fixed_size.ROUNDING, delta * _MOST_ROUNDING)
-    return math.nan if total is None else float(total.get_epsilon_for_delta(left))
+    value = float(total.get_epsilon_for_delta(left))
+    # The library adds up losses and probabilities one by one, so that its answer may be too small. Up to the first value that its
+    # profile, whose sum is more exact, confirms.
+    step = 1e-10 * max(1.0, value)
+    while value < math.inf and total.get_delta_for_epsilon(value) > left * (1 - _SUMMED):
+        value, step = value + step, 4 * step
+    return value
+
+
+def _composed(leaves: Leaves, relation: Relation, grid: float) -> Any:
+    """Return the distribution of a composition's losses, or None where the library has none."""
+    total = None
+    for leaf, count in leaves:
+        one = _leaf_pld(leaf, relation, grid)
+        if one is None:
+            return None
+        one = _self_composed(one, count)
+        total = one if total is None else total.compose(one)
+    return total
+
+
+def _largest_loss(leaf: dp.DpEvent, relation: Relation) -> float:
+    """Return about the largest loss of one release."""
+    from flower_dp.privacy import fixed_size  # noqa: PLC0415  (slow to import)
+
+    inner, rate = inner_of(leaf)
+    return fixed_size.largest_loss(scaled(inner, relation), rate)
 
 
 def _self_composed(one: Any, count: int) -> Any:

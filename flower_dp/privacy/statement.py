@@ -5,13 +5,41 @@ flag that says whether its assumptions held.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from flower_dp.core.words import delta_in_words, epsilon_in_words, spent_in_words
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.events import Relation
+
+_NO_GUARANTEE = "DELTA IS NO GUARANTEE"
+
+
+def delta_warning(delta: float, num_units: int, unit: str) -> tuple[str, ...]:
+    """Return a line about a delta that promises nothing, or none: it must be far below 1 / the number of units.
+
+    Args:
+        delta: of the guarantee.
+        num_units: clients, or records of one client.
+        unit: `client` or `record`.
+
+    Example:
+        >>> from flower_dp.privacy.statement import delta_warning
+        >>> delta_warning(1e-5, 100, "client")
+        ()
+    """
+    if delta * num_units < 1:
+        return ()
+    return (
+        f"{_NO_GUARANTEE}: {delta_in_words(delta)} is at least 1 / {num_units} {unit}s, and a mechanism that publishes one "
+        f"{unit}'s data outright can have such a delta",
+    )
+
+
+def delta_warnings(lines: Iterable[str]) -> list[str]:
+    """Return those of a statement's lines that `delta_warning` has made."""
+    return [line for line in lines if line.startswith(_NO_GUARANTEE)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

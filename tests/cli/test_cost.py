@@ -37,6 +37,43 @@ def test_a_run_that_a_target_ends_is_told_with_its_rounds_in_words(call):
     assert "against the server    infinite: not private" in out
 
 
+@pytest.mark.parametrize(
+    ("command", "more", "warning"),
+    [
+        (("epsilon", "--noise-multiplier", "4"), ("--delta", "0.3"), "0.3 is at least 1 / 4 clients"),
+        (("calibrate", "--epsilon", "1", "--num-rounds", "2"), ("--delta", "0.01"), "0.01 is at least 1 / 100 clients"),
+        (("epsilon", "--noise-multiplier", "4"), ("--delta", "0.0099"), None),
+        (
+            ("epsilon", "--noise-multiplier", "4", "--sampling", "round-robin", "--cohort-size", "10", "--num-clients", "200"),
+            ("--delta", "0.005"),
+            "0.005 is at least 1 / 200 clients",
+        ),
+        (
+            ("epsilon", "--noise-multiplier", "4", "--sampling", "round-robin", "--cohort-size", "10", "--num-clients", "199"),
+            ("--delta", "0.005"),
+            None,
+        ),
+        (("epsilon", "mnist-dp-fedavg"), (*QUICK, "--set", "dp-fedavg.delta=0.005"), "0.005 is at least 1 / 200 clients"),
+        (("epsilon", "mnist-dp-fedavg"), (*QUICK, "--set", "dp-fedavg.delta=0.0049"), None),
+        (
+            ("epsilon", "breast-cancer-fedsgd-dpc"),
+            ("--set", "fedsgd-dpc.delta=0.5"),
+            " records, and a mechanism that publishes one ",
+        ),
+        (("epsilon", "mnist-nbafl"), ("--set", "nbafl.delta=0.5"), " clients, and a mechanism that publishes one client"),
+    ],
+)
+def test_a_delta_that_promises_nothing_is_warned_of(call, command, more, warning):
+    status, out, err = call(*command, *more, "--json")
+    assert status == 0
+    assert json.loads(out)["epsilon"] > 0
+    if warning is None:
+        assert err == ""
+    else:
+        assert err.startswith("warning: DELTA IS NO GUARANTEE: ")
+        assert warning in err
+
+
 def test_methods_with_a_budget_of_every_client_are_told_as_well(call):
     status, out, _ = call("calibrate", "mnist-nbafl", "--epsilon", "5", "--json")
     assert status == 0

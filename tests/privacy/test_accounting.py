@@ -477,6 +477,54 @@ def test_samples_of_a_fixed_size_with_huge_noise_cost_little(multiplier: float, 
         assert rdp_epsilon(event, delta=delta, relation=REPLACE) <= most
 
 
+@pytest.mark.slow
+@pytest.mark.exact
+@pytest.mark.parametrize(
+    ("event", "target", "delta", "relation"),
+    [
+        # On the grid of the search these cost twice as much as `epsilon` says.
+        (lambda z: Repeat(Poisson(1e-3, Gaussian(z)), 10**6), 0.75, 1e-5, ADD),
+        (lambda z: Repeat(fixed_size(1000, 10, Gaussian(z)), 10**6), 1.0, 1e-5, REPLACE),
+        # A small epsilon at a large delta took more than two minutes.
+        (lambda z: Repeat(Poisson(0.1, Gaussian(z)), 20), 0.01, 0.3, ADD),
+    ],
+)
+def test_calibrated_noise_is_the_least_for_long_runs_and_large_deltas(
+    event: Any, target: float, delta: float, relation: Relation
+) -> None:
+    found = calibrate(event, epsilon=target, delta=delta, relation=relation)
+    assert epsilon(event(found), delta=delta, relation=relation).epsilon <= target
+    assert epsilon(event(found / 1.001), delta=delta, relation=relation).epsilon > target
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(
+    ("multiplier", "rate", "at"),
+    [
+        (0.10073009353097813, 0.6888337074785651, 1.849),
+        (0.12113313613322232, 0.6200942469547858, 1.8381),
+        (0.12762237200403232, 0.5427717646085853, 0.9713),
+        (0.14480061027100832, 0.8673101722689285, 0.015),
+        (1.0, 0.5, 0.3),
+    ],
+)
+def test_one_sampled_release_costs_no_less_than_its_closed_form_at_large_deltas(
+    multiplier: float, rate: float, at: float
+) -> None:
+    """Where the profile is flat, a rounding of delta's last digits was 5e-6 of epsilon, on the wrong side."""
+
+    def profile(value: float) -> float:
+        # Up to this point the density with the unit is more than e^value times the one without.
+        cut = multiplier**2 * math.log1p(math.expm1(value) / rate) + 0.5
+        without = stats.norm.sf(cut / multiplier)
+        return float((1 - rate) * without + rate * stats.norm.sf((cut - 1) / multiplier) - math.exp(value) * without)
+
+    delta = profile(at)
+    event = Poisson(rate, Gaussian(multiplier))
+    for got in (epsilon(event, delta=delta, relation=ADD).epsilon, pld.on_grid([(event, 1)], delta, ADD, pld.GRID)):
+        assert delta * (1 - 1e-9) <= profile(got) <= delta + 2e-16
+
+
 def test_targets_that_no_noise_meets_are_refused() -> None:
     with pytest.raises(ValueError, match="epsilon=1: no noise multiplier"):
         calibrate(lambda z: NonPrivate(), epsilon=1.0, delta=1e-5, relation=ADD)
@@ -663,18 +711,18 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails if more than a few grids were tried, or one of them had very many points: together the work there was."""
     grids: list[float] = []
     points: list[int] = []
-    on_grid, composed = pld.on_grid, pld._self_composed
+    on_grid, composed = pld._composed, pld._self_composed
 
-    def counted(leaves: Any, delta: float, relation: Relation, grid: float) -> float:
+    def counted(leaves: Any, relation: Relation, grid: float) -> Any:
         grids.append(grid)
-        return on_grid(leaves, delta, relation, grid)
+        return on_grid(leaves, relation, grid)
 
     def measured(one: Any, count: int) -> Any:
         total = composed(one, count)
         points.extend((one._pmf_remove.size, total._pmf_remove.size))
         return total
 
-    monkeypatch.setattr(pld, "on_grid", counted)
+    monkeypatch.setattr(pld, "_composed", counted)
     monkeypatch.setattr(pld, "_self_composed", measured)
     pld._leaf_pld.cache_clear()
     accounting._least.cache_clear()
@@ -701,6 +749,24 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("little_work")
 def test_extremes_take_little_work_and_are_finite(event: dp.DpEvent, delta: float, relation: Relation) -> None:
     assert 0 < epsilon(event, delta=delta, relation=relation).epsilon < math.inf
+
+
+@pytest.mark.slow
+@pytest.mark.exact
+def test_an_epsilon_far_below_most_losses_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid that was a thousandth of such an epsilon had millions of points, and took gigabytes."""
+    points: list[int] = []
+    composed = pld._self_composed
+
+    def measured(one: Any, count: int) -> Any:
+        total = composed(one, count)
+        points.append(total._pmf_remove.size)
+        return total
+
+    monkeypatch.setattr(pld, "_self_composed", measured)
+    got = epsilon(Repeat(Poisson(0.1, Gaussian(0.8848)), 100), delta=0.5, relation=ADD).epsilon
+    assert 0.0098 < got < 0.01
+    assert max(points) < 1e6
 
 
 @pytest.mark.parametrize(
@@ -784,6 +850,9 @@ class Counted:
 
     def get_epsilon_for_delta(self, delta: float) -> float:
         return delta
+
+    def get_delta_for_epsilon(self, epsilon: float) -> float:
+        return 0.0
 
 
 @pytest.mark.parametrize("count", [1, 2, 199_999, 200_000, 200_001, 345_678, 1_000_999, 1_234_567_891])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.release import Release
-from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement
+from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement, delta_warning
 from flower_dp.strategies.releases.books import ClientBooks
 from flower_dp.strategies.run_state import RunFacts
 from flower_dp.strategies.statements.not_covered import not_covered, seeded
@@ -83,13 +83,22 @@ def local_statement(
         noise=dict(noise),
         sampling=sampling,
         events=tuple(events),
-        assumptions=(*_ASSUMED, *seeded(run), *assumptions),
+        assumptions=(*_ASSUMED, *_delta_warning(books), *seeded(run), *assumptions),
         not_covered=not_covered(run, accounts=True, logs="logs on devices", evaluations=evaluated),
         incidents=(*_incidents(books, run), *incidents),
         adversaries=adversaries if private else (),
         parts=parts if private else {},
         clients=_client_costs({name: cost.epsilon for name, cost in costs.items()}, alone) if costs and private else None,
     )
+
+
+def _delta_warning(books: ClientBooks) -> tuple[str, ...]:
+    """Return a line if delta promises nothing: among a client's records, or where clients are the units among these."""
+    releases = [terms.release for terms in books.terms.values()]
+    if not releases:
+        return ()
+    unit = releases[0].unit
+    return delta_warning(books.delta, len(releases) if unit == "client" else max(one.num_clients for one in releases), unit)
 
 
 def counts_sampling(books: ClientBooks) -> bool:
