@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _SHOWN = (
     "can't train: ",
     "dry run, first cause: ",
+    "dry run: a row of the data set is ",
+    "dry run: the first record can't be read: ",
     "one round teaches little",
     "the model has learnt nothing",
     "not used by this run: ",
