@@ -161,7 +161,7 @@ def assert_ended(made, kept):
     found = rows(made.out)
     assert {row["state"] for row in found} == {"finished"}
     assert len({row["process"] for row in found}) == 2  # a warm process makes all of a time
-    assert (made.out / "table.md").read_text().count(" | 1 | 25 | ") == 4
+    assert (made.out / "table.md").read_text().count(" | 1 | 25.00 | ") == 4
     assert (made.out / "figure.png").exists()
     assert made.together["runs"] == 4
     assert epsilon_of(made.ends) < made.together["epsilon"] < 4 * epsilon_of(made.ends)
