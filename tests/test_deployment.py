@@ -200,11 +200,19 @@ class HeldRecords:
             time.sleep(0.5)  # until the app has closed them
 
 
+def words_of(process):
+    """A process's command line; none of an app that has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def kill_in_mid_round(made, device, group, records):
     """Kill a node and its app when the app has charged its reply, and before any of the reply is sent."""
     wait_until(records.asked.is_set, f"round 1 doesn't begin: {made.log('6a')[-3000:]}")
     processes = [first := psutil.Process(group.pid), *first.children(recursive=True)]
-    (node,) = [one for one in processes if any(word.endswith("flower-supernode") for word in one.cmdline()[:2])]
+    (node,) = [one for one in processes if any(word.endswith("flower-supernode") for word in words_of(one)[:2])]
     node.suspend()  # it can take no reply from the app
     records.released.set()
     wait_until(lambda: made.replies(device) == 1, f"{device} charges nothing: {made.log('5d', device)[-3000:]}")

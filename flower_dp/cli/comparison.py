@@ -42,7 +42,9 @@ def compare(
     label: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TEXT", help="A name of your own, in place of the settings; repeat it, once for each run or each curve."
+            metavar="TEXT",
+            help="A name of your own, in place of the settings: one with settings in braces, as '{method}, {epsilon}', or one "
+            "for each run or each curve.",
         ),
     ] = None,
     by: Annotated[

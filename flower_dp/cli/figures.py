@@ -20,7 +20,7 @@ def landscape(
     records: Annotated[int, typer.Option(help="Test records, drawn at random; more take longer.")] = 200,
     seed: Annotated[int, typer.Option(help="Of the directions and the records.")] = 0,
 ) -> None:
-    """Draw the test loss around the final models of runs of flower-dp's own tasks.
+    """Draw the test loss around the final models of runs of flower-dp's own tasks, or of an app that names a public-test.
 
     The directions are random and normalised filter by filter (Li et al. 2018), the same draw for all runs, on one scale.
 

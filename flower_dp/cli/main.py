@@ -1,5 +1,6 @@
 """The command line: flower-dp new | run | sweep | presets | compare | figure | epsilon | calibrate | plan | audit | ledger."""
 
+import re
 import sys
 from typing import Annotated, NoReturn
 
@@ -13,6 +14,7 @@ app = typer.Typer(
     help="Differentially private federated learning with Flower.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _command in (
     new_apps.new,
@@ -48,7 +50,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except click.ClickException as error:
         for line in error.format_message().splitlines():
             if text := " ".join(line.split()):
-                typer.echo(f"error: {text}", err=True)
+                once = re.sub(r"(Did you mean [^?]*[?])( \1)+", r"\1", text)  # click and typer both say it
+                typer.echo(f"error: {once}", err=True)
         status = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         status = 130

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _SHOWN = (
     "can't train: ",
     "dry run, first cause: ",
+    "dry run: a row of the data set is ",
+    "dry run: the first record can't be read: ",
     "one round teaches little",
     "the model has learnt nothing",
     "not used by this run: ",
@@ -180,11 +182,15 @@ def _on_cluster(ray_address: str, workers: int | None, gpus: float, engine: str)
 def _go_on(folder: Path, workers: int | None, ray_address: str) -> None:
     """Go on with a run."""
     from flower_dp.core.environment import RESUMED
-    from flower_dp.running import launched
+    from flower_dp.running import launched, run_folder
 
     folder = folder.expanduser().absolute()
     try:
         begun = launched.Launched.read(folder)
+        if run_folder.is_finished(folder) and (folder / run_folder.STATEMENT_TEXT).is_file():
+            typer.echo("the run has ended, and is not run again")
+            _tell_end(folder)
+            return
         begun = replace(begun, workers=workers or begun.workers, ray_address=ray_address or begun.ray_address)
         if begun.ray_address:
             ray_only = begun.workers if begun.engine == Engine.RAY else None
@@ -217,7 +223,7 @@ def statement(
 def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callable[[], None] | None = None) -> None:
     """Run an app in a folder, unless `check` refuses its settings, and tell how that ended."""
     from flower_dp.core.environment import STATED
-    from flower_dp.running import apps, flower_log, launch, progress, run_folder, superlink, workplace
+    from flower_dp.running import apps, launch, progress, run_folder, superlink, workplace
     from flower_dp.running.signals import Interrupted
 
     try:
@@ -256,6 +262,13 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callabl
         what = "no statement was made" if resume == STATED else "the run failed"
         left = _left(folder, failed=True, only_stated=resume == STATED)
         fail(f"{what}: {outcome.details}\nFlower's log is {folder / run_folder.LOG}\n{left}".rstrip(), 1)
+    _tell_end(folder)
+
+
+def _tell_end(folder: Path) -> None:
+    """Show what a run that has ended has left."""
+    from flower_dp.running import flower_log, run_folder
+
     statement = folder / run_folder.STATEMENT_TEXT
     if statement.is_file():
         typer.echo("\n" + statement.read_text(encoding="utf-8"))

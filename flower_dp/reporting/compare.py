@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from flower_dp.reporting.past_run import read_past_run
 from flower_dp.running import run_folder as run_folders
 from flower_dp.running.progress import private_quantity
 
+_IN_BRACES = r"\{([\w.-]+)\}"
 # Settings whose values say which records a run is tested with, but for the tables of tasks.
 _TESTS = ("task", "data-dir", "test-ratio", "data-fn", "evaluate-fn")
 
@@ -129,12 +131,13 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
 
 
 def curves_of(runs: Sequence[Run], metric: str, *, names: Sequence[str] = (), by: Sequence[str] = ()) -> list[Curve]:
-    """Group runs into curves, in the order in which their settings first occur.
+    """Group runs into curves, in the order in which their settings first occur; those that differ in the noise alone by epsilon.
 
     Args:
         runs: the runs; those whose settings differ in nothing but the seed, or in what their method does not read, are one curve.
         metric: of the curves.
-        names: names of one's own, one for each run or one for each curve. Curves with one name are told apart by their settings.
+        names: names of one's own, one for each run or one for each curve, or one with settings in braces, as "{method}", for all.
+            Curves with one name are told apart by their settings.
         by: settings by which curves are grouped.
 
     Raises:
@@ -146,11 +149,16 @@ def curves_of(runs: Sequence[Run], metric: str, *, names: Sequence[str] = (), by
         if (place := run.folder.resolve()) in seen:
             raise ValueError(f"{run.folder}: is given twice")
         seen.add(place)
+    if len(names) == 1 and re.search(_IN_BRACES, names[0]):
+        names = [_filled(names[0], run.config) for run in runs]
     each = names if len(names) == len(runs) else [""] * len(runs)
     groups: dict[tuple[str, str], list[Run]] = {}
     for run, name in zip(runs, each, strict=True):
         settings = sorted(labels.setting(key, {key: value}) for key, value in labels.what_is_read(run.config).items())
         groups.setdefault((name, "\n".join(settings)), []).append(run)
+    places = _lines_of([group[0].config for group in groups.values()])
+    order = sorted(zip(places, groups.items(), strict=True), key=lambda one: (places.index(one[0]), _largest(one[1][1])))
+    groups = dict(group for _, group in order)
     own = [name for name, _ in groups] if names else []
     if names and len(names) != len(runs):
         if len(names) != len(groups):
@@ -171,6 +179,21 @@ def curves_of(runs: Sequence[Run], metric: str, *, names: Sequence[str] = (), by
         _curve(group, metric, label=label, line=line, differ=differ, left_out=() if own else tuple(legend.left_out))
         for label, line, differ, group in zip(texts, lines, legend.differ, groups.values(), strict=True)
     ]
+
+
+def _largest(runs: Sequence[Run]) -> float:
+    return max(run.epsilon for run in runs)
+
+
+def _filled(name: str, config: Mapping[str, Any]) -> str:
+    """Return a name with the values of its settings in braces."""
+
+    def value(found: re.Match[str]) -> str:
+        if labels.find(key := found.group(1), config) is None:
+            raise ValueError(f"--label {name}: a run has no setting {key}")
+        return labels.setting(key, config).partition("=")[2]
+
+    return re.sub(_IN_BRACES, value, name)
 
 
 def _with_names(names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:

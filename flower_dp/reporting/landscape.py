@@ -21,6 +21,7 @@ from flower_dp.core.vectors import Layout
 from flower_dp.reporting.labels import labels_of
 from flower_dp.reporting.past_run import PastRun
 from flower_dp.running import apps, plugins
+from flower_dp.running.launched import Launched
 
 _BATCH = 200
 
@@ -73,7 +74,7 @@ class Landscape:
 def landscapes(
     runs: Sequence[PastRun], *, resolution: int = 15, distance: float = 1.0, num_records: int = 200, seed: int = 0
 ) -> list[Landscape]:
-    """Return the loss around the final models of some runs of flower-dp's own app.
+    """Return the loss around the final models of some runs of flower-dp's own app, or of apps that name a `public-test`.
 
     All runs share one Gaussian draw a direction and are tested on the same records. Each model scales the draw by its own
     filters, as in the paper: the losses of models with weights of different size can then be compared.
@@ -86,8 +87,8 @@ def landscapes(
         seed: of directions and records.
 
     Raises:
-        ValueError: naming a value that makes no sense, or the folder of a run that has no final model, is not of flower-dp's own
-            app, or has another model or other test records than the first.
+        ValueError: naming a value that makes no sense, or the folder of a run that has no final model, whose test is not known,
+            or that has another model or other test records than the first.
     """
     if checks.integer("--resolution", resolution, at_least=3) % 2 == 0:
         raise ValueError(f"--resolution={resolution}: must be odd, so that the model itself is a point")
@@ -195,19 +196,32 @@ def _labels(runs: Sequence[PastRun]) -> list[str]:
     return labels if len(set(labels)) == len(labels) else [run.folder.resolve().name for run in runs]
 
 
+def _app_of(run: PastRun) -> apps.App:
+    own = apps.own_app()
+    if not (odd := sorted(own.defaults.keys() ^ run.config.keys())):
+        return own
+    what = f"has no {odd[0]}" if odd[0] in own.defaults else f"has {odd[0]}"
+    no_task = f"{run.folder}: is not a run of a task of this flower-dp (its run-config.toml {what}), "
+    try:
+        app = Launched.read(run.folder).target.app
+    except ValueError as error:
+        raise ValueError(f"{no_task}nor of an app that is known: {error}") from None
+    if app.own or not app.public_test:
+        raise ValueError(
+            f'{no_task}and {app.name} does not say what it is tested with: add public-test = "module:function" under '
+            "[tool.flower-dp] of its pyproject.toml, which takes the run's settings and returns "
+            "flower_dp.reporting.landscape.PublicTest"
+        )
+    return app
+
+
 def _public_test(run: PastRun) -> PublicTest:
-    """Return what a run of flower-dp's own app is tested with.
+    """Return what a run is tested with, as flower-dp's own app says, or the app that `flower-dp run` has run.
 
     Raises:
-        ValueError: naming the folder, if it is a run of another app, or its data cannot be read.
+        ValueError: naming the folder, if its app says nothing of it, or its data cannot be read.
     """
-    app = apps.own_app()
-    if odd := sorted(app.defaults.keys() ^ run.config.keys()):
-        what = f"has no {odd[0]}" if odd[0] in app.defaults else f"has {odd[0]}"
-        raise ValueError(
-            f"{run.folder}: is not a run of a task of this flower-dp (its run-config.toml {what}): its model and test records "
-            "are not known here"
-        )
+    app = _app_of(run)
     with plugins.loaded(app, app.public_test) as public_test:
         try:
             made: PublicTest = public_test(run.config)

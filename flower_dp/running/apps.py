@@ -1,6 +1,7 @@
 """The Flower app that `flower-dp run` runs, its settings, and the presets that change them."""
 
 import contextlib
+import difflib
 import importlib.util
 import io
 import shutil
@@ -162,8 +163,9 @@ def _preset(app: App, target: str) -> Mapping[str, Any]:
         return flatten(_read_toml(presets[target]))
     needed: Mapping[str, Any] | None = own_module("combination").of_task(target)
     if needed is None:
-        names = ", ".join(presets) or "none"
-        raise ValueError(f"{target}: is neither a folder of a Flower app nor a preset; presets: {names}; or a task's name")
+        close = difflib.get_close_matches(target, presets, n=1)
+        hint = f"did you mean {close[0]}?" if close else "`flower-dp presets` lists them"
+        raise ValueError(f"{target}: is neither a folder of a Flower app, nor a preset, nor a task; {hint}")
     return needed
 
 
@@ -171,7 +173,8 @@ def _default(app: App, known: Mapping[str, Value], key: str, method: str) -> Val
     if key in known:
         return known[key]
     close = values.suggested(key, known, method)
-    hint = f"; did you mean {close}?" if close else f"; {app.name} has no settings"
+    where = f"they are in {app.folder / 'pyproject.toml'}" if known else f"{app.name} has no settings"
+    hint = f"; did you mean {close}?" if close else f"; {where}"
     new = (
         ""
         if app.own or app.built

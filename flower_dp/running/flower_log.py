@@ -1,5 +1,6 @@
 """The log of a run: without colours, its warnings, and why the run failed."""
 
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,15 @@ def without_colours(log: Path) -> None:
     """Remove a terminal's colours from a log, if there is one."""
     if log.exists():
         write_whole(log, plain(log.read_text(encoding="utf-8", errors="replace")).encode())
+
+
+def log_without_colours() -> None:
+    """Let Flower's logger write no colours in this process, whose output is a file, also of a run that is killed."""
+    import flwr.serverapp  # noqa: F401, PLC0415 - it makes the handlers
+
+    for handler in logging.getLogger("flwr").handlers:
+        if hasattr(handler, "colored"):
+            handler.colored = False
 
 
 def warnings_of(log: Path) -> list[str]:

@@ -47,7 +47,7 @@ def from_text(key: str, text: str, default: Value) -> Value:
 
 
 def suggested(key: str, known: Mapping[str, Any], method: str) -> str:
-    """Return the setting that was probably meant: one of the chosen method, or a common one; "" if there is none at all.
+    """Return the setting that was probably meant: one of the chosen method, or a common one; "" if none is like it.
 
     Args:
         key: a key that does not exist.
@@ -63,7 +63,8 @@ def suggested(key: str, known: Mapping[str, Any], method: str) -> str:
     name = key.rpartition(".")[2]
     of_method = {one.removeprefix(f"{method}."): one for one in known if method and one.startswith(f"{method}.")}
     common = {one: one for one in known if "." not in one}
-    for names, cutoff in ((of_method, 1.0), (common | of_method, _ALIKE), ({one: one for one in known}, 0.0)):
+    of_others = {one.rpartition(".")[2]: one for one in known}
+    for names, cutoff in ((of_method, 1.0), (common | of_method, _ALIKE), (of_others, _ALIKE)):
         if close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
             return names[close[0]]
     return ""

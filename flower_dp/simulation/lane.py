@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from flower_dp.core.checks import SettingsError
 from flower_dp.core.environment import RESUME, RUN_CONFIG, RUN_FOLDER
 from flower_dp.running.apps import App, own_app, own_module, read_app
+from flower_dp.running.flower_log import log_without_colours
 from flower_dp.running.run_folder import new_log
 from flower_dp.running.workplace import app_files_linked
 
@@ -60,6 +61,7 @@ def main(num_workers: int, gpus: float, ray_folder: Path) -> None:
     threading.Thread(target=_read, args=(orders,), daemon=True).start()
     from flower_dp.simulation.workers import Workers, start_ray  # noqa: PLC0415  (after the thread that reads)
 
+    log_without_colours()
     start_ray(num_workers, ray_folder)
     signal.signal(signal.SIGTERM, _interrupt)  # Ray has set its own
     os.environ["OMP_NUM_THREADS"] = str(num_workers)  # of this process alone: its workers began without

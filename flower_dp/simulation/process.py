@@ -21,6 +21,7 @@ from flower_dp.core.checks import SettingsError
 from flower_dp.core.environment import RESUME
 from flower_dp.running import plugins
 from flower_dp.running.apps import App, read_app
+from flower_dp.running.flower_log import log_without_colours
 
 log = logging.getLogger("flwr")
 
@@ -71,6 +72,7 @@ def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
     config = {**app.defaults, **request["overrides"]}
     away = request["ray_address"]
     server = components(app)[1]
+    log_without_colours()
     if request["only_state"]:
         from flower_dp.simulation.silent_grid import SilentGrid  # noqa: PLC0415
 

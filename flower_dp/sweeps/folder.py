@@ -1,5 +1,6 @@
 """The folder of a sweep: its runs, what is left to do there, and what it must not be used for."""
 
+import csv
 import os
 import shutil
 import tomllib
@@ -15,7 +16,7 @@ from flower_dp.running.launched import Launched
 from flower_dp.running.run_folder import CHECKPOINT, CONFIG, METRICS, is_finished, write_whole
 from flower_dp.sweeps.plan import PlannedRun
 
-FILE, RUNS, LOCK = "sweep.toml", "runs", "sweep.lock"
+FILE, RUNS, LOCK, RESULTS = "sweep.toml", "runs", "sweep.lock", "results.csv"
 # Settings that are not those of the runs' results.
 _FREE = ("output-dir", "resume")
 
@@ -185,6 +186,15 @@ def _nearest(folder: Path, runs: Sequence[PlannedRun]) -> str:
     return ", ".join(f"{key}={before!r} (now {now!r})" for key, before, now in differing) or "another app"
 
 
+def _planned(path: Path) -> list[str]:
+    """Return the names of a sweep's runs in the order of its file; none before the first of them has begun."""
+    try:
+        with (path / RESULTS).open(encoding="utf-8", newline="") as file:
+            return [Path(row["folder"]).name for row in csv.DictReader(file)]
+    except (OSError, KeyError, UnicodeDecodeError):
+        return []
+
+
 def runs_in(folder: str) -> list[str]:
     """Return the run folders in the folder of a sweep, in place of any other folder the folder itself.
 
@@ -194,7 +204,10 @@ def runs_in(folder: str) -> list[str]:
     path = Path(folder).expanduser()
     if not SweepFolder.is_one(path):
         return [folder]
-    found = [str(one) for one in SweepFolder(path).runs() if (one / METRICS).is_file()]
+    begun = {one.name: str(one) for one in SweepFolder(path).runs() if (one / METRICS).is_file()}
+    # As the sweep's file has them now: not those of points that were taken out of it.
+    planned = [name for name in _planned(path) if name in begun]
+    found = [begun[name] for name in planned] or list(begun.values())
     if not found:
         raise ValueError(f"{folder}: is the folder of a sweep without any run yet")
     return found

@@ -127,12 +127,18 @@ class Lanes:
             check=self._check,
         )
 
-    def make(self, runs: Sequence[tuple[PlannedRun, Path, bool]], on_end: Callable[[Ended], None]) -> None:
+    def make(
+        self,
+        runs: Sequence[tuple[PlannedRun, Path, bool]],
+        on_end: Callable[[Ended], None],
+        meanwhile: Callable[[list[PlannedRun]], None] = lambda runs: None,
+    ) -> None:
         """Make runs, and wait until all have ended.
 
         Args:
             runs: each with its folder, and whether it goes on there.
             on_end: called with each that has ended.
+            meanwhile: called with those that are being made, from time to time.
         """
         waiting, looked = list(reversed(runs)), time.monotonic()
         while waiting or any(lane.busy for lane in self._lanes):
@@ -141,6 +147,7 @@ class Lanes:
                 for lane in self._lanes:
                     lane.remember()
                 looked = time.monotonic()
+                meanwhile([lane.run for lane in self._lanes if lane.run is not None])
             for number, lane in enumerate(self._lanes):
                 if lane.busy and (ended := lane.ended()) is not None:
                     on_end(ended)
@@ -177,6 +184,11 @@ class _Lane:
         self._log = folder / "lane.log"
         with self._log.open("wb") as output:
             self._process = self._programs.start(command, output, more, stdin=subprocess.PIPE, pass_fds=(lock,))
+
+    @property
+    def run(self) -> PlannedRun | None:
+        """The run that it makes."""
+        return self._run[0] if self._run else None
 
     @property
     def busy(self) -> bool:

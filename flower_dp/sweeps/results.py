@@ -17,10 +17,10 @@ from flower_dp.reporting.past_run import PastRun, read_past_run
 from flower_dp.running.run_folder import CONFIG, write_whole
 from flower_dp.sweeps.cost import NOT_COVERED
 from flower_dp.sweeps.file import Choice
-from flower_dp.sweeps.folder import SweepFolder
+from flower_dp.sweeps.folder import RESULTS, SweepFolder
 from flower_dp.sweeps.plan import PlannedRun
 
-CSV, TABLE, FIGURE, COMMANDS = "results.csv", "table.md", "figure.png", "commands.txt"
+TABLE, FIGURE, COMMANDS = "table.md", "figure.png", "commands.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Results:
         writer = csv.DictWriter(buffer, names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        write_whole(self.folder.path / CSV, buffer.getvalue().encode())
+        write_whole(self.folder.path / RESULTS, buffer.getvalue().encode())
         lines = [line for run in self.runs for line in (f"# {run.told}", f"{run.command}\n")]
         write_whole(self.folder.path / COMMANDS, "\n".join(lines).encode())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from flower_dp.core import checks
 from flower_dp.running import flower_log, preflight
 from flower_dp.running.launch import default_workers
-from flower_dp.running.progress import clock, quantities
+from flower_dp.running.progress import clock, quantities, round_text
 from flower_dp.running.run_folder import LOG, forget_statement, is_finished, read_metrics
 from flower_dp.running.signals import Signals
 from flower_dp.simulation.workers import unused_gpus
@@ -21,6 +21,8 @@ from flower_dp.sweeps.plan import PlannedRun
 from flower_dp.sweeps.results import Results
 
 Tell = Callable[[str], None]
+# Seconds without a line after which the sweep says how far it is.
+_TOLD_SECONDS = 30.0
 # Metrics of the records that results are reported on.
 _OF_TEST = ("accuracy", "loss")
 
@@ -135,7 +137,7 @@ class Sweep:
                 progress.begin(count, one.workers, sum(goes_on for _, _, goes_on in made))
                 if not one.gpus_per_worker:
                     progress.tell_unused_gpus()
-                lanes.make(made, progress.ended)
+                lanes.make(made, progress.ended, progress.running)
         finally:
             if begun:
                 self._write(progress.results)
@@ -176,6 +178,7 @@ class _Progress:
         self._tell, self.results = tell, results
         self._num_runs, self._left = num_runs, num_left
         self._began, self._ended = time.monotonic(), 0
+        self._told = self._began
         self.failed: list[Ended] = []
 
     def begin(self, count: int, workers: int, going_on: int) -> None:
@@ -189,10 +192,26 @@ class _Progress:
         if line := unused_gpus(preflight.num_gpus() or 0, "gpus-per-worker = 1 to its file", user="sweep"):
             self._tell(line)
 
+    def running(self, runs: Sequence[PlannedRun]) -> None:
+        """Say from time to time in which rounds the runs are that have any, and what is left."""
+        now, done, parts = time.monotonic(), float(self._ended), []
+        if now < self._told + _TOLD_SECONDS:
+            return
+        for run in runs:
+            rows = read_metrics(self.results.folder.of(run))
+            last = rows[-1] if rows else {}
+            if isinstance(total := last.get("num-rounds"), int) and total > 0 and last.get("round"):
+                done += min(last["round"] / total, 1.0)
+                parts.append(f"{run.told}: {round_text(last)}")
+        if parts:
+            self._told = now
+            seconds = (now - self._began) / done * (self._ended + self._left - done)
+            self._tell(f"{'; '.join(parts)}; {self._left} left, about {clock(seconds)}")
+
     def ended(self, ended: Ended) -> None:
         """Say how a run ended, and write the results so far."""
         folder = self.results.folder.of(ended.run)
-        self._left, self._ended = self._left - 1, self._ended + 1
+        self._left, self._ended, self._told = self._left - 1, self._ended + 1, time.monotonic()
         if ended.status == "completed" and not is_finished(folder):
             ended = Ended(run=ended.run, status="failed", details="the app has recorded no run", seconds=ended.seconds)
         if ended.status == "completed":

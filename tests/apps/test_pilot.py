@@ -306,7 +306,7 @@ PRESET = ["--estimate-from", "mnist-dp-fedavg"]
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--estimate-from", "mnist-dp-fedaverage"], "mnist-dp-fedaverage: is neither a folder of a Flower app nor a preset"),
+        (["--estimate-from", "mnist-dp-fedaverage"], "mnist-dp-fedaverage: is neither a folder of a Flower app, nor a preset"),
         (["--estimate-from", "tests/foreign/tiny"], "--estimate-from=tests/foreign/tiny: the app has no pilot"),
         ([*PRESET, "--l2", "0"], "--l2=0.0: must be"),
         ([*PRESET, "--l2", "nan"], "--l2=nan: must be"),

@@ -413,7 +413,8 @@ def test_a_folder_is_an_app(checkout):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["slow"], "slow: is neither a folder of a Flower app nor a preset; presets: broken, odd, quick, wrong"),
+        (["slow"], "slow: is neither a folder of a Flower app, nor a preset, nor a task; `flower-dp presets` lists them"),
+        (["quik"], "quik: is neither a folder of a Flower app, nor a preset, nor a task; did you mean quick?"),
         (["../quick"], "../quick: is neither"),
         ([".."], "is neither"),
         (["odd"], "num-round: unknown setting of flower-dp; did you mean num-rounds?"),
@@ -650,6 +651,26 @@ def test_how_a_run_goes_on_is_said_only_if_it_can(foreign, tmp_path, call, launc
     assert status == (130 if how == "interrupted" else 1)
     assert f"What it released before is in {folder}/statement.txt\n{told.replace('FOLDER', str(folder))}" in err
     assert err.count("\n") == (3 if how == "interrupted" else 4)
+
+
+def test_a_run_that_has_ended_is_told_and_not_started_again(foreign, tmp_path, call, launched):
+    folder = tmp_path / "run"
+
+    def act(**_):
+        for name, text in (("run-config.toml", ""), ("model.safetensors", ""), ("model.json", "{}"), ("statement.txt", "said")):
+            (folder / name).write_text(text)
+
+    launched(act)
+    assert call("run", str(foreign), "--output-dir", str(folder))[0] == 0
+    launched(lambda **_: pytest.fail("started"))
+    status, out, _ = call("run", "--resume", str(folder))
+    assert (status, out) == (0, f"the run has ended, and is not run again\n\nsaid\nresults: {folder}\n")
+
+
+def test_short_help_and_one_suggestion(call):
+    assert call("run", "-h")[:2] == call("run", "--help")[:2]
+    status, _, err = call("swep")
+    assert (status, err) == (2, "error: No such command 'swep'. Did you mean 'sweep'?\n")
 
 
 def test_the_end_says_how_many_warnings_are_in_the_log(foreign, tmp_path, call, launched):

@@ -66,6 +66,15 @@ def test_the_first_cause_of_a_failing_dry_run_is_one_line_and_its_traceback_is_i
     assert "fails: RuntimeError: found two devices cuda:0 and cpu (test_screen.py:" in shown[0]
 
 
+def test_a_table_that_is_no_data_set_is_named(shown):
+    """The node's own log says it; in a run on this machine its owner is the one who looks at the screen."""
+    from flower_dp.clients import DatasetRecords
+    from flower_dp.clients.training.dry_run import _example
+
+    _example(DatasetRecords(dataset=[{"age": 3, "ill": 1}]), "cpu", public=False)
+    assert shown() == "dry run: a row of the data set is a dict\n"
+
+
 def test_a_reader_that_closes_ends_what_is_made_as_a_signal_does(monkeypatch):
     """What is written afterwards, such as where the statement is, fails no more."""
     reader, writer = os.pipe()

@@ -390,6 +390,23 @@ def test_a_pivot_has_a_column_for_each_epsilon_and_a_row_for_each_guarantee(writ
     assert call(*folders, "--pivot", "--format", "csv")[0] == 2
 
 
+def test_curves_of_one_line_are_in_the_order_of_epsilon_and_one_label_names_all(write):
+    folders = [
+        by_epsilon(write, epsilon=of, proved=of, accuracy=0.5, method=name)
+        for name in ("nbafl", "dp-fedavg")
+        for of in (16.0, 2.0, 8.0)
+    ]
+    found = curves(*folders)
+    assert [(curve.runs[0].config["method"], curve.epsilon) for curve in found] == [
+        (name, of) for name in ("nbafl", "dp-fedavg") for of in (2.0, 8.0, 16.0)
+    ]
+    runs = [compare.read_run(folder, "accuracy") for folder in folders]
+    named = compare.curves_of(runs, "accuracy", names=["{method} ({epsilon})"])
+    assert [curve.label for curve in named] == [f"{name} ({of})" for name in ("nbafl", "dp-fedavg") for of in (2, 8, 16)]
+    with pytest.raises(ValueError, match=r"--label \{speed\}: a run has no setting speed"):
+        compare.curves_of(runs, "accuracy", names=["{speed}"])
+
+
 def test_a_pivot_by_targets_and_without_privacy(write, call):
     own = {"method": "dp-fedavg"}
     folders = [

@@ -14,6 +14,7 @@ from flower_dp.clients import TensorRecords
 from flower_dp.reporting import landscape, landscape_figure
 from flower_dp.reporting.landscape import Landscape, PublicTest, landscapes
 from flower_dp.reporting.past_run import read_past_run
+from flower_dp.running.launched import Launched
 from flower_dp.running.run_folder import RunFolder
 from tests.app_runs import DEFAULTS, play
 
@@ -153,6 +154,46 @@ def test_nonsense_is_refused(keywords, match):
         landscapes([], **keywords)
 
 
+APP = """
+[project]
+name = "mine"
+[tool.flwr.app.components]
+serverapp = "landscape_app:server"
+[tool.flwr.app.config]
+rows = 12
+"""
+MODULE = """
+import torch
+from flower_dp.clients import TensorRecords
+from flower_dp.reporting.landscape import PublicTest
+
+def test(config):
+    rows = int(config["rows"])
+    records = TensorRecords(inputs=torch.ones(rows, 3), targets=torch.zeros(rows, dtype=torch.long))
+    return PublicTest(module=torch.nn.Linear(3, 2), loss=torch.nn.functional.cross_entropy, records=records)
+"""
+
+
+def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
+    (app := tmp_path / "mine").mkdir()
+    (app / "pyproject.toml").write_text(APP)
+    (app / "landscape_app.py").write_text(MODULE)
+    made = RunFolder.create(tmp_path / "run", {"rows": 7}, "a run")
+    made.append({"round": 1, "loss": 1.0})
+    made.finish({"weight": WEIGHTS, "bias": BIAS})
+    with pytest.raises(ValueError, match=r"nor of an app that is known: .* holds no run that `flower-dp run` has begun"):
+        landscapes([read_past_run(made.path)])
+    words = {"name": "mine", "overrides": {}, "engine": "ray", "workers": 1, "supernodes": 1, "gpus_per_worker": 0.0}
+    Launched(app=str(app), **words).write(made.path)
+    with pytest.raises(ValueError, match=r"mine does not say what it is tested with: add public-test"):
+        landscapes([read_past_run(made.path)])
+    (app / "pyproject.toml").write_text(APP + '[tool.flower-dp]\npublic-test = "landscape_app:test"\n')
+    (found,) = landscapes([read_past_run(made.path)], resolution=3)
+    assert found.num_records == 7
+    # Of ones: outputs 1 + 0.5 and -0.1 - 0.5, and the first is right.
+    assert found.here == pytest.approx(math.log(1 + math.exp(-0.6 - 1.5)), rel=1e-5)
+
+
 def test_runs_of_other_apps_are_refused(tmp_path):
     arrays = {"weight": WEIGHTS}
     own = RunFolder.create(tmp_path / "own", {"num-rounds": 3, "lr": 0.1}, "own")
@@ -162,7 +203,9 @@ def test_runs_of_other_apps_are_refused(tmp_path):
     ):
         landscapes([read_past_run(tmp_path / "own")])
     more = recorded(tmp_path / "more", arrays, **{"model-fn": "own:model"})
-    with pytest.raises(ValueError, match=r"more: is not a run of a task of this flower-dp \(its run-config\.toml has model-fn\)"):
+    with pytest.raises(
+        ValueError, match=r"more: is not a run of a task of this flower-dp \(its run-config\.toml has model-fn\), nor"
+    ):
         landscapes([more])
     lost = recorded(tmp_path / "lost", arrays, **{"data-dir": str(tmp_path / "gone")})
     with pytest.raises(ValueError, match=r"lost: .*gone"):

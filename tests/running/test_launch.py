@@ -183,6 +183,17 @@ def test_a_run_that_was_refused_is_known_by_the_last_error_of_its_log(error, ref
     assert not flower_log.is_refusal("no error")
 
 
+def test_a_log_has_no_colours_while_it_is_written():
+    code = (
+        "import logging, sys; from flower_dp.running.flower_log import log_without_colours; log_without_colours(); "
+        "logging.getLogger('flwr').info('plain')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    written = done.stdout + done.stderr
+    assert "plain" in written
+    assert "\x1b" not in written
+
+
 def test_warnings_of_a_log_once_each(tmp_path):
     log = tmp_path / "flower.log"
     assert flower_log.warnings_of(log) == []

@@ -124,6 +124,8 @@ def test_gpus_that_are_not_there_are_missed(monkeypatch, gpus, each, workers):
         ("nbafl.clip", "dp-fedavg.clip-norm"),
         ("learning-rat", "learning-rate"),
         ("num-round", "num-rounds"),
+        ("sam-radiu", "dp-fedsam.sam-radius"),
+        ("foo", ""),
     ],
 )
 def test_keys_of_the_chosen_method_are_suggested_first(key, meant):

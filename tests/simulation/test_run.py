@@ -213,7 +213,7 @@ OWN = flower_dp.app(model_fn=lambda: torch.nn.Linear(3, 2), data_fn=lambda clien
         ({"app": 3}, "app: is a int: must be flower_dp.app"),
         ({"app": OWN, "num_nodes": 5, "run_config": {"num-clients": 4}}, "num_nodes=5: must be at most num-clients=4"),
         ({"app": "mnist-nbafl", "num_nodes": 5, "run_config": {"num-clients": 4}}, "num_nodes=5: must be at most num-clients=4"),
-        ({"app": "/nowhere"}, "/nowhere: is neither a folder of a Flower app nor a preset"),
+        ({"app": "/nowhere"}, "/nowhere: is neither a folder of a Flower app, nor a preset"),
     ],
 )
 def test_nonsense_is_refused_before_anything_starts(arguments, named, monkeypatch):

@@ -17,6 +17,7 @@ from flower_dp.sweeps import plan
 from flower_dp.sweeps.cost import has_charges, statement_of
 from flower_dp.sweeps.file import read
 from flower_dp.sweeps.folder import SweepFolder, runs_in
+from flower_dp.sweeps.results import Results
 from tests.sweeps.conftest import checkpoint, finish
 from tests.sweeps.test_cost import charge
 
@@ -261,3 +262,13 @@ def test_the_folder_of_a_sweep_stands_for_its_runs(folder, runs, write, tmp_path
     finish(folder.of(run), run.config)
     (folder.of(run).parent / "not-begun").mkdir()
     assert runs_in(str(folder.path)) == [str(folder.of(run))]
+
+
+def test_the_runs_of_a_sweep_are_those_of_its_file_in_its_order(folder, write):
+    """Names of folders are hashes; and points that were taken out of the file are not compared."""
+    planned = plan.planned(read(write("[grid]\n'dp-fedsam.epsilon' = [2.0, 8.0, 1.0]")), 1)
+    folder.keep(write(""))
+    for run in planned:
+        finish(folder.of(run), run.config)
+    Results(folder=folder, runs=planned[:2], metric="accuracy").write_rows()
+    assert runs_in(str(folder.path)) == [str(folder.of(run)) for run in planned[:2]]

@@ -23,6 +23,7 @@ from flower_dp.sweeps.folder import SweepFolder
 from flower_dp.sweeps.lanes import Ended
 from flower_dp.sweeps.results import Results
 from flower_dp.sweeps.sweep import Sweep
+from tests.clock import Clock
 from tests.sweeps.conftest import finish
 from tests.torch_free import module
 
@@ -160,7 +161,7 @@ def assert_ended(made, kept):
     found = rows(made.out)
     assert {row["state"] for row in found} == {"finished"}
     assert len({row["process"] for row in found}) == 2  # a warm process makes all of a time
-    assert (made.out / "table.md").read_text().count(" | 1 | 25 | ") == 4
+    assert (made.out / "table.md").read_text().count(" | 1 | 25.00 | ") == 4
     assert (made.out / "figure.png").exists()
     assert made.together["runs"] == 4
     assert epsilon_of(made.ends) < made.together["epsilon"] < 4 * epsilon_of(made.ends)
@@ -193,6 +194,23 @@ def finished(write, own_app, tmp_path):
     for run in Sweep.read(path).runs:
         finish(folder.of(run), run.config)
     return path, folder
+
+
+def test_a_sweep_says_every_half_minute_how_far_it_is(finished, monkeypatch):
+    path, folder = finished
+    plan = Sweep.read(path)
+    clock = Clock()
+    monkeypatch.setattr(sweep, "time", clock)
+    said = []
+    progress = sweep._Progress(said.append, Results(folder=folder, runs=plan.runs, metric="accuracy"), 2, 2)
+    metrics = folder.of(plan.runs[0]) / "metrics.jsonl"
+    metrics.write_text(json.dumps({"round": 3, "num-rounds": 12, "epsilon": 0.1}) + "\n")
+    (folder.of(plan.runs[1]) / "metrics.jsonl").unlink()
+    for _ in range(65):
+        clock.sleep(1.0)
+        progress.running(plan.runs)
+    # After 30 s a quarter of one run is done; one and three quarters are left.
+    assert said == ["seed 0: round 3/12; 2 left, about 3:30", "seed 0: round 3/12; 2 left, about 7:00"]
 
 
 @pytest.mark.usefixtures("no_process")
@@ -257,7 +275,7 @@ class Failing:
     def __exit__(self, *_):
         pass
 
-    def make(self, runs, on_end):
+    def make(self, runs, on_end, meanwhile=None):
         # Killed now, the sweep leaves no statement: it would leave out what these runs have charged.
         assert not list(self.sweep.glob("statement.*"))
         for run, _, _ in runs:
@@ -287,7 +305,7 @@ def test_bad_settings_start_nothing(write, tmp_path, monkeypatch, capsys):
         def __exit__(self, *_):
             ended.append(True)
 
-        def make(self, runs, on_end):
+        def make(self, runs, on_end, meanwhile=None):
             pytest.fail("started")
 
     monkeypatch.setattr(sweep, "Lanes", Starting)
