@@ -14,8 +14,8 @@ from flower_dp.audit.estimate import Errors, errors_of, lower_bound, p_values
 from flower_dp.audit.one_run import coins, epsilon_lower_bound, guess, guesses_of_each, p_value
 from flower_dp.audit.one_run_clients import ClientCanaries
 from flower_dp.audit.tradeoffs import Estimator, GaussianTradeoff, HockeyStick, LaplaceTradeoff, SampledGaussianTradeoff
+from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
-from tests.strategies.closed import gaussian_epsilon
 
 ADD, REPLACE = "add-or-remove-one", "replace-one"
 RATES = np.concatenate([np.geomspace(1e-6, 0.02, 12), np.linspace(0.03, 0.97, 30)])
