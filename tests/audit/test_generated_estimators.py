@@ -14,8 +14,8 @@ from flower_dp.audit.estimate import Errors, errors_of, lower_bound, p_values
 from flower_dp.audit.one_run import coins, epsilon_lower_bound, guess, guesses_of_each, p_value
 from flower_dp.audit.one_run_clients import ClientCanaries
 from flower_dp.audit.tradeoffs import Estimator, GaussianTradeoff, HockeyStick, LaplaceTradeoff, SampledGaussianTradeoff
+from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
-from tests.strategies.closed import gaussian_epsilon
 
 ADD, REPLACE = "add-or-remove-one", "replace-one"
 RATES = np.concatenate([np.geomspace(1e-6, 0.02, 12), np.linspace(0.03, 0.97, 30)])
@@ -208,10 +208,11 @@ def test_canaries_of_clients_are_neighbours_by_the_relation_and_their_scores_fin
     other = rng.normal(size=dimension) * 0.5
     before = rng.normal(size=dimension)
     scale = clip_norm / cohort
-    after = before + (total + clip_norm * other) / cohort
+    left = rng.random(dimension) < 0.8  # of a mask: what it takes away of canaries it takes away of others
+    after = before + np.where(left, (total + clip_norm * other) / cohort, 0.0)
     scores = made.score([before, after, after], others=[other, 0.0], scales=[scale, scale], sampling_rate=1.0)
     for rate in (0.3, 0.7):  # the log-likelihood ratio of a contribution with this rate, by hand
-        seen = made.directions @ ((after - before) / scale - other)
+        seen = made.directions @ ((after - before) / scale - np.where(left, other, 0.0))
         seen -= np.median(seen) if rate < 0.5 else 0.0
         variance = max(1.4826 * np.median(np.abs(seen)), 1e-3) ** 2
         ratio = [np.log(1 - rate + rate * np.exp(np.minimum(700, (sign * seen - 0.5) / variance))) for sign in (1, -1)]
@@ -222,6 +223,18 @@ def test_canaries_of_clients_are_neighbours_by_the_relation_and_their_scores_fin
     ordered = np.argsort(scores)
     count = int((choices < 0).sum())
     assert set(ordered[:count].tolist()) == set(np.flatnonzero(choices < 0).tolist())
+
+
+@quickly(40)
+@given(st.floats(1e-3, 0.999), st.floats(1e-3, 0.999), st.sampled_from([0.0, 1e-3, 0.1]))
+def test_the_hockey_stick_is_the_larger_of_both_directions(wrong, missed, delta):
+    made = HockeyStick(delta=delta)
+    rates = [(1 - missed - delta) / wrong, (1 - wrong - delta) / missed]
+    strength = float(made.strength(np.array([wrong]), np.array([missed]))[0])
+    assert math.exp(strength) == pytest.approx(max(*rates, 1e-300))
+    if strength > 0:  # on the curve: no lower rate is allowed
+        assert made.curve(strength, np.array([wrong]))[0] == pytest.approx(missed, rel=1e-6, abs=1e-9)
+        assert made.epsilon(strength) == strength
 
 
 # Which estimator is valid

@@ -20,8 +20,8 @@ from flower_dp.privacy.joint_cost import Scope
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.privacy.renyi_filter import order_for
 from flower_dp.privacy.server_ledger import BudgetSpentError, JointBudget, LedgerError, ServerLedger
+from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
-from tests.strategies.closed import gaussian_epsilon
 
 ADD, REPLACE = "add-or-remove-one", "replace-one"
 NAMES = "abc"

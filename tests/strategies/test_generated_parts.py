@@ -25,8 +25,8 @@ from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.planned_cost import PlannedCost
 from flower_dp.strategies.releases.replies import StockReply, collect
 from flower_dp.strategies.resources import ResourceBudget, Resources
+from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
-from tests.strategies.closed import gaussian_epsilon
 
 ADD, REPLACE = "add-or-remove-one", "replace-one"
 

@@ -33,9 +33,9 @@ from flower_dp.strategies import (
     PrivateEvaluation,
     run_checkpoints,
 )
+from tests.closed_forms import gaussian_epsilon
 from tests.contracts import gaussian_multiplier
 from tests.gaps import ROUNDS, GappyRun, Gaps, gaps, quickly, run
-from tests.strategies.closed import gaussian_epsilon
 
 ADD, REPLACE = "add-or-remove-one", "replace-one"
 TRAINING = Training(learning_rate=0.1, batch_size=4)
@@ -436,14 +436,14 @@ def step_cases(draw: Any) -> dict[str, Any]:
     many = len(there.sizes)
     return {
         "gaps": there,
-        "fedpaq": draw(st.booleans()),
+        "fedpaq": draw(st.sampled_from([False, True])),
         "epsilons": dict(zip(there.names, draw(st.tuples(*(st.sampled_from([0.5, 4.0]) for _ in range(many)))), strict=True)),
-        "replies": draw(st.sampled_from([2, ROUNDS])),
+        "replies": draw(st.sampled_from([ROUNDS, ROUNDS, 2])),
         "steps": draw(st.integers(1, 2)),
         "batch": 2,
         "rate": draw(st.sampled_from([0.1, 0.4])),
-        "decay": draw(st.sampled_from([0.0, 0.5])),
-        "pull": draw(st.sampled_from([0.0, 0.7])),
+        "decay": draw(st.sampled_from([0.5, 0.5, 0.0])),
+        "pull": draw(st.sampled_from([0.7, 0.0])),
         "bound": draw(st.sampled_from([0.3, 2.0])),
         "max_cost": draw(st.sampled_from([None, 25.0])),
     }
