@@ -65,7 +65,11 @@ BROADCAST = (
 KEEPS = "the model keeps something of what it was given for later, outside its buffers, where it could tell of other records"
 BATCH_STATISTICS = (
     "a layer of the model mixes and keeps statistics of private records: use GroupNorm instead of BatchNorm, or "
-    "flower_dp.clients.fix_batchnorm(model)"
+    "flower_dp.clients.fix_batchnorm(model), and InstanceNorm without track_running_stats; the node's own log names the layer"
+)
+OPACUS = (
+    "the model is wrapped by opacus, whose hooks keep gradients of single records on the parameters: give the plain model, "
+    "wrapped.to_standard_module()"
 )
 
 
@@ -108,9 +112,15 @@ class BatchStatisticsError(ValueError):
     """The model has a layer with batch statistics; the text, which names the layer, stays on the device."""
 
 
+@final
+class WrappedModelError(ValueError):
+    """The model is wrapped by opacus; the text is one of this module."""
+
+
 def why_no_client(error: Exception) -> str:
     """Return what the server learns of an error in `client_fn`."""
-    why = f": {BATCH_STATISTICS}" if type(error) is BatchStatisticsError else f"; {SEE_LOG}"
+    known = {BatchStatisticsError: BATCH_STATISTICS, WrappedModelError: OPACUS}
+    why = f": {known[type(error)]}" if type(error) in known else f"; {SEE_LOG}"
     return error.reason if type(error) is Declined else f"client_fn failed{why}"
 
 
