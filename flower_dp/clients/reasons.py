@@ -119,7 +119,7 @@ class WrappedModelError(ValueError):
 
 def why_no_client(error: Exception) -> str:
     """Return what the server learns of an error in `client_fn`."""
-    known = {BatchStatisticsError: BATCH_STATISTICS, WrappedModelError: OPACUS}
+    known: dict[type[Exception], str] = {BatchStatisticsError: BATCH_STATISTICS, WrappedModelError: OPACUS}
     why = f": {known[type(error)]}" if type(error) in known else f"; {SEE_LOG}"
     return error.reason if type(error) is Declined else f"client_fn failed{why}"
 

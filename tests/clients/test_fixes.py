@@ -84,7 +84,7 @@ class FrozenBatchNorm2d(nn.Module):
     ("layer", "advice"),
     [
         (nn.BatchNorm2d(4), "GroupNorm.num_groups, 4., or flower_dp.clients.fix_batchnorm"),
-        (nn.InstanceNorm2d(4, track_running_stats=True), "track_running_stats=False$"),
+        (nn.InstanceNorm2d(4, track_running_stats=True), "make it with track_running_stats=False"),
         (FrozenBatchNorm2d(), "replace it by hand"),
     ],
 )

@@ -305,7 +305,7 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
         if mixes:
             advice = f"use GroupNorm instead, e.g. {replacement}, or flower_dp.clients.fix_batchnorm(model)"
         elif isinstance(layer, nn.modules.instancenorm._InstanceNorm):
-            advice = "make it with track_running_stats=False"
+            advice = f"make it with track_running_stats=False, or use {replacement}"
         else:  # whose own code nobody knows, such as FrozenBatchNorm2d of torchvision
             advice = f"replace it by hand, e.g. by {replacement}, or by its scale and shift alone if its statistics never change"
         raise BatchStatisticsError(
