@@ -62,6 +62,7 @@ BROADCAST = (
     "the loss compares outputs with targets of another shape, so that every output meets the targets of other records: give both "
     "one shape, for example outputs.squeeze(1) or targets.unsqueeze(1); the node's own log has the shapes"
 )
+CONVEX = f"sensitivity='convex-glm' is not proved for this model, loss and kind of record; use 'per-step'; {SEE_LOG}"
 KEEPS = "the model keeps something of what it was given for later, outside its buffers, where it could tell of other records"
 BATCH_STATISTICS = (
     "a layer of the model mixes and keeps statistics of private records: use GroupNorm instead of BatchNorm, or "
