@@ -43,6 +43,7 @@ from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.wire import Instruction
 from tests.asks import GONE, ask, config_of, forged, own_ask, table_of
+from tests.forks import trains_after_a_fork
 from tests.grids import LocalGrid
 from tests.local_grids import FEATURES, context_of, grid_of, linear, one_reply, records
 from tests.stock import arrays, shifted, stock_app
@@ -229,6 +230,7 @@ def _in_a_child(client, queue):
     queue.put(reply_of(client))
 
 
+@trains_after_a_fork
 @pytest.mark.parametrize("cls", [DPClient, LocalDPClient])
 def test_forks_of_a_client_do_not_repeat_its_noise(cls):
     client, context = still_client(cls), multiprocessing.get_context("fork")

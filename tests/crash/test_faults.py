@@ -22,8 +22,13 @@ from tests.crash import server
 from tests.crash.lives import live
 from tests.crash.server import NOISE, NUM_NODES, NUM_ROUNDS, SETUPS, Holes, Setup
 from tests.crash.witness import Heard
+from tests.forks import trains_after_a_fork
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs pidfd_open and /proc")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs pidfd_open and /proc"),
+    trains_after_a_fork,
+]
 NOBODY = 65534
 # Every client in every round: a Poisson cohort may be empty, one of 64 here, and then nobody is asked and no server dies there.
 EVERYBODY = replace(SETUPS["DP-FedAvg"], strategy=server.central(sampling=FullSampling()), event=lambda _: GaussianDpEvent(NOISE))

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.crash.__main__ import main
+from tests.forks import trains_after_a_fork
 
 SEED, POINTS = 11, 2
 # A state that learns; two releases a round; devices with ledgers and a state of their own; a device that is killed.
@@ -13,6 +14,7 @@ NAMES = ["adaptive clip", "private evaluation", "SCAFFOLD", "device, DP-FedPAQ, 
 
 
 @pytest.mark.slow
+@trains_after_a_fork
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs pidfd_open and /proc")
 @pytest.mark.parametrize("name", NAMES)

@@ -23,6 +23,7 @@ from flower_dp.strategies import DPStrategy
 from tests.adversaries.fuzzing import THOROUGH
 from tests.contract_runs import SEED, SMALL, STILL, WatchedGrid, app_of, start, still_data, still_model
 from tests.contracts import METHODS, Words
+from tests.forks import trains_after_a_fork
 from tests.grids import asks_to_train
 from tests.simulation.obedient import Broken, app_that, forging, obey, reported, to
 
@@ -108,6 +109,7 @@ def one_client(method, arguments):
     return client_app(lambda context: client)
 
 
+@trains_after_a_fork
 def test_a_forked_process_does_not_repeat_the_noise_of_its_parent():
     """A worker that was forked has all of its parent's memory."""
     read, write = os.pipe()

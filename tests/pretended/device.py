@@ -100,6 +100,15 @@ class Pretend(torch.Tensor):
     def numpy(self, **_: Any) -> Any:
         raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy. Use Tensor.cpu() first.")
 
+    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:
+        return Pretend(self.inner.new_tensor(data, **options))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = Pretend(self.inner.detach().clone())
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        memo[id(self)] = made = torch.nn.Parameter(copied, self.requires_grad) if is_parameter else copied
+        return made
+
     def __repr__(self, **_: Any) -> str:
         return f"Pretend({self.inner})"
 

@@ -1,0 +1,611 @@
+"""Engines, clips, draws, records and models on a pretend device: run by tests/test_pretend_device.py."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch import Tensor, nn
+
+from flower_dp.clients import (
+    DatasetRecords,
+    DPClient,
+    FedSGDDPCRecipe,
+    FlatModel,
+    LocalDPClient,
+    ProximalTerm,
+    TensorRecords,
+    Training,
+    client_app,
+    fix_batchnorm,
+    local_updates,
+    model_arrays,
+)
+from flower_dp.clients.reply.client_level import pipeline
+from flower_dp.clients.reply.pipeline import Job, Refusal, Reply
+from flower_dp.clients.training import devices
+from flower_dp.clients.training.base import base_hash
+from flower_dp.clients.training.draws import OwnDraws
+from flower_dp.clients.training.engines import ENGINES, num_slots
+from flower_dp.clients.training.records import on_device
+from flower_dp.core.clipping import l2_norms
+from flower_dp.core.noise import lattice_step, noise_generator
+from flower_dp.core.sampling import FullSampling
+from flower_dp.running.trained_model import put_into
+from flower_dp.strategies import DPFedAvg
+from flower_dp.wire import Indicator, RoundMask
+from tests.asks import ask as made
+from tests.contract_runs import SMALL, run_of
+from tests.contracts import METHODS, Words
+from tests.grids import LocalGrid
+from tests.local_grids import linear, records
+from tests.pretended import device as pretend
+from tests.pretended.device import DEVICE, Pretend
+from tests.pretended.helpers import moved, on, pretended, seeded, without_float64  # noqa: F401 (fixtures)
+
+# The device itself: what raises on a GPU raises here
+
+
+def test_what_mixes_devices_raises_and_all_else_has_the_bits_of_the_cpu() -> None:
+    here, there = torch.randn(4, 3), torch.randn(4, 3).to(DEVICE)
+    for mixed in (
+        lambda: here + there,
+        lambda: there @ here.T,
+        lambda: there.index_select(0, torch.tensor([1])),
+        lambda: there.normal_(generator=torch.Generator()),
+        lambda: torch.where(there > 0, here, there),
+        there.numpy,
+    ):
+        with pytest.raises((RuntimeError, TypeError), match=r"same device|generator of the tensor's device|numpy"):
+            mixed()
+    rows = there[torch.tensor([1, 2])]  # torch takes an index from the CPU
+    assert rows.device == DEVICE
+    assert torch.equal((rows @ there.T).cpu(), there.cpu()[1:3] @ there.cpu().T)
+
+
+# Engines
+
+
+def images(num_records: int, seed: int) -> TensorRecords:
+    rng = torch.Generator().manual_seed(seed)
+    inputs = torch.randint(256, (40, 2, 6, 6), generator=rng, dtype=torch.uint8)
+    rows = torch.randperm(40, generator=rng)[:num_records]
+    return TensorRecords(
+        inputs=inputs, targets=torch.randint(3, (40,), generator=rng), indices=rows, transform=lambda raw: raw.float() / 255 - 0.5
+    )
+
+
+def convolutions() -> nn.Module:
+    torch.default_generator.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+def dropping() -> nn.Module:
+    torch.default_generator.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(72, 3))
+
+
+class LoRA(nn.Module):
+    """A frozen layer with a trained product of two small matrices beside it, and a table of constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.base = nn.Linear(72, 3).requires_grad_(False)
+        self.down, self.up = nn.Linear(72, 2, bias=False), nn.Linear(2, 3, bias=False)
+        self.register_buffer("scale", torch.tensor([0.5, 1.0, 2.0]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        flat = inputs.flatten(1)
+        outputs: Tensor = (self.base(flat) + self.up(self.down(flat))) * self.scale
+        return outputs
+
+
+RECIPE = Training(
+    learning_rate=0.1,
+    batch_size=3,
+    num_local_epochs=2,
+    momentum=0.5,
+    sam_radius=0.05,
+    weight_decay=0.01,
+    regularizers=(ProximalTerm(strength=0.5),),
+)
+
+
+def rows_of(model: nn.Module, clients: list[Any], device: Any, engine: str, training: Training = RECIPE) -> list[Tensor]:
+    flat = FlatModel(model, torch.device(device))
+    found = local_updates(
+        flat.vector.clone(), clients, training, model=flat, server_round=1, seeds=list(range(len(clients))), engine=engine
+    )
+    rows = list(found)
+    assert all(isinstance(row, Tensor) for row in rows), rows
+    if engine == "batched":
+        assert flat.programs
+        assert None not in flat.programs.values()
+    return [row.cpu() for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("make", [convolutions, LoRA])
+def test_an_engine_gives_the_bits_of_the_cpu(make: Callable[[], nn.Module], engine: str) -> None:
+    clients = [images(size, size) for size in (9, 4, 7)]
+    expected = rows_of(make(), clients, "cpu", engine)
+    assert min(row.abs().max() for row in expected) > 1e-4
+    for own in (clients, [moved(one) for one in clients], [moved(one, indices=True) for one in clients]):
+        for row, other in zip(rows_of(make(), own, DEVICE, engine), expected, strict=True):
+            assert torch.equal(row, other)
+
+
+def test_one_lookup_serves_all_clients_that_share_their_tensors() -> None:
+    own = images(9, 1)
+    clients = [replace(own, indices=torch.arange(first, first + 6)) for first in (0, 8, 30)]
+    expected = rows_of(convolutions(), clients, "cpu", "batched")
+    for there in (clients, [replace(one, inputs=here.inputs, targets=here.targets) for here in [moved(own)] for one in clients]):
+        Pretend.counted.clear()
+        for row, other in zip(rows_of(convolutions(), there, DEVICE, "batched"), expected, strict=True):
+            assert torch.equal(row, other)
+    broken = [*there[:2], replace(there[2], indices=torch.tensor([3, 40]))]  # 40 is no row
+    model = FlatModel(convolutions(), DEVICE)
+    arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [0, 1, 2], "engine": "batched"}
+    first, second, error = local_updates(model.vector.clone(), broken, RECIPE, **arguments)
+    assert isinstance(error, IndexError)
+    assert torch.equal(first.cpu(), expected[0])
+    assert torch.equal(second.cpu(), expected[1])
+
+
+def test_clients_with_tensors_of_their_own_are_read_from_these() -> None:
+    clients = [images(6, 1), replace(images(6, 2), targets=images(6, 1).targets), images(6, 3)]
+    shared = [replace(clients[0], indices=one.indices) for one in clients]
+    for own in (clients, shared, [*shared[:2], clients[2]]):
+        expected = rows_of(convolutions(), own, "cpu", "batched")
+        assert all(itertools.starmap(torch.equal, zip(rows_of(convolutions(), own, DEVICE, "batched"), expected, strict=True)))
+
+
+@pytest.mark.usefixtures("without_float64")
+def test_a_group_runs_without_float64(caplog: Any) -> None:
+    (method,) = (one for one in METHODS if one.label == "dp-fedavg")
+    grouped = seeded(method, on(SMALL, here=True, engine="batched", group_size=4), num_nodes=1)
+    assert "one by one" not in caplog.text
+    on_cpu = seeded(method, replace(SMALL, node={"engine": "batched"}), num_nodes=1)
+    assert grouped.bits == on_cpu.bits
+
+
+def test_the_size_of_a_group_is_the_same_for_any_cohort(monkeypatch: Any) -> None:
+    """The number of those who take part is secret, and one client more must change no bit of another's row."""
+    from flower_dp.clients.training.engines import batched
+
+    sizes = set()
+    program = batched.Program
+
+    def seen(model: Any, training: Any, kind: Any, num_slots: int, **arguments: Any) -> Any:
+        sizes.add(num_slots)
+        return program(model, training, kind, num_slots, **arguments)
+
+    monkeypatch.setattr(batched, "Program", seen)
+    (method,) = (one for one in METHODS if one.label == "dp-fedavg")
+    arguments = Words(sampling_rate=0.5, num_rounds=6, num_clients=8)
+    run = run_of(method, arguments, on(SMALL, here=True, engine="batched", group_size=6), num_nodes=1)
+    assert len({report.replies for report in run.strategy.rounds}) > 1
+    assert sizes == {6}
+
+
+def test_what_a_round_costs_does_not_grow_with_the_clients_of_a_group() -> None:
+    """A GPU waits for each number that is read from it; each operation takes microseconds to start."""
+    own = moved(replace(images(9, 1), transform=None))
+    own = replace(own, inputs=(own.inputs.float() / 255).flatten(1))
+    counts = []
+    for number in (4, 24):
+        clients = {f"c{index}": replace(own, indices=torch.arange(index, index + 12)) for index in range(number)}
+        client = DPClient(
+            model=nn.Linear(72, 3),
+            clients=clients,
+            training=Training(learning_rate=0.1, batch_size=4),
+            device=DEVICE,
+            engine="batched",
+            group_size=24,
+        )
+        counts.append(cost_of_a_round(client, number))
+    (reads, few), (more_reads, many) = counts
+    assert max(reads, more_reads) < 12
+    # For each client: its records and their targets are cut from those of all, its row from those of the group, and added up.
+    assert (many - few) / 20 <= 4
+
+
+def cost_of_a_round(client: DPClient, number: int) -> tuple[int, int]:
+    """Numbers that are read from the device, and operations on it, in the second round of a client."""
+    strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=1.0, sampling=FullSampling(), num_clients=number, delta=1e-3)
+    counted: list[Counter[str]] = []
+
+    def client_fn(context: Context) -> DPClient:
+        counted.append(Counter(Pretend.counted))
+        Pretend.counted.clear()
+        return client
+
+    grid = LocalGrid(client_app(client_fn), 1)
+    strategy.start(grid, model_arrays(client.model.module), num_rounds=3)
+    assert [report.replies for report in strategy.rounds] == [number] * 3
+    last = Counter(Pretend.counted)
+    return last["to the CPU"], sum(count for name, count in last.items() if name not in ("to the CPU", "views"))
+
+
+# The clip of several rows at once
+
+LENGTH = 50
+
+
+class Rows:
+    """Training that gives each client a row, or an error; so many rows are clipped at once."""
+
+    def __init__(self, rows: list[Any], rows_together: int) -> None:
+        self.given, self.rows_together = rows, rows_together
+
+    def rows(self, vector: Tensor, jobs: Any) -> Iterator[Any]:
+        yield from (row if isinstance(row, Exception) else (row, torch.tensor(0.0)) for row in self.given)
+
+
+def replies(rows: list[Any], rows_together: int, device: Any = DEVICE, **asked: Any) -> list[Reply | Refusal]:
+    """What clients with these rows reply; the server adds the noise."""
+    train = Rows([row if isinstance(row, Exception) else row.to(device) for row in rows], rows_together)
+    jobs = [Job(name=f"c{place}", records=[], seed=0, secret=noise_generator, measured=True) for place in range(len(rows))]
+    made_of = pipeline(made(size=LENGTH, **asked), train=train, length=LENGTH)
+    return list(made_of.replies(torch.zeros(LENGTH).to(device), jobs))
+
+
+def drawn_rows() -> list[Tensor]:
+    """Rows far within the clip norm of 1, close to it, beyond it, and so long that they are scaled in float64; and zeros."""
+    rng = torch.Generator().manual_seed(3)
+    return [scale * torch.randn(LENGTH, generator=rng) for scale in (0.01, 0.1, 0.14, 0.142, 1.0, 1e4, 1e35, 0.0)]
+
+
+ASKS: dict[str, dict[str, Any]] = {
+    "whole rows": {},
+    "with an indicator": {"indicator": Indicator(clip_norm=0.8, scale=0.4), "clip_norm": math.hypot(0.8, 0.2)},
+    "masked": {"mask": RoundMask(seed=7, keep_ratio=0.4)},
+}
+
+
+@pytest.mark.parametrize("asked", ASKS.values(), ids=ASKS)
+def test_rows_that_are_clipped_together_are_those_that_are_clipped_alone(asked: dict[str, Any]) -> None:
+    """Up to the last bit of the factor: one step of the lattice. The norm is within the bound exactly."""
+    rows = drawn_rows()
+    clip_norm, step = asked.get("clip_norm", 1.0), lattice_step(1.0, clip_norm=1.0, dimension=LENGTH)
+    for together, alone in zip(replies(rows, 5, **asked), replies(rows, 1, "cpu", **asked), strict=True):
+        assert isinstance(together, Reply)
+        assert isinstance(alone, Reply)
+        assert (together.row.cpu() - alone.row).abs().max() <= 2 * step
+        assert float(l2_norms(together.row.cpu())) <= clip_norm
+        assert float(together.norm) == pytest.approx(float(alone.norm), rel=1e-12)
+    assert float(l2_norms(together.row.cpu())) > 0 or not rows[-1].any()
+
+
+@pytest.mark.parametrize(
+    "device", [DEVICE, pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+)
+@pytest.mark.parametrize("asked", ASKS.values(), ids=ASKS)
+def test_no_neighbour_changes_a_bit_of_a_row_that_is_clipped_with_others(asked: dict[str, Any], device: Any, caplog: Any) -> None:
+    """Neither a long row, nor one that is not finite, nor an error, nor how many there are, nor the place."""
+    caplog.set_level("DEBUG", logger="flwr")
+    own = drawn_rows()[4]
+    (alone,) = replies([own], 4, device, **asked)
+    others = [own * 1e30, own * math.nan, own * math.inf, RuntimeError("no"), torch.zeros(LENGTH)]
+    for before in itertools.permutations(others, 2):
+        found = replies([*before, own, others[0]], 4, device, **asked)
+        assert torch.equal(found[2].row.cpu(), alone.row.cpu())
+        for one, reply in zip(before, found, strict=False):
+            lost = isinstance(one, Exception) or not bool(one.isfinite().all())
+            assert isinstance(reply, Refusal) == lost
+    assert "clipped at once" not in caplog.text
+
+
+def test_rows_are_clipped_in_one_shape_for_any_number_of_them(monkeypatch: Any) -> None:
+    from flower_dp.clients.reply import parts
+
+    shapes, clip = set(), parts.clip_l2
+    monkeypatch.setattr(parts, "clip_l2", lambda rows, norm: (shapes.add(tuple(rows.shape)), clip(rows, norm))[1])
+    for count in (1, 3, 4, 7):
+        replies(drawn_rows()[:count], 4)
+    assert shapes == {(4, LENGTH)}
+
+
+def test_rows_of_different_lengths_are_clipped_alone() -> None:
+    found = replies([torch.ones(LENGTH), torch.ones(LENGTH - 1)], 4)
+    assert [float(l2_norms(reply.row.cpu())) <= 1 for reply in found] == [True, True]
+
+
+def test_rows_are_clipped_together_by_the_batched_engine_alone() -> None:
+    """And by no device that has one client: it would clip rows that nobody has."""
+    from flower_dp.clients.reply.updates import TrainedUpdates
+
+    def size(engine: str, device: Any) -> int:
+        model = FlatModel(linear(), torch.device(device))
+        training = Training(learning_rate=0.1)
+        return TrainedUpdates(training=training, model=model, server_round=1, engine=engine, group_size=7).rows_together
+
+    assert [size("batched", DEVICE), size("one_by_one", DEVICE), size("batched", "cpu")] == [8, 1, 1]
+
+
+# Groups
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "group_size", "slots"),
+    [(1000, None, 64), (1000, 100, 100), (1000, 101, 102), (1000, 1, 2), (2**20, 100, 16), (2**40, 100, 2)],
+)
+def test_a_group_has_as_many_clients_as_are_asked_for_and_fit(num_parameters: int, group_size: int | None, slots: int) -> None:
+    """The device has 4 GiB: 1/64 of it holds 2^24 weights."""
+    assert num_slots(num_parameters, DEVICE, group_size) == slots
+    assert num_slots(num_parameters, torch.device("cpu"), group_size) == num_slots(num_parameters, torch.device("cpu"))
+
+
+def test_a_group_that_does_not_fit_into_memory_is_halved_in_the_next_round(caplog: Any, monkeypatch: Any) -> None:
+    from flower_dp.clients.training.engines import program
+
+    stage, sizes = program.Program._stage, []
+
+    def limited(self: Any, batches: Any) -> None:
+        sizes.append(self._num_slots)
+        if self._num_slots > 4:
+            raise torch.OutOfMemoryError("out of memory")
+        stage(self, batches)
+
+    monkeypatch.setattr(program.Program, "_stage", limited)
+    model, clients = FlatModel(convolutions(), DEVICE), [images(6, seed) for seed in range(3)]
+    arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [0, 1, 2], "engine": "batched", "group_size": 16}
+    start = model.vector.clone()
+    rounds = [[row.cpu() for row in local_updates(start, clients, RECIPE, **arguments)] for _ in range(3)]
+    assert list(dict.fromkeys(sizes)) == [16, 8, 4]
+    assert caplog.text.count("do not fit into memory") == 2
+    for rows in rounds[1:]:
+        torch.testing.assert_close(rows, rounds[0], atol=1e-5, rtol=1e-4)
+
+
+# What is drawn
+
+
+@pytest.mark.parametrize("engine", ["one_by_one"])
+def test_dropout_on_it_follows_the_clients_own_seed_alone(engine: str) -> None:
+    state = pretend._Module.default_generators[0].get_state()
+    first, second = images(6, 1), images(6, 2)
+    together = rows_of(dropping(), [first, second], DEVICE, engine)
+    assert torch.equal(pretend._Module.default_generators[0].get_state(), state)
+    pretend._Module.default_generators[0].manual_seed(123)
+    assert all(torch.equal(*pair) for pair in zip(together, rows_of(dropping(), [first, second], DEVICE, engine), strict=True))
+    (other,) = rows_of(dropping(), [first], DEVICE, engine)
+    assert torch.equal(other, together[0])
+
+
+@pytest.mark.parametrize("device", [DEVICE, torch.device(pretend.NAME)], ids=str)
+def test_draws_on_it_resume_where_they_stopped(device: torch.device) -> None:
+    """Also on a device without an index."""
+    draws, expected = OwnDraws(device, 7), torch.Generator(device).manual_seed(7)
+    for _ in range(3):
+        with draws:
+            drawn = torch.rand(5, device=DEVICE)
+        assert torch.equal(drawn.cpu(), torch.rand(5, device=DEVICE, generator=expected).cpu())
+
+
+def test_a_device_whose_generator_cannot_be_found_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(pretend._Module, "default_generators", ())
+    with pytest.raises(RuntimeError, match="device pretend:0: its random generator can't be found"):
+        OwnDraws(DEVICE, 7)
+
+
+def test_a_device_that_lists_no_generators_is_seeded_by_its_functions(monkeypatch: Any) -> None:
+    """As MPS."""
+    (own,) = pretend._Module.default_generators
+    monkeypatch.setattr(pretend._Module, "default_generators", ())
+    for name, function in (("get_rng_state", own.get_state), ("set_rng_state", own.set_state), ("manual_seed", own.manual_seed)):
+        monkeypatch.setattr(pretend._Module, name, staticmethod(function), raising=False)
+    before, draws = own.get_state(), OwnDraws(DEVICE, 7)
+    for _ in range(2):
+        with draws:
+            drawn = torch.rand(5, device=DEVICE, generator=own)
+    expected = torch.rand(10, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(7))
+    assert torch.equal(drawn.cpu(), expected.cpu()[5:])
+    assert torch.equal(own.get_state(), before)
+
+
+# Records
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.table, self.output = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        outputs: Tensor = self.output((self.table(tokens) * mask[..., None]).sum(1))
+        return outputs
+
+
+def texts() -> TensorRecords:
+    rng = torch.Generator().manual_seed(1)
+    inputs = {"tokens": torch.randint(9, (8, 5), generator=rng), "mask": torch.ones(8, 5)}
+    return TensorRecords(inputs=inputs, targets=torch.randint(3, (8,), generator=rng))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_gradients_of_single_records_are_those_of_the_cpu(named: bool) -> None:
+    from flower_dp.clients.training.per_record import record_gradients
+
+    own, model = (texts(), Named()) if named else (images(8, 1), LoRA())
+    found = []
+    for device in ("cpu", DEVICE):
+        flat = FlatModel(model, torch.device(device))
+        inputs, targets = own.batch(torch.arange(8), flat.device)
+        rows, losses = record_gradients(flat, inputs, targets, loss=nn.functional.cross_entropy, engine="torch.func")
+        found.append((rows.cpu(), losses.cpu()))
+    torch.testing.assert_close(*found)
+    assert found[0][0].any()
+
+
+def test_named_inputs_train_on_it() -> None:
+    own = texts()
+    here = replace(own, inputs={name: value.to(DEVICE) for name, value in own.inputs.items()}, targets=own.targets.to(DEVICE))
+    (expected,) = rows_of(Named(), [own], "cpu", "one_by_one")
+    for there in (own, here):
+        assert torch.equal(rows_of(Named(), [there], DEVICE, "one_by_one")[0], expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", DEVICE], ids=str)
+def test_records_of_a_data_set_may_be_anywhere(device: Any) -> None:
+    pairs = [(torch.full((3,), float(index)).to(device), index % 2) for index in range(6)]
+    own = DatasetRecords(dataset=pairs, example=(torch.zeros(3), 0))
+    inputs, targets = own.batch(torch.tensor([4, 1]), DEVICE)
+    assert inputs.device == targets.device == DEVICE
+    assert (inputs.tolist(), targets.tolist()) == ([[4.0] * 3, [1.0] * 3], [0, 1])
+
+
+@pytest.mark.parametrize("rows", [[3, -1], [3, 40]])
+def test_a_row_that_does_not_exist_is_refused_before_the_device_is_asked(rows: list[int]) -> None:
+    """A GPU would be unusable for the process."""
+    with pytest.raises(IndexError):
+        replace(moved(images(9, 1)), indices=torch.tensor(rows)).batch(torch.arange(2), DEVICE)
+
+
+def test_records_that_fit_are_kept_on_it_and_others_stay_where_they_are(monkeypatch: Any) -> None:
+    own = images(9, 1)
+    kept = on_device(own, DEVICE)
+    assert {kept.inputs.device, kept.targets.device} == {DEVICE}
+    assert kept.indices is own.indices  # whether a row exists is asked on the CPU
+    named = on_device(texts(), DEVICE)
+    assert {value.device for value in named.inputs.values()} == {DEVICE}
+    size = own.inputs.nbytes + own.targets.nbytes
+    for free, moves in ((8 * size, True), (8 * size - 1, False)):
+        monkeypatch.setattr(pretend._Module, "mem_get_info", lambda *_, free=free: (free, 2**32))
+        assert (on_device(own, DEVICE) is not own) == moves
+    assert on_device(own, torch.device("cpu")) is own
+    pairs = DatasetRecords(dataset=[])
+    assert on_device(pairs, DEVICE) is pairs
+
+
+# Models
+
+
+def test_a_model_has_its_device_with_an_index() -> None:
+    assert FlatModel(linear(), torch.device(pretend.NAME)).device == DEVICE
+    assert FlatModel(linear()).device == torch.device("cpu")
+
+
+def test_the_hash_of_a_frozen_base_is_the_same_on_it() -> None:
+    assert base_hash(LoRA().to(DEVICE)) == base_hash(LoRA()) != ""
+
+
+def test_a_frozen_parameter_that_training_changes_is_noticed_on_it() -> None:
+    class Moving(LoRA):
+        def forward(self, inputs: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.base.bias.add_(1)
+            return super().forward(inputs)
+
+    model = FlatModel(Moving(), DEVICE)
+    arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [0], "engine": "one_by_one"}
+    (row,) = local_updates(model.vector.clone(), [images(4, 1)], RECIPE, **arguments)
+    assert "frozen" in str(row)
+
+
+def test_a_run_can_be_put_into_a_model_on_it() -> None:
+    model = linear().to(DEVICE)
+    put_into(model, {"0.weight": np.full((3, 6), 2.0, np.float32)}, {}, "here")
+    assert model[0].weight.device == DEVICE
+    assert model[0].weight.cpu().unique().tolist() == [2.0]
+    assert model_arrays(model)["0.weight"].numpy().max() == 2
+
+
+def test_batchnorm_is_replaced_where_it_is() -> None:
+    fixed = fix_batchnorm(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)).to("meta"))
+    assert {value.device.type for value in fixed.parameters()} == {"meta"}
+
+
+# Why nothing trains
+
+
+class Broken(nn.Module):
+    """Makes a tensor on the CPU, wherever its inputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs + torch.ones(6))
+        return outputs
+
+
+@pytest.mark.parametrize("level", ["client", "record"])
+def test_the_log_of_a_node_says_why_no_client_trains(level: str, caplog: Any) -> None:
+    """In one line, and with a traceback in lines of their own; once, though there are several clients."""
+    hosted = {name: records(name, 8) for name in ("c0", "c1")}
+    context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+    recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=3)
+    client = (
+        DPClient(model=Broken(), clients=hosted, training=Training(learning_rate=0.1), device=DEVICE)
+        if level == "client"
+        else LocalDPClient(model=Broken(), clients=hosted, recipe=recipe, context=context, device=DEVICE)
+    )
+    assert client.why_unable() is not None
+    (told,) = [record.getMessage() for record in caplog.records if "first cause" in record.getMessage()]
+    first, *trace = told.splitlines()
+    assert "Expected all tensors to be on the same device" in first
+    assert trace[0] == "dry run | Traceback (most recent call last):"
+    assert any("in forward" in line for line in trace)
+    assert all(line.startswith("dry run | ") for line in trace)
+
+
+# Precision
+
+
+def test_convolutions_on_cuda_are_deterministic_and_without_tf32_unless_asked(monkeypatch: Any) -> None:
+    """And cuDNN stays on: torch's context turns it off if it is not told."""
+    cudnn, cuda = torch.backends.cudnn, torch.device("cuda")
+
+    def flags() -> tuple[bool, ...]:
+        return cudnn.enabled, cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32
+
+    before = flags()
+    with devices.reproducible(cuda):
+        assert flags() == (True, True, False, False)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    with devices.reproducible(cuda):
+        assert flags() == (True, True, False, True)
+    with cudnn.flags(enabled=False), devices.reproducible(cuda):
+        assert not cudnn.enabled
+    with devices.reproducible(torch.device("cpu")):
+        assert flags() == before
+    assert flags() == before
+
+
+def test_all_that_a_client_computes_is_in_that_context(monkeypatch: Any) -> None:
+    """Training by either engine, gradients of single records, evaluation, and the dry run."""
+    from contextlib import contextmanager
+
+    from flower_dp.clients import node_client
+
+    inside: list[bool] = [False]
+    seen: list[bool] = []
+
+    @contextmanager
+    def context(device: Any) -> Iterator[None]:
+        was, inside[0] = inside[0], True
+        yield
+        inside[0] = was
+
+    class Watched(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            seen.append(inside[0])
+            return super().forward(inputs)
+
+    monkeypatch.setattr(node_client, "reproducible", context)
+    for label in ("dp-fedavg", "dp-sgd", "nbafl"):
+        (method,) = (one for one in METHODS if one.label == label)
+        run_of(method, Words(num_rounds=1), replace(SMALL, model=lambda: nn.Sequential(Watched(6, 3, bias=False))))
+    assert len(seen) > 20
+    assert all(seen)
