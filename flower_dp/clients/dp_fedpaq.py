@@ -104,7 +104,7 @@ class DPFedPAQRecipe:
     def why_unfit(self, model: FlatModel, records: Records) -> str | None:
         """Return why the gradient of a single record can't be computed: see `MadeUp`."""
         if self.steps.sensitivity == "convex-glm":  # whose gradients are a formula of its own
-            return None
+            return dry_run.of_convex(model, records, self.loss, self.steps)
         return dry_run.of_records(model, records, self.loss)
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int, drift: Tensor | None = None) -> Pipeline:

@@ -62,10 +62,15 @@ BROADCAST = (
     "the loss compares outputs with targets of another shape, so that every output meets the targets of other records: give both "
     "one shape, for example outputs.squeeze(1) or targets.unsqueeze(1); the node's own log has the shapes"
 )
+CONVEX = f"sensitivity='convex-glm' is not proved for this model, loss and kind of record; use 'per-step'; {SEE_LOG}"
 KEEPS = "the model keeps something of what it was given for later, outside its buffers, where it could tell of other records"
 BATCH_STATISTICS = (
     "a layer of the model mixes and keeps statistics of private records: use GroupNorm instead of BatchNorm, or "
-    "flower_dp.clients.fix_batchnorm(model)"
+    "flower_dp.clients.fix_batchnorm(model), and InstanceNorm without track_running_stats; the node's own log names the layer"
+)
+OPACUS = (
+    "the model is wrapped by opacus, whose hooks keep gradients of single records on the parameters: give the plain model, "
+    "wrapped.to_standard_module()"
 )
 
 
@@ -108,9 +113,15 @@ class BatchStatisticsError(ValueError):
     """The model has a layer with batch statistics; the text, which names the layer, stays on the device."""
 
 
+@final
+class WrappedModelError(ValueError):
+    """The model is wrapped by opacus; the text is one of this module."""
+
+
 def why_no_client(error: BaseException) -> str:
     """Return what the server learns of an error in `client_fn`."""
-    why = f": {BATCH_STATISTICS}" if type(error) is BatchStatisticsError else f"; {SEE_LOG}"
+    known: dict[type[BaseException], str] = {BatchStatisticsError: BATCH_STATISTICS, WrappedModelError: OPACUS}
+    why = f": {known[type(error)]}" if type(error) in known else f"; {SEE_LOG}"
     return error.reason if type(error) is Declined else f"client_fn failed{why}"
 
 

@@ -16,11 +16,13 @@ from flower_dp import wire
 from flower_dp.clients import (
     DatasetRecords,
     DPClient,
+    DPFedPAQRecipe,
     FedSGDDPCRecipe,
     FlatModel,
     LocalDPClient,
     NbAFLRecipe,
     ProximalTerm,
+    ScaffoldRecipe,
     TensorRecords,
     Training,
     app,
@@ -32,6 +34,7 @@ from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.record_clipping import clipped_sum
 from flower_dp.core.sampling import FullSampling
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPFedAvg, FedSGDDPC, NbAFL
 from tests.grids import LocalGrid
 
@@ -371,6 +374,26 @@ class Doubled(nn.Linear):
 def test_what_torch_func_does_not_do_has_a_text_of_its_own(build, inputs, reason):
     client = local_client(build, tensors(inputs), FedSGDDPCRecipe(**LOCAL, num_replies=1))
     assert client.why_unable() == f"{reasons.UNFIT}: {reason}"
+
+
+@pytest.mark.parametrize("method", [DPFedPAQRecipe, ScaffoldRecipe])
+@pytest.mark.parametrize(
+    ("build", "inputs", "loss", "fits"),
+    [
+        (lambda: nn.Linear(4, 1), floats(4), nn.functional.mse_loss, True),
+        (lambda: nn.Linear(5, 1), floats(4), nn.functional.mse_loss, False),
+        (lambda: nn.Linear(4, 1), floats(4), nn.functional.l1_loss, False),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), floats(4), nn.functional.mse_loss, False),
+    ],
+    ids=["fits", "another shape", "another loss", "two layers"],
+)
+def test_what_convex_glm_is_not_proved_for_is_found_before_round_1(build, inputs, loss, fits, method):
+    steps = FedPAQSteps(
+        learning_rate=0.01, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="convex-glm", smoothness=100.0
+    )
+    recipe = method(steps=steps, epsilon=1.0, delta=1e-5, num_replies=1, loss=loss)
+    client = local_client(build, tensors(inputs, torch.rand(8)), recipe)
+    assert client.why_unable() == (None if fits else f"{reasons.UNFIT}: {reasons.CONVEX}")
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from flower_dp.clients import FlatModel, fix_batchnorm
+from flower_dp.clients import FlatModel, fix_batchnorm, reasons
 
 
 class Residual(nn.Module):
@@ -70,3 +70,53 @@ def test_frozen_layers_stay_frozen_and_modes_stay():
     model[0].weight.requires_grad_(False)
     fixed = fix_batchnorm(model)
     assert (fixed[0].weight.requires_grad, fixed[0].bias.requires_grad, fixed[0].training) == (False, True, False)
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """As that of torchvision: constants in buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("layer", "advice"),
+    [
+        (nn.BatchNorm2d(4), "GroupNorm.num_groups, 4., or flower_dp.clients.fix_batchnorm"),
+        (nn.InstanceNorm2d(4, track_running_stats=True), "make it with track_running_stats=False"),
+        (FrozenBatchNorm2d(), "replace it by hand"),
+    ],
+)
+def test_fix_batchnorm_is_advised_where_it_helps(layer, advice):
+    with pytest.raises(ValueError, match=advice) as raised:
+        FlatModel(nn.Sequential(layer))
+    fixed = fix_batchnorm(nn.Sequential(layer))
+    helps = not hasattr(fixed[0], "running_mean")
+    assert ("fix_batchnorm" in str(raised.value)) == helps
+
+
+def test_instance_norm_without_statistics_is_taken():
+    FlatModel(nn.Sequential(nn.InstanceNorm2d(4, affine=True)))
+
+
+def test_a_batchnorm_of_one_number_is_not_made_zero():
+    """GroupNorm(1, 1) of vectors gives its shift, whatever the input: nothing before it could be trained."""
+    assert not nn.GroupNorm(1, 1, affine=False)(torch.randn(5, 1)).any()
+    with pytest.raises(ValueError, match=r"layer '1': normalises one number a record.*leave the layer out"):
+        fix_batchnorm(nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)))
+    assert fix_batchnorm(nn.BatchNorm1d(1), num_groups=1)(torch.randn(5, 1, 9)).abs().max() > 0.1
+    assert fix_batchnorm(nn.BatchNorm2d(1))(torch.randn(5, 1, 3, 3)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["the wrapper", "the model inside, with hooks"])
+def test_a_model_that_opacus_wraps_is_refused_with_what_to_do(inner):
+    """Its hooks leave the gradients of a client's records on the parameters."""
+    from opacus import GradSampleModule  # half a second
+
+    model = nn.Sequential(nn.Linear(3, 2))
+    wrapped = GradSampleModule(model)
+    with pytest.raises(ValueError, match=r"wrapped by opacus.*to_standard_module") as raised:
+        FlatModel(model if inner else wrapped)
+    assert reasons.why_no_client(raised.value) == f"client_fn failed: {reasons.OPACUS}"
+    FlatModel(wrapped.to_standard_module())

@@ -289,6 +289,23 @@ def test_what_a_model_keeps_of_one_clients_records_is_not_told_with_anothers(cha
     np.testing.assert_array_equal(total(names_of), sum(total((name,)) for name in names_of))
 
 
+def test_inputs_by_name_are_evaluated():
+    """They were trained, and every charged evaluation failed."""
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x, scale):
+            return self.linear(x * scale)
+
+    inputs = {"x": torch.randn(5, 2), "scale": torch.ones(5, 2)}
+    records = TensorRecords(inputs=inputs, targets=torch.ones(5, dtype=torch.int64))
+    with torch.no_grad():
+        assert set(loss_and_accuracy(nn.functional.cross_entropy)(Named(), records)) == {"loss", "accuracy"}
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_evaluation_leaves_every_layer_in_its_mode(fails):
     """A part that is kept in evaluation mode would have dropout from then on, and training another gradient."""

@@ -147,19 +147,23 @@ class ConvexModel:
         if made is not None and not isinstance(made[0], Tensor):
             raise UnfitModelError(f"convex-glm needs inputs in one tensor: this client's are {type(made[0]).__name__}")
         size, problems = max(1, len(positions)), set[str]()
-
-        def fitting(inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
-            if not isinstance(inputs, Tensor):
-                raise TypeError("inputs: must be one tensor")
-            features = inputs.to(torch.float64).reshape(size, self.linear.in_features)
-            classes = targets.reshape(size)
-            labels = classes.to(torch.float64)
-            if self.linear.out_features == 2:
-                labels = labels.where((classes == 0) | (classes == 1), torch.nan)
-            return features, labels
-
-        read = apart(records, positions, fitting, size=size, device=device, seed=seed, problems=problems)
+        read = apart(records, positions, self.fitting, size=size, device=device, seed=seed, problems=problems)
         return [(features[places], labels[places]) for _, places, (features, labels) in read]
+
+    def fitting(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features [n, f] and labels [n] in float64; NaN for a class that there is not.
+
+        Raises:
+            Exception: if inputs or targets do not fit the model.
+        """
+        if not isinstance(inputs, Tensor):
+            raise TypeError("inputs: must be one tensor")
+        features = inputs.to(torch.float64).reshape(len(inputs), self.linear.in_features)
+        classes = targets.reshape(len(inputs))
+        labels = classes.to(torch.float64)
+        if self.linear.out_features == 2:
+            labels = labels.where((classes == 0) | (classes == 1), torch.nan)
+        return features, labels
 
     def _matrix(self, weights: Tensor) -> Tensor:
         """Return the weights [outputs, features], with a column for the bias."""

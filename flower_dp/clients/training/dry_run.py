@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from flower_dp.clients import reasons
 from flower_dp.clients.reasons import UnfitLossError
+from flower_dp.clients.training.convex import ConvexModel
 from flower_dp.clients.training.devices import is_accelerator
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines import local_updates
@@ -44,6 +45,7 @@ from flower_dp.clients.training.records import (
     outputs_of,
 )
 from flower_dp.core import checks
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 
 log = logging.getLogger("flwr")
 
@@ -97,6 +99,20 @@ def of_records(model: FlatModel, records: Records, loss: Loss) -> str | None:
                 return str(error.__cause__)
             return _why_no_record(model, records, loss, error.__cause__ or error)
         return None
+
+
+def of_convex(model: FlatModel, records: Records, loss: Loss, steps: FedPAQSteps) -> str | None:
+    """Return why `convex-glm` has no gradient of a record of public shape and type, None if it has or nobody knows."""
+    try:
+        convex = ConvexModel.of(model, loss, steps)
+        example = _example(records, model.device, public=True)
+        if not isinstance(example, tuple):
+            return example
+        convex.fitting(*example)
+    except Exception as error:
+        _log_cause("convex-glm", error)
+        return reasons.CONVEX
+    return None
 
 
 def log_private_kind(clients: Mapping[str, Records]) -> None:

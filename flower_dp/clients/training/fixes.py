@@ -28,7 +28,8 @@ def fix_batchnorm(model: nn.Module, *, num_groups: int | None = None) -> nn.Modu
             (BatchNorm1d).
 
     Raises:
-        ValueError: if `num_groups` does not divide a layer's channels, or opacus has no replacement for a layer.
+        ValueError: if `num_groups` does not divide a layer's channels, opacus has no replacement for a layer, or a BatchNorm1d
+            has one channel and no `num_groups` is given.
 
     Example:
         >>> from torch import nn
@@ -57,6 +58,11 @@ def fix_batchnorm(model: nn.Module, *, num_groups: int | None = None) -> nn.Modu
 
 def _replacement(name: str, layer: Any, fix: Callable[..., Any], num_groups: int | None) -> nn.Module:
     channels: int = layer.num_features
+    if num_groups is None and isinstance(layer, nn.BatchNorm1d) and channels == 1:
+        raise ValueError(
+            f"layer {name!r}: normalises one number a record, and GroupNorm would make it zero: leave the layer out; or give "
+            "num_groups=1 if it is for sequences"
+        )
     groups = _groups(layer) if num_groups is None else num_groups
     if groups < 1 or channels % groups:
         raise ValueError(f"num_groups={groups}: must divide the {channels} channels of layer {name!r}")

@@ -12,7 +12,14 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from flower_dp.clients.reasons import LOSS_SHAPE, BatchStatisticsError, ChangedBaseError, UnfitLossError
+from flower_dp.clients.reasons import (
+    LOSS_SHAPE,
+    OPACUS,
+    BatchStatisticsError,
+    ChangedBaseError,
+    UnfitLossError,
+    WrappedModelError,
+)
 from flower_dp.clients.training.attributes import Attributes, fingerprint
 from flower_dp.clients.training.base import base_hash
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
@@ -29,6 +36,8 @@ log = logging.getLogger("flwr")
 _FETCHED_RECORDS = 512
 _FLOAT32 = torch.finfo(torch.float32)
 _HALVES = (torch.float16, torch.bfloat16)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OPACUS = "opacus.grad_sample"
 OPTIMIZERS = ("sgd", "adam")
 
 
@@ -38,7 +47,7 @@ class FlatModel:
     Setting, reading and averaging the whole model are then one operation each.
 
     Raises:
-        ValueError: for layers with batch statistics, naming the layer and the replacement.
+        ValueError: for layers with batch statistics, naming the layer and the replacement, and for a model that opacus wraps.
 
     Example:
         >>> import torch
@@ -49,6 +58,7 @@ class FlatModel:
     """
 
     def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
+        _refuse_wrapped(module)
         _refuse_batch_statistics(module)
         # Data that the batched engine caches for this model.
         self.programs: dict[Any, Any] = {}
@@ -288,9 +298,25 @@ def model_arrays(module: nn.Module) -> ArrayRecord:
 
 def _refuse_batch_statistics(module: nn.Module) -> None:
     for name, layer in module.named_modules():
-        if getattr(layer, "running_mean", None) is not None or isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            raise BatchStatisticsError(
-                f"layer {name!r} ({type(layer).__name__}) mixes and keeps statistics of private records: use GroupNorm instead, "
-                f"e.g. torch.nn.GroupNorm(num_groups, {getattr(layer, 'num_features', 'num_channels')}), or "
-                "flower_dp.clients.fix_batchnorm(model)"
-            )
+        mixes = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        if not mixes and getattr(layer, "running_mean", None) is None:
+            continue
+        replacement = f"torch.nn.GroupNorm(num_groups, {getattr(layer, 'num_features', 'num_channels')})"
+        if mixes:
+            advice = f"use GroupNorm instead, e.g. {replacement}, or flower_dp.clients.fix_batchnorm(model)"
+        elif isinstance(layer, nn.modules.instancenorm._InstanceNorm):
+            advice = f"make it with track_running_stats=False, or use {replacement}"
+        else:  # whose own code nobody knows, such as FrozenBatchNorm2d of torchvision
+            advice = f"replace it by hand, e.g. by {replacement}, or by its scale and shift alone if its statistics never change"
+        raise BatchStatisticsError(
+            f"layer {name!r} ({type(layer).__name__}) mixes or keeps statistics of private records: {advice}"
+        )
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    for layer in module.modules():
+        hooks = [getattr(hook, "func", hook) for kind in _HOOKS for hook in getattr(layer, kind).values()]
+        if any(
+            str(made.__module__).startswith(_OPACUS) for made in (*type(layer).__mro__, *hooks) if hasattr(made, "__module__")
+        ):
+            raise WrappedModelError(OPACUS)
