@@ -12,7 +12,6 @@ import re
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from flower_dp.strategies.checkpoint import CheckpointFolder
@@ -34,7 +33,7 @@ clientapp = "silent.app:client"
 folder = ""
 resume = false
 """
-APP = f'''
+APP = f"""
 import json
 from pathlib import Path
 
@@ -47,7 +46,8 @@ from flower_dp.clients import privacy_mod
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
 
-server, client = ServerApp(), ClientApp(mods=[privacy_mod(name=lambda context: str(context.node_config["name"]))])
+server = ServerApp()
+client = ClientApp(mods=[privacy_mod(name=lambda context: str(context.node_config["name"]))])
 
 
 @client.train()
@@ -70,7 +70,7 @@ def main(grid, context):
     finally:
         told = {{"statement": strategy.statement.to_dict(), "replies": [report.replies for report in strategy.rounds]}}
         (folder / "told.json").write_text(json.dumps(told))
-'''
+"""
 
 
 class Devices(Loop):
@@ -97,21 +97,20 @@ class Devices(Loop):
         config = f'folder="{self.folder}" resume={str(resume).lower()}'
         return self.spawn("operator", "flwr", "run", str(self.folder / "app"), "loop", "--stream", "-c", config)
 
-    def told(self):
-        """What the run that has ended tells."""
-        wait_until((self.folder / "told.json").exists, f"the run does not end: {self.log('operator')}", 900)
-        time.sleep(1.0)
+    def told(self, run):
+        """What a run tells when it has ended, and its log is whole."""
+        run.wait(900)
         return json.loads((self.folder / "told.json").read_text())
 
 
 def end_and_go_on(loop):
     nodes = loop.begin()
     end_group(nodes.pop(min(nodes)), signal.SIGKILL)
-    loop.run(resume=False)
+    run = loop.run(resume=False)
     wait_until(lambda: 2 in loop.rounds(), f"round 2 doesn't begin: {loop.log('operator')}", 600)
     for node in nodes.values():
         os.killpg(node.pid, signal.SIGSTOP)
-    told = loop.told()
+    told = loop.told(run)
     assert "KeyError" not in loop.log("operator")
     assert "no client has sent a usable update in the last 3 rounds" in loop.log("operator"), loop.log("operator")
     answered, charged = len(told["replies"]), told["statement"]["num_rounds"]
@@ -121,8 +120,7 @@ def end_and_go_on(loop):
     assert CheckpointFolder(loop.folder / "checkpoint").read().server_round == answered
     for node in nodes.values():
         os.killpg(node.pid, signal.SIGCONT)
-    loop.run(resume=True)
-    told = loop.told()
+    told = loop.told(loop.run(resume=True))
     assert told["statement"]["num_rounds"] == ROUNDS
     assert told["replies"][-1] == NODES - 1, (told["replies"], loop.log("operator"))
 
