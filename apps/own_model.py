@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch import nn
 from apps.app_functions import named
 from apps.client_parts import training_of
 from apps.device import FUNCTIONS, hosted, own_settings, sets_anything
+from apps.kept import Kept, kept_of
 from apps.own_config import run_of, whole
-from apps.records import Config, config_of
+from apps.records import config_of
 from apps.settings import Settings
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
 from flower_dp.clients.node_client import NodeClient
@@ -175,20 +176,20 @@ def app(
 
 
 def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, context: Context) -> NodeClient:
-    """Return a node's client; made once a process, and kept between messages.
+    """Return a node's client; made once a process, and kept between messages of a run.
 
     Raises:
         ValueError: the node's configuration does not say which clients the node hosts, or as `app`.
     """
     hosted(context.node_config)
-    return _client(model_fn, data_fn, loss, config_of(context.run_config), config_of(context.node_config))
+    kept = kept_of(context.run_config, model_fn, data_fn, loss)
+    return kept.client(config_of(context.node_config), lambda: _client(kept, model_fn, data_fn, loss, context))
 
 
-@lru_cache(maxsize=8)
-def _client(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, run_config: Config, node_config: Config) -> NodeClient:
-    node = dict(node_config)
+def _client(kept: Kept, model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, context: Context) -> NodeClient:
+    node = dict(context.node_config)
     part, parts = hosted(node)
-    config = own_settings(whole(dict(run_config)), node)
+    config = own_settings(whole(dict(context.run_config)), node)
     run = run_of(config)
     needed = {key: value for key, value in config.items() if key != "evaluate-fn"}  # which is the server's alone
     functions = _Functions(model=model_fn, data=data_fn, evaluate=None).of(needed, node)
@@ -197,7 +198,11 @@ def _client(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, run_co
         raise ValueError(f"num-clients={len(names)}: leaves no client to partition-id={part} of num-partitions={parts}")
     clients = _Clients(functions.data, names, names[part::parts], default_device())
     everyone = _Clients(functions.data, names, names)
-    return _with_loss(run.client(_model(functions.model, run.settings.seed), clients, everyone.sizes), loss)
+    model = kept.shared(
+        (functions.model, run.settings.seed), lambda: FlatModel(_model(functions.model, run.settings.seed), default_device())
+    )
+    sizes = partial(kept.shared, (functions.data, len(names)), everyone.sizes)
+    return _with_loss(run.client(model, clients, sizes), loss)
 
 
 class _Clients(Mapping[str, Records]):

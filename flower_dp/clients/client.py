@@ -20,7 +20,7 @@ from flower_dp.clients.reply.work import Work
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.engines import ENGINES, quicker_engine
-from flower_dp.clients.training.recipe import Training
+from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks
 from flower_dp.wire import Instruction
@@ -67,7 +67,7 @@ class DPClient(NodeClient):
     def __init__(
         self,
         *,
-        model: nn.Module,
+        model: nn.Module | FlatModel,
         clients: Mapping[str, Records],
         training: Training,
         policy: ClientPolicy | None = None,

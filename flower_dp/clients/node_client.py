@@ -41,7 +41,8 @@ class NodeClient(NumPyClient):
     it, no metric. Subclasses list in `methods` the methods that they run, and return their pipelines from `_work`.
 
     Args:
-        model: the architecture; its weights are overwritten. Without BatchNorm.
+        model: the architecture; its weights are overwritten. Without BatchNorm. Nodes of one process may share a `FlatModel`, and
+            with it all that is found out about it and traced for it.
         clients: the records of every client that lives here, by its stable name; on a device one.
         policy: this client's own limits.
         device: where to train; by default the GPU if this process has one, else the CPU.
@@ -56,7 +57,7 @@ class NodeClient(NumPyClient):
     def __init__(
         self,
         *,
-        model: nn.Module,
+        model: nn.Module | FlatModel,
         clients: Mapping[str, Records],
         policy: ClientPolicy | None = None,
         device: torch.device | str | None = None,
@@ -68,7 +69,7 @@ class NodeClient(NumPyClient):
             raise ValueError("clients: a node must host at least one client")
         for name in clients:
             checks.line("clients: name", name)
-        self.model = FlatModel(model, default_device(device))
+        self.model = model if isinstance(model, FlatModel) else FlatModel(model, default_device(device))
         self.clients = clients
         self.policy = ClientPolicy() if policy is None else policy
         self.seed = seed

@@ -8,9 +8,11 @@ STARTED = {
     # Ray starts workers at niceness 15, so other programs would take the cores from the training.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # How often a process tries to reach another one of this machine that starts: by default once a second, ten times.
+    # How often a process tries to reach another one of this machine that starts: by default once a second, ten times. A busy
+    # machine takes longer, as it may for a worker's imports.
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
-    "RAY_raylet_client_num_connect_attempts": "500",
+    "RAY_raylet_client_num_connect_attempts": "3000",
+    "RAY_worker_register_timeout_seconds": "180",
     # The input of a raylet's agents is a pipe, as it is by default: `flower_dp.simulation.one_machine` needs it.
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
     # Otherwise Ray looks for a `uv run` among the parents of this process.

@@ -89,7 +89,7 @@ class RayGrid(Grid):
         FlowerVersionError: the installed Flower is not known.
         ValueError: nodes have a `ledger-path`, and are on several machines: each would have a file of its own, with a part of
             what the node has spent.
-        RuntimeError: messages wait, and no machine runs a worker any more, or takes one within two minutes.
+        RuntimeError: messages wait, and no machine runs a worker any more, or takes one within five minutes.
 
     Example:
         >>> from flower_dp.simulation import RayGrid, Workers

@@ -11,7 +11,7 @@ log = logging.getLogger("flwr")
 # How long the nodes of a worker wait for it, where there is room for it, before the others serve them.
 _START_SECONDS = 30.0
 # How long messages wait for the first of several workers.
-_NOBODY_SECONDS = 120.0
+_NOBODY_SECONDS = 300.0
 # From one look at the machines to the next.
 _LOOK_SECONDS = 1.0
 
@@ -81,7 +81,9 @@ class Placement:
         elif not self._starting:
             raise RuntimeError("no worker is left: all have died, and none could be started again")
         elif (waited := time.monotonic() - self._served) > _NOBODY_SECONDS:
-            raise RuntimeError(f"no worker is left: for {waited:.0f} s no machine has had room for one")
+            raise RuntimeError(
+                f"no worker is left: for {waited:.0f} s no machine has had room for one, or it is too busy to start one"
+            )
 
     def _begin(self, index: int) -> None:
         actor = self._workers.actors[index]

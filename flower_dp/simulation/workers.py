@@ -11,8 +11,9 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ _ours: Path | Cluster | None = None
 _idle: list["Workers"] = []
 
 
+class RayStartError(RuntimeError):
+    """Ray does not start on this machine: no run has begun."""
+
+
 def default_workers() -> int:
     """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -51,6 +56,7 @@ def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None
 
     Raises:
         ImportError: Ray is not installed.
+        RayStartError: Ray does not start, the second time neither.
         ConnectionError: the cluster can't be joined, as Ray says why.
     """
     global _ours  # noqa: PLW0603  (there is one Ray in a process)
@@ -71,12 +77,19 @@ def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None
             _ours = cluster
             atexit.register(stop_ray)
             return ray
-        if folder is None:
-            folder = _ours = short_folder()
-        if threading.current_thread() is threading.main_thread():
-            _init(ray, num_cpus, folder)
-        else:
-            _init_in_a_lasting_thread(ray, num_cpus, folder)
+        own = folder is None
+        folder = short_folder() if folder is None else folder
+        try:
+            if threading.current_thread() is threading.main_thread():
+                _init(ray, num_cpus, folder)
+            else:
+                _init_in_a_lasting_thread(ray, num_cpus, folder)
+        except BaseException:
+            if own:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if own:
+            _ours = folder
         atexit.register(stop_ray)
         return ray
 
@@ -152,7 +165,8 @@ def _init(ray: Any, num_cpus: int, folder: Path) -> None:
         path = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
         with warnings.catch_warnings(), _sigterm_stays(), lean(ray), _set(ray_settings.STARTED | ray_settings.ALONE | path):
             warnings.simplefilter("ignore")  # hints on future releases of Ray
-            ray.init(
+            start = partial(
+                ray.init,
                 address="local",
                 num_cpus=num_cpus,
                 include_dashboard=False,
@@ -160,8 +174,45 @@ def _init(ray: Any, num_cpus: int, folder: Path) -> None:
                 _node_ip_address=_ADDRESS,
                 _temp_dir=str(folder),
             )
+            try:
+                start()
+            except Exception as error:  # a machine that is busy, or slow to read Ray from its disk, may have it the second time
+                log.warning("Ray does not start, and is tried once more: %s", _last_line(str(error)))
+                ray.shutdown()
+                _start_again(start, folder)
     finally:
         constants.ENABLE_RAY_CLUSTER = among_others
+
+
+def _start_again(start: Callable[[], Any], folder: Path) -> None:
+    """Start Ray a second time.
+
+    Raises:
+        RayStartError: it does not start.
+    """
+    try:
+        start()
+    except Exception as error:
+        load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+        told = _last_logged(folder)
+        raise RayStartError(
+            f"Ray does not start on this machine, tried twice: {_last_line(str(error))}; it gives up where the machine is busy "
+            f"or its disk slow (load {load} on {default_workers()} cores), without memory, or without space in {folder.parent} "
+            f"({shutil.disk_usage(folder.parent).free / 2**30:.1f} GiB free): end other programs, and try again"
+            + (f"; the last line of its log: {told}" if told else "")
+        ) from error
+
+
+def _last_logged(folder: Path) -> str:
+    """Return the last line that one of Ray's own processes has written to its log."""
+    logs = [file for name in ("raylet", "gcs_server") for file in folder.glob(f"session_*/logs/{name}.*") if file.stat().st_size]
+    newest = max(logs, key=lambda file: file.stat().st_mtime, default=None)
+    return "" if newest is None else _last_line(newest.read_text(encoding="utf-8", errors="replace"))
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason given"
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from apps import app_functions, own_model
 from apps.own_model import client_of, run_of
 from flower_dp.clients import model_arrays
 from flower_dp.clients.registry import LOCAL
+from flower_dp.clients.training.engines import batched
 from flower_dp.reporting import compare
 from flower_dp.running.apps import flatten, read_app
 from tests.grids import LocalGrid
@@ -74,6 +75,13 @@ def play(app, folder, nodes=2, **changes):
     grid = LocalGrid(app.client, nodes, **config)
     app.server(grid, Context(1, 1, {}, RecordDict(), config))
     return grid
+
+
+class Own(nn.Module):
+    """A layer that is not one of torch's: nothing is known of another model that has one."""
+
+    def forward(self, inputs):
+        return inputs.tanh()
 
 
 # Two of noised sums, one of them with masks, and two of clients with noise of their own; the classes that all methods make of
@@ -305,6 +313,28 @@ def test_a_device_with_settings_of_its_own_takes_the_functions_that_its_app_name
     assert len(made({**NAMES, "data-fn": "my_functions:load_others"}).clients["client-0"]) == 20
     with pytest.raises(ValueError, match=r"data-fn='my_functions:load_others': this device has settings of its own, and its app"):
         made({**NAMES, "data-fn": "my_functions:load_others"}, **own)
+
+
+@pytest.mark.parametrize("method", ["dp-fedavg", "dp-pasgd"])
+def test_a_process_makes_and_traces_a_model_once_however_many_nodes_it_serves(method, tmp_path, monkeypatch):
+    made, traced, read, engine = [], [], [], {"engine": "batched"} if method == "dp-fedavg" else {}
+
+    def model():
+        made.append(1)
+        return nn.Sequential(nn.Linear(3, 4), Own(), nn.Linear(4, 2))
+
+    def records(client, num_clients):
+        read.append(client)
+        return load_records(0, num_clients)
+
+    proven = batched._Trainer._proven
+    monkeypatch.setattr(batched._Trainer, "_proven", lambda self, kind: traced.append(kind) or proven(self, kind))
+    app = flower_dp.app(model_fn=model, data_fn=records)
+    grid = play(app, tmp_path / "run", nodes=20, method=method, **NEEDS[method] | {"num-clients": 20} | engine)
+    assert len([message for message in grid.sent if message.metadata.message_type == "train"]) == 40
+    assert len(made) == 2  # one is the server's
+    assert len(traced) == (1 if method == "dp-fedavg" else 0)
+    assert max(map(read.count, range(20))) <= 3  # as its node's, for the sizes of all, and by the server
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """The Grid on Ray: the same bits as in one process, and what becomes of errors, dead workers, late replies and states."""
 
 import os
+import random
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -278,6 +280,30 @@ def test_a_worker_that_hangs_says_where_and_is_replaced(grid, workers, monkeypat
     assert "a worker has died while it served node 2" in caplog.text
     folder = Path(workers._ray._private.worker._global_node.get_logs_dir_path())
     assert any("obedient.py" in file.read_text(errors="replace") for file in folder.glob("worker-*.err"))
+
+
+@pytest.mark.slow
+def test_workers_that_are_killed_at_random_cost_a_message_each_and_no_more(grid):
+    """Of eight messages a round; a killed worker is at work, or idle, or being replaced."""
+    rng, killed, failed = random.Random(5), 0, 0
+    processes = {reported(reply)["process"] for reply in grid.send_and_receive([to(node) for node in (2, 3, 4, 5)])}
+    for _ in range(8):
+
+        def kill(process):
+            time.sleep(rng.uniform(0.0, 0.6))
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill, args=(rng.choice(sorted(processes)),))
+        killer.start()
+        killed += 1
+        replies = grid.send_and_receive([to(node, do="sleep", seconds=0.1) for node in (2, 3, 4, 5, 2, 3, 4, 5)])
+        killer.join()
+        assert len(replies) == 8
+        failed += sum(reply.has_error() for reply in replies)
+        processes = {reported(reply)["process"] for reply in replies if not reply.has_error()}
+    assert 0 < failed <= killed
+    assert not any(reply.has_error() for reply in [grid.send_and_receive([to(node)])[0] for node in (2, 3, 4, 5)][-2:])
 
 
 # Workers that find no machine

@@ -22,6 +22,7 @@ from flower_dp.clients.reply.work import Work
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.losses import Loss
+from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records, repeats_rows
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
@@ -76,7 +77,7 @@ class LocalDPClient(NodeClient):
     def __init__(
         self,
         *,
-        model: nn.Module,
+        model: nn.Module | FlatModel,
         clients: Mapping[str, Records],
         recipe: LocalRecipe,
         context: Context | None = None,

@@ -1,0 +1,59 @@
+"""Ray that does not start: it is tried once more, and then the error says why."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from flower_dp.simulation import workers
+
+
+class Ray:
+    """Ray, of which so many starts fail."""
+
+    def __init__(self, failures):
+        self.failures, self.starts, self.ended = failures, 0, 0
+        self._private = SimpleNamespace(ray_constants=SimpleNamespace(ENABLE_RAY_CLUSTER=True))
+
+    def init(self, *, _temp_dir, **_):
+        self.starts += 1
+        if self.starts <= self.failures:
+            raise Exception("Ray says:\n  the current node timed out during startup")
+
+    def shutdown(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_a_start_that_fails_is_tried_once_more(failures, tmp_path, caplog):
+    ray = Ray(failures)
+    workers._init(ray, 2, tmp_path)
+    assert (ray.starts, ray.ended) == (1 + failures, failures)
+    assert ("tried once more: the current node timed out during startup" in caplog.text) == bool(failures)
+
+
+def test_a_second_failure_names_the_cause_and_the_last_line_of_rays_log(tmp_path):
+    logs = tmp_path / "session_1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text("started\nno space left on device\n\n")
+    (logs / "gcs_server.err").write_text("")
+    ray = Ray(9)
+    with pytest.raises(workers.RayStartError, match=r"tried twice: the current node timed out.*load .* on \d+ cores") as error:
+        workers._init(ray, 2, tmp_path)
+    assert str(error.value).endswith("the last line of its log: no space left on device")
+    assert ray.starts == 2
+
+
+def test_the_folder_of_a_ray_that_does_not_start_is_removed(tmp_path, monkeypatch):
+    folder = tmp_path / "ray"
+    folder.mkdir()
+
+    def fail(*_):
+        raise workers.RayStartError("it does not start")
+
+    monkeypatch.setattr(workers, "short_folder", lambda: folder)
+    monkeypatch.setattr(workers, "_init", fail)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with pytest.raises(workers.RayStartError):
+        workers.start_ray(2)
+    assert workers._ours is None
+    assert not folder.exists()
