@@ -173,6 +173,18 @@ def test_clients_with_tensors_of_their_own_are_read_from_these() -> None:
         assert all(itertools.starmap(torch.equal, zip(rows_of(convolutions(), own, DEVICE, "batched"), expected, strict=True)))
 
 
+def test_a_class_of_records_of_ones_own_reads_them_itself() -> None:
+    class Doubled(TensorRecords):
+        def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+            inputs, targets = super().batch(positions, device)
+            return 2 * inputs, targets
+
+    own = flat(9, 1)
+    clients = [own, Doubled(inputs=own.inputs, targets=own.targets)]
+    expected = rows_of(Wide(), clients, "cpu", "batched")
+    assert all(itertools.starmap(torch.equal, zip(rows_of(Wide(), clients, DEVICE, "batched"), expected, strict=True)))
+
+
 @pytest.mark.usefixtures("without_float64")
 def test_a_group_runs_without_float64(caplog: Any) -> None:
     (method,) = (one for one in METHODS if one.label == "dp-fedavg")
