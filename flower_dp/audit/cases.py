@@ -101,8 +101,11 @@ def _all() -> dict[str, Case]:
         ),
         nbafl("nbafl"),
         local_steps("dp-fedpaq"),
+        local_steps("dp-fedpaq, per-step", sensitivity="per-step"),
+        local_steps("dp-fedpaq, convex-glm", sensitivity="convex-glm"),
         local_steps("dp-fedpaq, quantised", quantization_levels=10, epsilon=2.9, delta=_LARGE_DELTA),
         local_steps("scaffold, two rounds", scaffold=True, num_rounds=2),
+        local_steps("scaffold, per-step", scaffold=True, sensitivity="per-step"),
         dp_pasgd("dp-pasgd", num_local_steps=3),
         dp_pasgd(
             "dp-pasgd, Poisson",

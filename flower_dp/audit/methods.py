@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from torch import nn
+
 from flower_dp.audit import worst_case
 from flower_dp.audit.case import Case
 from flower_dp.clients import (
@@ -198,15 +200,25 @@ def local_steps(
     delta: float = DELTA,
     quantization_levels: int | None = None,
     num_rounds: int = 1,
+    sensitivity: str = "clip-update",
 ) -> Case:
-    """Return the case of DP-FedPAQ or SCAFFOLD: two local steps, with an update clip that one record alone can reach."""
-    rate = 0.5
+    """Return the case of DP-FedPAQ or SCAFFOLD.
+
+    With an update clip it is one that a single record can reach, in two local steps. The other proofs of the sensitivity have
+    the clip of records alone: in one step a record reaches what they prove.
+    """
+    rate, clipped = 0.5, sensitivity == "clip-update"
+    convex = sensitivity == "convex-glm"
+    loss = nn.functional.mse_loss if convex else worst_case.loss
     steps = FedPAQSteps(
         learning_rate=rate,
-        num_local_steps=2,
-        batch_size=1,
+        num_local_steps=2 if clipped else 1,
+        # Of one record alone, the bound on the whole sum under convex-glm would hide that a clip is missing.
+        batch_size=8 if convex else 1,
         clip_norm=clip_norm,
-        update_clip_norm=rate * clip_norm,
+        sensitivity=sensitivity,
+        update_clip_norm=rate * clip_norm if clipped else None,
+        smoothness=2 / rate if convex else None,  # of the squared error of features up to 1, with a bias
         decay_iterations=None,
     )
     shared: dict[str, Any] = {"steps": steps, "epsilon": epsilon, "delta": delta, "quantization_levels": quantization_levels}
@@ -214,10 +226,10 @@ def local_steps(
     return local(
         label,
         recipe.method,
-        lambda: recipe(**shared, num_replies=num_rounds, loss=worst_case.loss),
-        lambda: make(**shared, sampling=FullSampling(), num_clients=1, num_records=2, num_replies=num_rounds),
+        lambda: recipe(**shared, num_replies=num_rounds, loss=loss),
+        lambda: make(**shared, sampling=FullSampling(), num_clients=1, num_records=steps.num_records, num_replies=num_rounds),
         num_rounds=num_rounds,
-        num_records=2,
+        num_records=steps.num_records,
         post_processed=quantization_levels is not None,
     )
 

@@ -11,6 +11,7 @@ from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSamp
 from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPFedSAM, DPStrategy, FedSMP
 
 _CLIENT_LEVEL: dict[str, Callable[..., DPStrategy]] = {"dp-fedavg": DPFedAvg, "dp-fedsam": DPFedSAM, "fed-smp": FedSMP}
+_LOCAL = ("fedsgd-dpc", "nbafl", "dp-pasgd", "dp-fedpaq", "scaffold")
 # Settings of a method's table that its strategy takes under the same name, if they are not empty.
 _PASSED = ("keep_ratio", "quantization_levels", "mask", "random_ratio", "placement", "relation")
 
@@ -36,6 +37,9 @@ def case_of(name: str, config: Mapping[str, Any]) -> Case:
     label = f"{name}, one round"
     if method in _CLIENT_LEVEL:
         return _client_level(label, method, own, config)
+    if method not in _LOCAL:
+        known = ", ".join([*_CLIENT_LEVEL, *_LOCAL])
+        raise ValueError(f"method={method}: has no case for an audit; must be one of {known}")
     words = {"epsilon": own["epsilon"], "clip_norm": own["clip_norm"], "delta": own["delta"]}
     if method == "nbafl" and not own["epsilon"]:
         words |= {"epsilon": None, "paper_epsilon": own["paper_epsilon"]}
@@ -50,8 +54,8 @@ def case_of(name: str, config: Mapping[str, Any]) -> Case:
         poisson = own["batch_sampling"] == "poisson"
         steps = {"num_local_steps": own["num_local_steps"], "batch_sampling": own["batch_sampling"]}
         return methods.dp_pasgd(label, **words, **steps, num_records=2 if poisson else 1)
-    levels = own["quantization_levels"] or None
-    return methods.local_steps(label, **words, scaffold=method == "scaffold", quantization_levels=levels)
+    levels, sensitivity = own["quantization_levels"] or None, own["sensitivity"]
+    return methods.local_steps(label, **words, scaffold=method == "scaffold", quantization_levels=levels, sensitivity=sensitivity)
 
 
 def _client_level(label: str, method: str, own: Mapping[str, Any], config: Mapping[str, Any]) -> Case:

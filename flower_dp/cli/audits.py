@@ -1,6 +1,7 @@
 """An audit of methods: flower-dp audit."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,8 @@ from flower_dp.core.words import beyond_in_words
 if TYPE_CHECKING:
     from flower_dp.audit import Audit, Case
 
+# Trials that an estimate of the time is made from.
+_FIRST = 20
 _COLUMNS = ("case", "delta", "claimed", "audited", "ratio", "false positives", "false negatives", "by")
 
 
@@ -127,23 +130,32 @@ def _cases(target: str | None, settings: list[str]) -> "list[Case]":
 
 
 def _audited(cases: "list[Case]", trials: int, confidence: float) -> "Iterator[Audit]":
+    """Yield every case's audit, and show how far they are: a bar, or lines where standard error is no terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
     from flower_dp.audit import audit as audit_of
+    from flower_dp.running.progress import clock
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    total, started, ended = trials * len(cases), time.monotonic(), 0
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
         for case in cases:
-            task = progress.add_task(case.label, total=trials)
+            progress.update(task, description=case.label)
 
-            def done(number: int, task: Any = task) -> None:
-                progress.update(task, completed=number)
+            def done(number: int, before: int = ended, label: str = case.label) -> None:
+                made = before + number
+                progress.update(task, completed=made)
+                if number == _FIRST and not console.is_terminal:
+                    left = (time.monotonic() - started) / made * (total - made)
+                    typer.echo(f"{label}: {trials} trials; all cases in about {clock(left)}", err=True)
 
             try:
                 yield audit_of(case, trials=trials, confidence=confidence, progress=done)
             except ValueError as error:
                 refuse(str(error))
-            progress.remove_task(task)
+            ended += trials
 
 
 def _table(one: "Audit") -> dict[str, Any]:

@@ -110,6 +110,24 @@ def test_a_preset_keeps_its_noise_and_clip():
     assert strategy.rules.release.clip_norm == planned.noise["clip_norm"]
 
 
+@pytest.mark.parametrize("method", ["dp-fedpaq", "scaffold"])
+@pytest.mark.parametrize("sensitivity", ["per-step", "convex-glm"])
+def test_a_preset_keeps_the_proof_of_its_sensitivity(method, sensitivity):
+    run = apps.resolve("mnist-dp-fedpaq", [])
+    table = {key.replace("dp-fedpaq.", f"{method}."): value for key, value in {**run.app.settings(), **run.overrides}.items()}
+    case = case_of("it", {**table, "method": method, f"{method}.sensitivity": sensitivity})
+    assert case.strategy().rules.steps.sensitivity == sensitivity
+    assert case.method == method
+
+
+def test_a_method_without_a_case_is_not_audited_as_another_one():
+    """A method that the audit did not know was audited as DP-FedPAQ, with its settings."""
+    run = apps.resolve("mnist-dp-fedpaq", [])
+    table = {key.replace("dp-fedpaq.", "new-method."): value for key, value in {**run.app.settings(), **run.overrides}.items()}
+    with pytest.raises(ValueError, match="method=new-method: has no case for an audit; must be one of dp-fedavg, "):
+        case_of("it", {**table, "method": "new-method"})
+
+
 def test_a_preset_without_privacy_is_no_case():
     run = apps.resolve("mnist-fedavg-not-private", [])
     with pytest.raises(ValueError, match="is not private"):

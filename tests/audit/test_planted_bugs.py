@@ -44,6 +44,8 @@ SHARED = client_level("distributed", DPFedAvg, placement="distributed", noise_mu
 RECORDS = fedsgd_dpc("records", mechanism="gaussian", relation="add-or-remove-one", epsilon=1.0)
 LAPLACE = fedsgd_dpc("Laplace", mechanism="laplace", epsilon=1.0)
 QUANTISED = local_steps("quantised", quantization_levels=10, epsilon=0.5, delta=0.2)
+PER_STEP = local_steps("per-step", sensitivity="per-step", epsilon=1.0)
+CONVEX = local_steps("convex-glm", sensitivity="convex-glm", epsilon=1.0)
 ADAPTIVE_CLIP = AdaptiveClip(initial=1.0, smallest=1e-3, largest=1e3)
 ADAPTIVE = client_level("adaptive", DPFedAvg, noise_multiplier=0.6, clip_norm=ADAPTIVE_CLIP)
 
@@ -78,6 +80,16 @@ def no_clip_of_records(monkeypatch):
     from flower_dp.clients.reply import parts
 
     monkeypatch.setattr(parts, "clip_l2", lambda rows, clip_norm: rows)
+
+
+def no_clip_of_gradients(monkeypatch):
+    """DP-FedPAQ's records are clipped to 1e9, where nothing but the clip norm bounds a client's sum."""
+    from flower_dp.clients import dp_fedpaq
+    from flower_dp.clients.training.convex import ConvexModel
+
+    clip, of = dp_fedpaq.RecordClip, ConvexModel.of
+    monkeypatch.setattr(dp_fedpaq, "RecordClip", lambda clip_norm, step: clip(clip_norm=1e9, step=step))
+    monkeypatch.setattr(ConvexModel, "of", lambda *arguments: replace(of(*arguments), clip_norm=1e9))
 
 
 def clip_of_each_tensor(monkeypatch):
@@ -195,6 +207,13 @@ def test_a_planted_bug_is_flagged(plant, case, trials, monkeypatch):
     assert found.violation, f"{found.lower} of {found.claim.epsilon} by {found.errors}"
 
 
+@pytest.mark.parametrize("case", [PER_STEP, CONVEX], ids=lambda case: case.label)
+def test_a_missing_clip_of_gradients_is_flagged(case, monkeypatch):
+    no_clip_of_gradients(monkeypatch)
+    found = audit(case, trials=40, confidence=CONFIDENCE)
+    assert found.violation, f"{found.lower} of {found.claim.epsilon} by {found.errors}"
+
+
 def no_bug(monkeypatch):
     """Nothing is planted."""
 
@@ -226,7 +245,10 @@ def test_a_bug_makes_the_effect_larger_than_the_claim(plant, case, factor, monke
 # 40 trials refute a claim if they make next to no error, whatever the estimator; of larger effects they show nothing.
 @pytest.mark.parametrize(
     ("case", "trials"),
-    [(LITTLE, 100), *((one, 40) for one in (TWO_ROUNDS, REPLACED, SAMPLED, SHARED, RECORDS, LAPLACE, QUANTISED, ADAPTIVE))],
+    [
+        (LITTLE, 100),
+        *((one, 40) for one in (TWO_ROUNDS, REPLACED, SAMPLED, SHARED, RECORDS, LAPLACE, QUANTISED, PER_STEP, CONVEX, ADAPTIVE)),
+    ],
     ids=lambda value: getattr(value, "label", None),
 )
 def test_nothing_is_flagged_without_a_bug(case, trials):

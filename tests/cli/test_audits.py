@@ -1,6 +1,7 @@
 """flower-dp audit: exit status, text, JSON and figure."""
 
 import json
+import re
 
 import pytest
 
@@ -25,9 +26,12 @@ def test_trials_that_can_refute_nothing_are_said_to_be_too_few(call):
 
 
 def test_all_cases_of_a_method_as_json(call):
-    status, out, _ = call("audit", "scaffold", *QUICK, "--confidence", "0.99", "--json")
-    (found,) = map(json.loads, out.splitlines())
+    status, out, err = call("audit", "scaffold", *QUICK, "--confidence", "0.99", "--json")
+    found, other = map(json.loads, out.splitlines())
     assert status == 0
+    assert other["case"] == "scaffold, per-step"
+    for line, one in zip(err.splitlines(), (found, other), strict=True):  # no terminal: a line a case
+        assert re.fullmatch(rf"{one['case']}: 40 trials; all cases in about \d+:\d\d", line)
     assert found["audited"] <= found["largest"]
     assert found["largest"] > found["claimed"]
     assert (found["case"], found["trials"], found["tested"], found["confidence"]) == ("scaffold, two rounds", 40, 30, 0.99)
