@@ -175,12 +175,11 @@ def _default(app: App, known: Mapping[str, Value], key: str, method: str) -> Val
     close = values.suggested(key, known, method)
     where = f"they are in {app.folder / 'pyproject.toml'}" if known else f"{app.name} has no settings"
     hint = f"; did you mean {close}?" if close else f"; {where}"
-    new = (
-        ""
-        if app.own or app.built
-        else " Flower passes those only that are listed under [tool.flwr.app.config] of its pyproject.toml"
-    )
-    raise ValueError(f"{key}: unknown setting of {app.name}{hint}{new}")
+    if not (app.own or app.built):
+        hint += (
+            f"{'' if close else '.'} Flower passes those only that are listed under [tool.flwr.app.config] of its pyproject.toml"
+        )
+    raise ValueError(f"{key}: unknown setting of {app.name}{hint}")
 
 
 def own_app() -> App:
