@@ -121,7 +121,7 @@ def test_a_folder_that_changes_between_two_calls(tmp_path, monkeypatch):
         flower_dp.simulate(app, num_nodes=1, run_config={"rounds": rounds} if rounds != 3 else None)
         assert Path("told").read_text() == f"{rounds} {word}"
     assert not [name for name in sys.modules if name.startswith("my_")]
-    with pytest.raises(ValueError, match="seed: unknown setting of mine; they are in .*pyproject.toml. Flower passes"):
+    with pytest.raises(ValueError, match=r"seed: unknown setting of mine; they are in .*pyproject\.toml\. Flower passes"):
         flower_dp.simulate(app, seed=1)
     with pytest.raises(ValueError, match="client_app: the app's folder names its own"):
         flower_dp.simulate(app, ClientApp())
