@@ -285,6 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", type=Path, metavar="FILE.json", help="print this report as tables, and measure nothing")
     options = parser.parse_args(arguments)
     if options.table:
+        if not options.table.is_file():
+            parser.error(f"--table={options.table}: there is no such file; without a GPU none is written")
         print(table(json.loads(options.table.read_text(encoding="utf-8"))))
         return
     if unknown := set(options.jobs) - {cohort.job.name for cohort in COHORTS}:

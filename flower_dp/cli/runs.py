@@ -235,7 +235,8 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callabl
         with ExitStack() as stack:
             if not app.own:
                 stack.enter_context(workplace.app_files_linked(folder, app.folder))
-            screen = _Screen(stack.enter_context(progress.display()), quiet=app.own)
+            states = resume == STATED  # its rounds, and what they logged, have been shown
+            screen = _Screen(stack.enter_context(progress.display()), quiet=app.own or states)
             outcome = launch.launch(
                 app.folder if begun.engine == Engine.RAY else stack.enter_context(apps.unpacked(app, begun.overrides)),
                 overrides=begun.overrides,
@@ -244,7 +245,7 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callabl
                 num_workers=begun.workers,
                 num_supernodes=begun.supernodes,
                 gpus_per_worker=begun.gpus_per_worker,
-                on_progress=screen.show,
+                on_progress=(lambda _: None) if states else screen.show,
                 on_log=screen.tell,
                 engine="flower" if begun.engine == Engine.FLOWER else "ray",
                 ray_address=address,
@@ -261,20 +262,26 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callabl
     if not outcome.completed:
         what = "no statement was made" if resume == STATED else "the run failed"
         left = _left(folder, failed=True, only_stated=resume == STATED)
-        fail(f"{what}: {outcome.details}\nFlower's log is {folder / run_folder.LOG}\n{left}".rstrip(), 1)
+        fail(f"{what}: {outcome.details}\n{_first_warning(folder)}Flower's log is {folder / run_folder.LOG}\n{left}".rstrip(), 1)
     _tell_end(folder)
+
+
+def _first_warning(folder: Path) -> str:
+    """Return a line with the number of warnings in a run's log, and the first of them; empty if there are none."""
+    from flower_dp.running import flower_log, run_folder
+
+    warnings = flower_log.warnings_of(folder / run_folder.LOG)
+    return f"{flower_log.num_warnings(warnings)}, in {folder / run_folder.LOG}; the first: {warnings[0]}\n" if warnings else ""
 
 
 def _tell_end(folder: Path) -> None:
     """Show what a run that has ended has left."""
-    from flower_dp.running import flower_log, run_folder
+    from flower_dp.running import run_folder
 
     statement = folder / run_folder.STATEMENT_TEXT
     if statement.is_file():
         typer.echo("\n" + statement.read_text(encoding="utf-8"))
-    if warnings := flower_log.warnings_of(folder / run_folder.LOG):
-        typer.echo(f"{flower_log.num_warnings(warnings)}, in {folder / run_folder.LOG}; the first: {warnings[0]}")
-    typer.echo(f"results: {folder}")
+    typer.echo(f"{_first_warning(folder)}results: {folder}")
 
 
 def _left(folder: Path, *, failed: bool = False, only_stated: bool = False) -> str:

@@ -124,7 +124,9 @@ def launch(
         rows = _Tail(output_dir / METRICS, _rows_to(on_progress), anew=bool(resume))
         readers = [rows]
         if on_log is not None:
-            readers.append(_Tail(log, lambda line: on_log(plain(line))))
+            # A run that goes on appends to its log; what is in it already has been shown.
+            begin = log.stat().st_size if resume and log.exists() else 0
+            readers.append(_Tail(log, lambda line: on_log(plain(line)), begin=begin))
 
         original = _RestoredFile(app / "pyproject.toml")
         stack.callback(original.keep)
@@ -339,12 +341,12 @@ class _RestoredFile:
 
 
 class _Tail:
-    """Passes on the complete lines that are appended to a file; with `anew` those of another file that takes its place."""
+    """Passes on the complete lines of a file from byte `begin` on; with `anew` those of another file that takes its place."""
 
-    def __init__(self, path: Path, take: Callable[[str], None], *, anew: bool = False) -> None:
+    def __init__(self, path: Path, take: Callable[[str], None], *, begin: int = 0, anew: bool = False) -> None:
         self._path = path
         self._take = take
-        self._offset = 0
+        self._offset = begin
         self._not = path.stat().st_ino if anew and path.exists() else None
 
     def read(self) -> None:

@@ -123,6 +123,16 @@ def test_tail_hands_on_whole_lines_once(tmp_path):
             assert lines == total
 
 
+def test_what_a_resumed_run_has_logged_before_is_not_shown_again(tmp_path):
+    lines = []
+    (tmp_path / "log").write_text("of the first attempt\n")
+    tail = launch._Tail(tmp_path / "log", lines.append, begin=(tmp_path / "log").stat().st_size)
+    with (tmp_path / "log").open("a") as file:
+        file.write("of this one\n")
+    tail.read()
+    assert lines == ["of this one"]
+
+
 def test_a_broken_line_does_not_end_a_run():
     rows = []
     take = launch._rows_to(rows.append)
