@@ -6,8 +6,10 @@ line. The node's own log has the rest. `SystemExit` and other errors that are no
 """
 
 import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import final
 
 from flower_dp import wire
@@ -116,6 +118,12 @@ class BatchStatisticsError(ValueError):
 @final
 class WrappedModelError(ValueError):
     """The model is wrapped by opacus; the text is one of this module."""
+
+
+def place_of(error: BaseException) -> str:
+    """Return file and line where an error was raised, in parentheses, for the node's own log; empty if nobody knows."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def why_no_client(error: BaseException) -> str:

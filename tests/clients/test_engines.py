@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from apps.tasks.models import make
 from flower_dp.clients import DPClient, FlatModel, ProximalTerm, TensorRecords, Training, local_updates
+from flower_dp.clients.reasons import place_of
 from flower_dp.clients.training.draws import OwnDraws, batch_seed, draws_seed
 from flower_dp.clients.training.engines import ENGINES, batched, quicker_engine
 from flower_dp.clients.training.engines.program import Program, _sliced_product
@@ -721,6 +722,20 @@ def test_buffers_do_not_carry_data_from_client_to_client() -> None:
 @pytest.mark.parametrize(("floats", "slots"), [(7850, 64), (203_530, 4), (1_663_370, 2), (10**9, 2), (1, 64)])
 def test_the_size_of_a_group_follows_from_the_model(floats: int, slots: int) -> None:
     assert batched.num_slots(floats, torch.device("cpu")) == slots
+
+
+def test_an_error_of_a_step_has_the_place_where_it_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node's log names the line."""
+    model, clients = FlatModel(_perceptron()), [_classes(5, 1)]
+    rows_of(model, clients, PLAIN, engine="batched")  # the program is proved
+
+    def step(*_: Any) -> Tensor:
+        raise ArithmeticError("no step")
+
+    monkeypatch.setattr(Program, "_step", step)
+    (error,) = rows_of(model, clients, PLAIN, engine="batched")
+    assert isinstance(error, ArithmeticError)
+    assert place_of(error).startswith(" (test_engines.py:")
 
 
 # What is drawn by torch's own generators

@@ -5,16 +5,14 @@ between clip and noise; rounding to the lattice belongs to the clip. Selections 
 """
 
 import logging
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from array_api_compat import array_namespace
 
-from flower_dp.clients.reasons import SEE_LOG, UNFIT, Declined, UnfitModelError
+from flower_dp.clients.reasons import SEE_LOG, UNFIT, Declined, UnfitModelError, place_of
 from flower_dp.clients.reply.parts import (
     Clip,
     FullNoise,
@@ -246,7 +244,8 @@ class Pipeline:
         while part := list(islice(pairs, size)):
             rows = [trained[0] for _, trained in part if not isinstance(trained, Exception)]
             try:
-                clipped = iter(self._clipped(rows, size) if rows else [])
+                measured = any(job.measured for job, _ in part)
+                clipped = iter(self._clipped(rows, size, measured=measured) if rows else [])
             except Exception as error:  # such as rows of different shapes
                 log.debug("rows can't be clipped at once: %s: %s", type(error).__name__, error)
                 yield from ((job, trained, None) for job, trained in part)
@@ -254,7 +253,7 @@ class Pipeline:
             for job, trained in part:
                 yield job, trained, None if isinstance(trained, Exception) else next(clipped)
 
-    def _clipped(self, rows: Sequence[Array], size: int) -> list["_Clipped"]:
+    def _clipped(self, rows: Sequence[Array], size: int, *, measured: bool) -> list["_Clipped"]:
         """Clip rows [d] as one matrix [size, d], of the same shape for any number of clients: no row's bits depend on it."""
         xp = array_namespace(rows[0])
         # Norms of rows of zeros are computed a second time.
@@ -263,9 +262,11 @@ class Pipeline:
             matrix = self.before_clip.keep(matrix)
         finite = xp.all(xp.isfinite(matrix), axis=-1)
         matrix = xp.where(finite[:, None], matrix, xp.zeros_like(matrix))
-        norms, clipped = l2_norms(matrix), self.clip(matrix)
-        flags = finite.tolist()
-        return [_Clipped(row=clipped[i] if flags[i] else None, norm=norms[i]) for i in range(len(rows))]
+        norms = l2_norms(matrix) if measured else None
+        clipped, flags = self.clip(matrix), finite.tolist()
+        return [
+            _Clipped(row=clipped[i] if flags[i] else None, norm=None if norms is None else norms[i]) for i in range(len(rows))
+        ]
 
     def _clipped_alone(self, row: Array, *, measured: bool) -> "_Clipped":
         if self.before_clip is not None:
@@ -339,9 +340,7 @@ def failure(name: str, error: Exception, what: str = FAILED) -> Refusal:
         error: why it fails.
         what: has failed, in fixed words.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    log.warning("client %s: %s: %s%s", name, type(error).__name__, error, place)
+    log.warning("client %s: %s: %s%s", name, type(error).__name__, error, place_of(error))
     if type(error) is Declined:
         return Refusal(reason=error.reason)
     return Refusal(reason=f"{what}: {UNFIT}" if type(error) is UnfitModelError else f"{what}; {SEE_LOG}")

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -309,10 +308,8 @@ def _log_cause(what: str, error: BaseException) -> None:
     seen = {id(error)}  # a cause may be the error itself
     while (earlier := error.__cause__) is not None and id(earlier) not in seen:
         seen.add(id(error := earlier))
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = checks.one_line(f"{type(error).__name__}: {error}", most=_MOST_OF_CAUSE)
-    _log_once(f"{FIRST_CAUSE}: {what} fails: {text}{place}", "".join(traceback.format_exception(error)))
+    _log_once(f"{FIRST_CAUSE}: {what} fails: {text}{reasons.place_of(error)}", "".join(traceback.format_exception(error)))
 
 
 @lru_cache(maxsize=64)

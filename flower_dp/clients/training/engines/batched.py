@@ -134,8 +134,10 @@ class _Trainer:
                 left.remove(index)
                 alone = isinstance(trained, MixedRecordsError | UnevenLossError)
                 yield index, self._alone(clients[index], seeds[index]) if alone else trained
-        except Exception as error:
+        except torch.OutOfMemoryError as error:
             failed = error.with_traceback(None)  # which holds the memory of all that has failed
+        except Exception as error:
+            failed = error
         if isinstance(failed, torch.OutOfMemoryError):  # no client's fault
             self._use_less_memory(kind)
             program = None
