@@ -14,7 +14,7 @@ from typing import Any
 from flower_dp.running.apps import App, read_app
 
 # Packages that an app's bundle may contain, and that are no model or data of its own.
-_PACKAGES = ("flower_dp", "apps")
+_PACKAGES = ("flower_dp",)
 _PREFIXES = tuple(Path(path).resolve() for path in set(sysconfig.get_paths().values()))
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from apps.client_parts import training_of
-from apps.methods import Run
-from apps.records import config_of, deal
+from flower_dp.apps.client_parts import training_of
+from flower_dp.apps.methods import Run
+from flower_dp.apps.records import config_of, deal
 
 
 def check(run_config: Mapping[str, Any]) -> None:

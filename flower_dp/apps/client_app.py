@@ -2,10 +2,10 @@
 
 from flwr.app import Context
 
-from apps.device import hosted, own_settings
-from apps.kept import Kept, kept_of
-from apps.methods import Run
-from apps.records import Config, config_of, deal
+from flower_dp.apps.device import hosted, own_settings
+from flower_dp.apps.kept import Kept, kept_of
+from flower_dp.apps.methods import Run
+from flower_dp.apps.records import Config, config_of, deal
 from flower_dp.clients import FlatModel, client_app
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.training.devices import default_device

@@ -6,9 +6,9 @@ from functools import partial
 
 from torch import nn
 
-from apps.parts import evaluation_budget_of
-from apps.settings import Settings
-from apps.tasks.models import loss_of, predictions
+from flower_dp.apps.parts import evaluation_budget_of
+from flower_dp.apps.settings import Settings
+from flower_dp.apps.tasks.models import loss_of, predictions
 from flower_dp.clients import (
     BLUR,
     LUS,

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from apps.settings import SAMPLED, TRAINING, key_of
-from apps.tasks import TASKS, module_of
+from flower_dp.apps.settings import SAMPLED, TRAINING, key_of
+from flower_dp.apps.tasks import TASKS, module_of
 
 _SAMPLING = ("sampling", "sampling-rate", "cohort-size")
 _STEPS = ("learning-rate", "learning-rate-decay")
@@ -17,8 +17,8 @@ def of_task(name: str) -> dict[str, Any] | None:
 
 def unread(method: str | None, sampling: str | None) -> Callable[[str], bool]:
     """Return whether a setting is read by other methods or samplings alone; None or a name that is not known reads all."""
-    from apps.methods import METHODS  # noqa: PLC0415 - a second, which few runs need
-    from apps.methods import module_of as method_of  # noqa: PLC0415
+    from flower_dp.apps.methods import METHODS  # noqa: PLC0415 - a second, which few runs need
+    from flower_dp.apps.methods import module_of as method_of  # noqa: PLC0415
 
     others: tuple[str, ...] = ()
     dropped: set[str] = set()
@@ -40,13 +40,13 @@ def with_method(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
     The sampling stays if the method can account for it, the step size if the method trains as the preset's does.
 
     Example:
-        >>> from apps.combination import with_method
+        >>> from flower_dp.apps.combination import with_method
         >>> preset = {"method": "dp-fedavg", "task": "mnist", "momentum": 0.9, "batch-size": 8, "dp-fedavg.clip-norm": 1.0}
         >>> with_method(preset, "dp-fedpaq")
         {'method': 'dp-fedpaq', 'task': 'mnist', 'batch-size': 8}
     """
-    from apps.methods import METHODS  # noqa: PLC0415 - a second, which few runs need
-    from apps.methods import module_of as method_of  # noqa: PLC0415
+    from flower_dp.apps.methods import METHODS  # noqa: PLC0415 - a second, which few runs need
+    from flower_dp.apps.methods import module_of as method_of  # noqa: PLC0415
 
     if name not in METHODS or preset["method"] not in METHODS:
         return {**preset, "method": name}  # which is refused when it is read

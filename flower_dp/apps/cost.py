@@ -5,9 +5,9 @@ from typing import Any
 
 from dp_accounting import DpEvent
 
-from apps.methods import Run
-from apps.own_config import run_of
-from apps.records import config_of, deal
+from flower_dp.apps.methods import Run
+from flower_dp.apps.own_config import run_of
+from flower_dp.apps.records import config_of, deal
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.forecast import forecast, outside_event
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from apps.evaluation import Evaluation
-from apps.methods import METHODS, module_of
-from apps.settings import SAMPLINGS, Settings, key_of
-from apps.tasks import TASKS
+from flower_dp.apps.evaluation import Evaluation
+from flower_dp.apps.methods import METHODS, module_of
+from flower_dp.apps.settings import SAMPLINGS, Settings, key_of
+from flower_dp.apps.tasks import TASKS
 from flower_dp.core import checks
 
 # What names an app's functions, as "module:function".
@@ -59,7 +59,7 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
             device may decide, naming it.
 
     Example:
-        >>> from apps.device import own_settings
+        >>> from flower_dp.apps.device import own_settings
         >>> run_config = {"method": "nbafl", "nbafl.paper-epsilon": 50.0, "nbafl.delta": 0.9}
         >>> own = own_settings(run_config, {"partition-id": 0, "nbafl.paper-epsilon": 2.0})
         >>> own["nbafl.paper-epsilon"], own["nbafl.delta"]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from apps.records import Config, config_of
+from flower_dp.apps.records import Config, config_of
 from flower_dp.clients.node_client import NodeClient
 
 

@@ -1,13 +1,12 @@
 """The run-config of an app around somebody's own model and data."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from apps.device import DEALT, FUNCTIONS
-from apps.methods import Run
+from flower_dp.apps.device import DEALT, FUNCTIONS
+from flower_dp.apps.methods import Run
 from flower_dp.core import checks
-from flower_dp.running.apps import read_app
+from flower_dp.running.apps import running_app
 
 # What flower-dp's own model and data are made from; `seed` is the first model's as well.
 NOT_READ = ("model", "model-bias", *(key for key in DEALT if key != "seed"))
@@ -28,10 +27,7 @@ def whole(run_config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: for settings of flower-dp's own models and data.
     """
-    folder = Path(__file__).resolve().parent.parent
-    own = read_app(folder)
-    if own is None:
-        raise ValueError(f"{folder}: has no pyproject.toml; install flower-dp again")
+    own = running_app()
     findings = checks.Findings()
     for key in NOT_READ:
         if run_config.get(key, own.defaults.get(key)) != own.defaults.get(key):

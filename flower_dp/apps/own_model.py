@@ -12,13 +12,13 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from apps.app_functions import named
-from apps.client_parts import training_of
-from apps.device import FUNCTIONS, hosted, own_settings, sets_anything
-from apps.kept import Kept, kept_of
-from apps.own_config import run_of, whole
-from apps.records import config_of
-from apps.settings import Settings
+from flower_dp.apps.app_functions import named
+from flower_dp.apps.client_parts import training_of
+from flower_dp.apps.device import FUNCTIONS, hosted, own_settings, sets_anything
+from flower_dp.apps.kept import Kept, kept_of
+from flower_dp.apps.own_config import run_of, whole
+from flower_dp.apps.records import config_of
+from flower_dp.apps.settings import Settings
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
@@ -26,7 +26,7 @@ from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.devices import default_device
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.records import OnDevice
-from flower_dp.running.apps import OwnFunction, own_app
+from flower_dp.running.apps import own_app
 from flower_dp.running.recorded import record_run
 from flower_dp.strategies import DPStrategy
 from flower_dp.strategies.journal import OnRound
@@ -172,7 +172,7 @@ def app(
             timeout=settings.round_timeout,
         )
 
-    return Apps(server=server, client=client_app(OwnFunction("own_model", "client_of", (model_fn, data_fn, loss))))
+    return Apps(server=server, client=client_app(partial(client_of, model_fn, data_fn, loss)))
 
 
 def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, context: Context) -> NodeClient:

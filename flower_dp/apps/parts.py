@@ -1,9 +1,9 @@
-"""Arguments of strategies that several methods make from the common settings; `apps.client_parts` has those of clients."""
+"""Arguments of strategies that several methods make from the common settings; `client_parts` has those of clients."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from apps.settings import Settings, key_of
+from flower_dp.apps.settings import Settings, key_of
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.strategies import AdaptiveClip, EvaluationBudget, LocalEvaluation, PrivateEvaluation
@@ -11,7 +11,7 @@ from flower_dp.strategies import AdaptiveClip, EvaluationBudget, LocalEvaluation
 N = TypeVar("N", int, float)
 # Every client's number of records by name, which methods with local noise take as public.
 Sizes = Callable[[], Mapping[str, int]]
-# Arguments of any method that no setting changes, and those with another default in the app (`apps.methods.Method`).
+# Arguments of any method that no setting changes, and those with another default in the app (`flower_dp.apps.methods.Method`).
 UNSET = (
     "Training.num_local_steps",
     "Options.frozen_arrays",

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from apps.methods import Run
-from apps.records import config_of, deal
-from apps.settings import Settings
-from apps.tasks import module_of
+from flower_dp.apps.methods import Run
+from flower_dp.apps.records import config_of, deal
+from flower_dp.apps.settings import Settings
+from flower_dp.apps.tasks import module_of
 from flower_dp.clients.training.records import TensorRecords
 from flower_dp.planning.constants import estimate
 from flower_dp.planning.planner import Data, Inputs

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from apps.methods import Run
-from apps.records import config_of, records_to_test_with
-from apps.tasks.models import loss_of
+from flower_dp.apps.methods import Run
+from flower_dp.apps.records import config_of, records_to_test_with
+from flower_dp.apps.tasks.models import loss_of
 from flower_dp.reporting.landscape import PublicTest
 
 

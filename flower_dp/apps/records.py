@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from apps.methods import Run
-from apps.settings import Settings
-from apps.tasks import Task
-from apps.tasks.partitions import Sampled, partition
+from flower_dp.apps.methods import Run
+from flower_dp.apps.settings import Settings
+from flower_dp.apps.tasks import Task
+from flower_dp.apps.tasks.partitions import Sampled, partition
 from flower_dp.clients import TensorRecords
 from flower_dp.clients.training.records import OnDevice
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from apps.methods import METHODS, Run
-from apps.own_config import run_of
-from apps.tasks import module_of
+from flower_dp.apps.methods import METHODS, Run
+from flower_dp.apps.own_config import run_of
+from flower_dp.apps.tasks import module_of
 from flower_dp.core import checks
 from flower_dp.core.words import digits_in_words
 from flower_dp.privacy import accounting

@@ -10,11 +10,11 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from apps.client_parts import training_of
-from apps.methods import Run
-from apps.records import Config, config_of, deal, records_to_test_with
-from apps.settings import Settings
-from apps.tasks.models import loss_of, predictions
+from flower_dp.apps.client_parts import training_of
+from flower_dp.apps.methods import Run
+from flower_dp.apps.records import Config, config_of, deal, records_to_test_with
+from flower_dp.apps.settings import Settings
+from flower_dp.apps.tasks.models import loss_of, predictions
 from flower_dp.clients import TensorRecords, model_arrays
 from flower_dp.running.recorded import record_run
 

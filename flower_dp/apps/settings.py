@@ -1,4 +1,4 @@
-"""The run-config's common settings, read and checked once; every method has its own table (`apps.methods`).
+"""The run-config's common settings, read and checked once; every method has its own table (`flower_dp.apps.methods`).
 
 Every key has a documented default in `[tool.flwr.app.config]` of pyproject.toml; TOML knows no null, so 0 and "" mean "not set"
 where it says so there.
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from apps.evaluation import Evaluation
-from apps.tasks import MODELS, TASKS, module_of
-from apps.tasks.partitions import PARTITIONS
+from flower_dp.apps.evaluation import Evaluation
+from flower_dp.apps.tasks import MODELS, TASKS, module_of
+from flower_dp.apps.tasks.partitions import PARTITIONS
 from flower_dp.core import checks
 
 T = TypeVar("T")

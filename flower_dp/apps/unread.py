@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from apps.evaluation import Evaluation
-from apps.methods import METHODS, module_of
-from apps.settings import SAMPLED, TRAINING, key_of
-from apps.tasks import TASKS
-from apps.tasks.partitions import WITH_CLASSES
+from flower_dp.apps.evaluation import Evaluation
+from flower_dp.apps.methods import METHODS, module_of
+from flower_dp.apps.settings import SAMPLED, TRAINING, key_of
+from flower_dp.apps.tasks import TASKS
+from flower_dp.apps.tasks.partitions import WITH_CLASSES
 
 
 def unread(run_config: Mapping[str, Any]) -> set[str]:

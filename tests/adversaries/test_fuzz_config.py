@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from apps import own_model
-from apps.device import own_settings
-from apps.methods import METHODS, Run
-from apps.own_config import NOT_READ
+from flower_dp.apps import own_model
+from flower_dp.apps.device import own_settings
+from flower_dp.apps.methods import METHODS, Run
+from flower_dp.apps.own_config import NOT_READ
 from flower_dp.clients import DPClient, LocalDPClient
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.core import checks

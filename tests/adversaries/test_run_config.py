@@ -10,10 +10,10 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from apps import client_app, own_model
-from apps.device import DEALT, FUNCTIONS, own_settings
-from apps.methods import METHODS, module_of
-from apps.settings import Settings, key_of
+from flower_dp.apps import client_app, own_model
+from flower_dp.apps.device import DEALT, FUNCTIONS, own_settings
+from flower_dp.apps.methods import METHODS, module_of
+from flower_dp.apps.settings import Settings, key_of
 from tests.apps.test_methods import DEFAULTS
 
 OWN = {"nbafl.paper-epsilon": 1.0, "nbafl.delta": 1e-3, "nbafl.uplink-exposures": 2}

@@ -6,12 +6,12 @@ import pytest
 from flwr.app import Context, RecordDict
 
 import flower_dp
-from apps import client_app, own_model
-from apps.device import own_settings
-from apps.evaluation import Evaluation
-from apps.methods import METHODS, module_of
-from apps.server_app import app as server_app
-from apps.settings import key_of
+from flower_dp.apps import client_app, own_model
+from flower_dp.apps.device import own_settings
+from flower_dp.apps.evaluation import Evaluation
+from flower_dp.apps.methods import METHODS, module_of
+from flower_dp.apps.server_app import app as server_app
+from flower_dp.apps.settings import key_of
 from tests.apps.test_methods import DEFAULTS
 from tests.apps.test_own_model import load_records, make_model
 from tests.grids import LocalGrid

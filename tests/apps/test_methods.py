@@ -8,14 +8,14 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from apps.client_app import app as client_app
-from apps.client_parts import training_of
-from apps.evaluation import Evaluation
-from apps.methods import METHODS, Run, module_of
-from apps.server_app import app as server_app
-from apps.settings import TRAINING, Settings
-from apps.tasks import TASKS
-from apps.tasks import module_of as task_module
+from flower_dp.apps.client_app import app as client_app
+from flower_dp.apps.client_parts import training_of
+from flower_dp.apps.evaluation import Evaluation
+from flower_dp.apps.methods import METHODS, Run, module_of
+from flower_dp.apps.server_app import app as server_app
+from flower_dp.apps.settings import TRAINING, Settings
+from flower_dp.apps.tasks import TASKS
+from flower_dp.apps.tasks import module_of as task_module
 from flower_dp.clients import (
     BLUR,
     LUS,
@@ -39,7 +39,9 @@ from tests.grids import LocalGrid
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = flatten(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
-PRESETS = {path.stem: flatten(tomllib.loads(path.read_text())) for path in (ROOT / "apps" / "presets").glob("*.toml")}
+PRESETS = {
+    path.stem: flatten(tomllib.loads(path.read_text())) for path in (ROOT / "flower_dp" / "apps" / "presets").glob("*.toml")
+}
 LAPLACE = PRESETS["mnist-fedsgd-dpc-laplace"]
 NBAFL = PRESETS["mnist-nbafl"]
 
@@ -102,7 +104,7 @@ def test_presets_of_both_methods_are_there_in_both_sizes():
     stems = {"mnist-fedsgd-dpc-laplace", "mnist-fedsgd-dpc-gaussian", "mnist-nbafl", "mnist-nbafl-k-of-n"}
     assert stems | {f"{stem}-full" for stem in stems} <= set(PRESETS)
     for stem in stems:
-        assert "data-dir" in (ROOT / "apps" / "presets" / f"{stem}-full.toml").read_text().splitlines()[0]
+        assert "data-dir" in (ROOT / "flower_dp" / "apps" / "presets" / f"{stem}-full.toml").read_text().splitlines()[0]
     assert set(METHODS) == {preset["method"] for preset in PRESETS.values()} | {"dp-fedsam"}
 
 

@@ -3,20 +3,23 @@ from pathlib import Path
 
 import pytest
 
-from apps.combination import of_task, with_method
-from apps.methods import METHODS, Run, module_of
-from apps.parts import sampler_of
-from apps.refusals import check
-from apps.settings import SAMPLINGS, TRAINING, key_of
-from apps.tasks import TASKS
-from apps.tasks.models import _KINDS, MODELS
-from apps.unread import unread
+from flower_dp.apps.combination import of_task, with_method
+from flower_dp.apps.methods import METHODS, Run, module_of
+from flower_dp.apps.parts import sampler_of
+from flower_dp.apps.refusals import check
+from flower_dp.apps.settings import SAMPLINGS, TRAINING, key_of
+from flower_dp.apps.tasks import TASKS
+from flower_dp.apps.tasks.models import _KINDS, MODELS
+from flower_dp.apps.unread import unread
 from flower_dp.core.checks import SettingsError
 from flower_dp.running.apps import flatten, own_app
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = own_app().defaults
-PRESETS = {path.stem: flatten(tomllib.loads(path.read_text())) for path in sorted((ROOT / "apps" / "presets").glob("*.toml"))}
+PRESETS = {
+    path.stem: flatten(tomllib.loads(path.read_text()))
+    for path in sorted((ROOT / "flower_dp" / "apps" / "presets").glob("*.toml"))
+}
 
 
 def refused(config, *, given=(), built=False):

@@ -10,9 +10,9 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from apps import parts
-from apps.methods import METHODS, Run, module_of
-from apps.settings import SAMPLINGS
+from flower_dp.apps import parts
+from flower_dp.apps.methods import METHODS, Run, module_of
+from flower_dp.apps.settings import SAMPLINGS
 from flower_dp.clients import Training
 from flower_dp.clients.registry import LOCAL
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps

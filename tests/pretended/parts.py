@@ -671,7 +671,7 @@ def test_tensors_that_clients_share_are_moved_once() -> None:
 
 
 def test_an_app_of_ones_own_keeps_the_records_of_its_clients_on_it(monkeypatch: Any) -> None:
-    from apps import own_model
+    from flower_dp.apps import own_model
 
     inputs, targets = np.zeros((9, 4), np.float32), np.zeros(9, np.int64)
     clients = own_model._Clients(lambda client, number: (inputs, targets), ["a", "b"], ["a", "b"], DEVICE)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from apps.evaluation import Evaluation
-from apps.parts import Sizes
-from apps.settings import TRAINING, Settings, key_of, read, sampled
-from apps.tasks import TASKS, load_task
-from apps.tasks import module_of as task_module
+from flower_dp.apps.evaluation import Evaluation
+from flower_dp.apps.parts import Sizes
+from flower_dp.apps.settings import TRAINING, Settings, key_of, read, sampled
+from flower_dp.apps.tasks import TASKS, load_task
+from flower_dp.apps.tasks import module_of as task_module
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.strategies import DPStrategy
@@ -21,7 +21,7 @@ from flower_dp.strategies import DPStrategy
 if TYPE_CHECKING:
     from torch import nn
 
-    from apps.tasks import Task
+    from flower_dp.apps.tasks import Task
     from flower_dp.clients import Records
     from flower_dp.clients.node_client import NodeClient
 
@@ -36,7 +36,7 @@ class Method(Protocol):
         READS: the settings of local training that it reads.
         SAMPLINGS: those that it can account for; the first one is its default.
         UNSET: arguments of its strategy, its recipe and their parts that no setting changes, as `Class.argument`; those of all
-            methods are in `apps.parts`.
+            methods are in `flower_dp.apps.parts`.
         OTHER_DEFAULTS: arguments to which the app by default passes something else than the default of the signature.
     """
 
@@ -111,7 +111,7 @@ class Run:
 
     def model(self) -> "nn.Module":
         """Return a new model, the same for every call."""
-        from apps.tasks.models import make  # noqa: PLC0415 - torch takes a second
+        from flower_dp.apps.tasks.models import make  # noqa: PLC0415 - torch takes a second
 
         module = task_module(self.settings.task)
         return make(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from apps.parts import Sizes, cohort_size_of, local_words, sampler_of
-from apps.settings import Settings
+from flower_dp.apps.parts import Sizes, cohort_size_of, local_words, sampler_of
+from flower_dp.apps.settings import Settings
 from flower_dp.core import checks
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies
 from flower_dp.strategies import DPFedPAQ
@@ -45,8 +45,8 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPFedPAQ:
 
 def client(settings: Settings, own: Own, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "LocalDPClient":
     """Return a node's client."""
-    from apps.client_parts import local_client  # noqa: PLC0415 - torch takes a second
-    from apps.tasks.models import loss_of  # noqa: PLC0415
+    from flower_dp.apps.client_parts import local_client  # noqa: PLC0415 - torch takes a second
+    from flower_dp.apps.tasks.models import loss_of  # noqa: PLC0415
     from flower_dp.clients import DPFedPAQRecipe  # noqa: PLC0415
 
     recipe = DPFedPAQRecipe(**shared(settings, own), loss=loss_of(settings.model))

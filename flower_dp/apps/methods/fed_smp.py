@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from apps.parts import Sizes, client_level_words
-from apps.settings import TRAINING, Settings
+from flower_dp.apps.parts import Sizes, client_level_words
+from flower_dp.apps.settings import TRAINING, Settings
 from flower_dp.strategies import FedSMP
 
 if TYPE_CHECKING:
@@ -54,6 +54,6 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> FedSMP:
 
 def client(settings: Settings, own: Own, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "DPClient":
     """Return a node's client."""
-    from apps.client_parts import client_level_client, training_of  # noqa: PLC0415 - torch takes a second
+    from flower_dp.apps.client_parts import client_level_client, training_of  # noqa: PLC0415 - torch takes a second
 
     return client_level_client(settings, strategy(settings, own, sizes).rules, training_of(settings), model, clients)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from apps.parts import Sizes, cohort_size_of, local_words, per_client, sampler_of
-from apps.settings import Settings
+from flower_dp.apps.parts import Sizes, cohort_size_of, local_words, per_client, sampler_of
+from flower_dp.apps.settings import Settings
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.privacy.accounting import relation_of
@@ -64,8 +64,8 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> FedSGDDPC:
 
 def client(settings: Settings, own: Own, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "LocalDPClient":
     """Return a node's client."""
-    from apps.client_parts import local_client  # noqa: PLC0415 - torch takes a second
-    from apps.tasks.models import loss_of  # noqa: PLC0415
+    from flower_dp.apps.client_parts import local_client  # noqa: PLC0415 - torch takes a second
+    from flower_dp.apps.tasks.models import loss_of  # noqa: PLC0415
     from flower_dp.clients import FedSGDDPCRecipe  # noqa: PLC0415
 
     recipe = FedSGDDPCRecipe(**_shared(settings, own), num_records=dict(sizes()), loss=loss_of(settings.model))

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from apps.parts import Sizes, cohort_size_of, local_words, sampler_of
-from apps.settings import TRAINING, Settings
+from flower_dp.apps.parts import Sizes, cohort_size_of, local_words, sampler_of
+from flower_dp.apps.settings import TRAINING, Settings
 from flower_dp.core import checks
 from flower_dp.planning.nbafl_bound import best_proximal
 from flower_dp.planning.planner import Data, Inputs
@@ -56,7 +56,7 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> NbAFL:
 
 def client(settings: Settings, own: Own, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "LocalDPClient":
     """Return a node's client."""
-    from apps.client_parts import local_client, training_of  # noqa: PLC0415 - torch takes a second
+    from flower_dp.apps.client_parts import local_client, training_of  # noqa: PLC0415 - torch takes a second
     from flower_dp.clients import NbAFLRecipe  # noqa: PLC0415
 
     recipe = NbAFLRecipe(**_shared(settings, own), training=training_of(settings), min_records=min(sizes().values()))

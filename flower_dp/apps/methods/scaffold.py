@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from apps.methods.dp_fedpaq import shared, strategy_words
-from apps.parts import Sizes
-from apps.settings import Settings
+from flower_dp.apps.methods.dp_fedpaq import shared, strategy_words
+from flower_dp.apps.parts import Sizes
+from flower_dp.apps.settings import Settings
 from flower_dp.strategies import Scaffold
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def strategy(settings: Settings, own: Own, sizes: Sizes) -> Scaffold:
 
 def client(settings: Settings, own: Own, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "LocalDPClient":
     """Return a node's client."""
-    from apps.client_parts import local_client  # noqa: PLC0415 - torch takes a second
-    from apps.tasks.models import loss_of  # noqa: PLC0415
+    from flower_dp.apps.client_parts import local_client  # noqa: PLC0415 - torch takes a second
+    from flower_dp.apps.tasks.models import loss_of  # noqa: PLC0415
     from flower_dp.clients import ScaffoldRecipe  # noqa: PLC0415
 
     recipe = ScaffoldRecipe(**shared(settings, own), loss=loss_of(settings.model))

@@ -51,7 +51,7 @@ class TaskModule(Protocol):
 
     Attributes:
         Own: the dataclass of its own settings, with their defaults.
-        MODELS: the models (`apps.tasks.models`) that fit it.
+        MODELS: the models (`flower_dp.apps.tasks.models`) that fit it.
         CLASSES: the values of its labels, ascending.
         NEEDS: settings with which `flower-dp run TASK` runs it, by key, but for its data.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from apps.tasks import Task, files
+from flower_dp.apps.tasks import Task, files
 from flower_dp.core import checks
 
 MODELS = ("logistic", "mlp")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from apps.tasks import Task
+from flower_dp.apps.tasks import Task
 
 MODELS = ("logistic", "mlp")
 CLASSES = (0, 1)  # malignant, benign

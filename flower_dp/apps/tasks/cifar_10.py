@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from apps.tasks import Task, files, vision
-from apps.tasks.idx import DOWNLOAD_PREFIX
+from flower_dp.apps.tasks import Task, files, vision
+from flower_dp.apps.tasks.idx import DOWNLOAD_PREFIX
 
 if TYPE_CHECKING:
     from torch import Tensor

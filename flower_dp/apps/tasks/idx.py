@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from apps.tasks import vision
+from flower_dp.apps.tasks import vision
 
 if TYPE_CHECKING:
     from torch import Tensor

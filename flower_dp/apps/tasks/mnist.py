@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from apps.tasks import Task, files, idx
+from flower_dp.apps.tasks import Task, files, idx
 
 MODELS = ("logistic", "mlp", "cnn", "cnn-small")
 CLASSES = tuple(range(10))

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from apps.tasks import MODELS, vision
+from flower_dp.apps.tasks import MODELS, vision
 from flower_dp.clients.training.losses import Loss, hinge
 
 _PIXELS = 28 * 28

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from apps.tasks import Task, files
+from flower_dp.apps.tasks import Task, files
 
 MODELS = ("linear-svm",)
 CLASSES = (-1, 1)
