@@ -22,7 +22,6 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
 from flower_dp import wire
 from flower_dp.apps.device import FUNCTIONS
-from flower_dp.apps.methods import METHODS
 from flower_dp.cli import server_ledger as server_ledger_cli
 from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, reasons
 from flower_dp.clients.account import KEY as ACCOUNT_KEY
@@ -31,6 +30,7 @@ from flower_dp.clients.kept import KEY as KEPT_KEY
 from flower_dp.core import columns, environment, stored
 from flower_dp.core.compression import CODECS
 from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.methods import METHODS
 from flower_dp.privacy import server_ledger_format, statement
 from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.ledger_format import Entry, content_of

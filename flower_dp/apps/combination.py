@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flower_dp.apps.settings import SAMPLED, TRAINING, key_of
+from flower_dp.apps.settings import SAMPLED, key_of
 from flower_dp.apps.tasks import TASKS, module_of
+from flower_dp.methods import METHODS, TRAINING
 
 _SAMPLING = ("sampling", "sampling-rate", "cohort-size")
 _STEPS = ("learning-rate", "learning-rate-decay")
@@ -17,14 +18,11 @@ def of_task(name: str) -> dict[str, Any] | None:
 
 def unread(method: str | None, sampling: str | None) -> Callable[[str], bool]:
     """Return whether a setting is read by other methods or samplings alone; None or a name that is not known reads all."""
-    from flower_dp.apps.methods import METHODS  # noqa: PLC0415 - a second, which few runs need
-    from flower_dp.apps.methods import module_of as method_of  # noqa: PLC0415
-
     others: tuple[str, ...] = ()
     dropped: set[str] = set()
-    if method in METHODS:
+    if method is not None and method in METHODS:
         others = tuple(f"{other}." for other in METHODS if other != method)
-        dropped = {key_of(one) for one in TRAINING if one not in method_of(method).READS}
+        dropped = {key_of(one) for one in TRAINING if one not in METHODS[method].reads}
     dropped |= of_other_samplings(sampling).keys() if sampling else set()
     return lambda key: key in dropped or key.startswith(others)
 
@@ -45,17 +43,14 @@ def with_method(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
         >>> with_method(preset, "dp-fedpaq")
         {'method': 'dp-fedpaq', 'task': 'mnist', 'batch-size': 8}
     """
-    from flower_dp.apps.methods import METHODS  # noqa: PLC0415 - a second, which few runs need
-    from flower_dp.apps.methods import module_of as method_of  # noqa: PLC0415
-
     if name not in METHODS or preset["method"] not in METHODS:
         return {**preset, "method": name}  # which is refused when it is read
-    before, after = method_of(preset["method"]), method_of(name)
-    sampling = preset.get("sampling") or before.SAMPLINGS[0]
-    dropped = {key_of(one) for one in TRAINING if one not in after.READS}
-    if sampling not in after.SAMPLINGS:
+    before, after = METHODS[preset["method"]], METHODS[name]
+    sampling = preset.get("sampling") or before.samplings[0]
+    dropped = {key_of(one) for one in TRAINING if one not in after.reads}
+    if sampling not in after.samplings:
         dropped |= set(_SAMPLING)
-    if before.READS != after.READS:
+    if before.reads != after.reads:
         dropped |= set(_STEPS)
     others = tuple(f"{other}." for other in METHODS if other != name)
     kept = {key: value for key, value in preset.items() if key not in dropped and not key.startswith(others)}

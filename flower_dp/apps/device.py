@@ -5,10 +5,11 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from flower_dp.apps.evaluation import Evaluation
-from flower_dp.apps.methods import METHODS, module_of
+from flower_dp.apps.methods import module_of
 from flower_dp.apps.settings import SAMPLINGS, Settings, key_of
 from flower_dp.apps.tasks import TASKS
 from flower_dp.core import checks
+from flower_dp.methods import METHODS
 
 # What names an app's functions, as "module:function".
 FUNCTIONS = ("model-fn", "data-fn", "evaluate-fn")

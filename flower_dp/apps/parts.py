@@ -11,32 +11,14 @@ from flower_dp.strategies import AdaptiveClip, EvaluationBudget, LocalEvaluation
 N = TypeVar("N", int, float)
 # Every client's number of records by name, which methods with local noise take as public.
 Sizes = Callable[[], Mapping[str, int]]
-# Arguments of any method that no setting changes, and those with another default in the app (`flower_dp.apps.methods.Method`).
-UNSET = (
-    "Training.num_local_steps",
-    "Options.frozen_arrays",
-    "Options.most_clients_per_node",
-    "Options.most_newcomers",
-    "Options.noise_seed",
-    "Options.on_round",
-    "Options.registration_timeout",
-    "Options.server_optimizer",
-)
-OTHER_DEFAULTS = ("Training.batch_size", "Training.learning_rate_decay", "Training.momentum")
 # The number of clients below which num_clients^-1.1 is too large a delta.
 _FEWEST_FOR_DEFAULT_DELTA = 100
 # From the first adaptive clip norm to the smallest and the largest by default.
 _CLIP_RANGE = 1000.0
 
 
-def sampler_of(settings: Settings, *samplings: str) -> Sampler:
-    """Return who takes part in a round; `samplings` are those that the method can account for, all of them by default.
-
-    Raises:
-        ValueError: for another one.
-    """
-    if samplings:
-        checks.one_of("sampling", settings.sampling, samplings)
+def sampler_of(settings: Settings) -> Sampler:
+    """Return who takes part in a round."""
     if settings.sampling == "full":
         return FullSampling()
     if settings.sampling == "poisson":

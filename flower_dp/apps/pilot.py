@@ -16,9 +16,9 @@ from flower_dp.apps.records import config_of, deal
 from flower_dp.apps.settings import Settings
 from flower_dp.apps.tasks import module_of
 from flower_dp.clients.training.records import TensorRecords
+from flower_dp.planning.command import planner_of
 from flower_dp.planning.constants import estimate
 from flower_dp.planning.planner import Data, Inputs
-from flower_dp.planning.registry import PLANNERS
 
 DEFAULT_L2 = 0.1
 # A pilot of more clients or records takes minutes, most of them for Newton's method on each client.
@@ -73,7 +73,7 @@ def pilot(
     sizes = tuple(len(records) for records in dealt.values())
     data = Data(constants=constants, num_records=sizes, dimension=_dimension(run))
     chosen = run.planning(data, known) if own else Inputs(values={})
-    found = PLANNERS[method].from_data(data, {**chosen.values, **known})
+    found = planner_of(method).from_data(data, {**chosen.values, **known})
     return Inputs(values={**found.values, **chosen.values}, notes=(*notes, *found.notes, *chosen.notes))
 
 

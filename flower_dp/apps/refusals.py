@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flower_dp.apps.methods import METHODS, Run
+from flower_dp.apps.methods import Run
 from flower_dp.apps.own_config import run_of
 from flower_dp.apps.tasks import module_of
 from flower_dp.core import checks
 from flower_dp.core.words import digits_in_words
+from flower_dp.methods import METHODS
 from flower_dp.privacy import accounting
 from flower_dp.strategies.client_level import ClientLevelRules
 

@@ -17,19 +17,6 @@ from flower_dp.core import checks
 T = TypeVar("T")
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
 ENGINES = ("auto", "batched", "one-by-one")
-# Settings of local training: every method says which of them it reads.
-TRAINING = (
-    "local_epochs",
-    "batch_size",
-    "momentum",
-    "weight_decay",
-    "proximal",
-    "blur_strength",
-    "blur_bound",
-    "update_keep_ratio",
-    "optimizer",
-    "engine",
-)
 # The server and every node hold the names of all of them.
 _MOST_CLIENTS = 10**8
 _MOST_SEED = 2**63 - 1  # of torch, and of a number in a message

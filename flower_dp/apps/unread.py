@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from flower_dp.apps.evaluation import Evaluation
-from flower_dp.apps.methods import METHODS, module_of
-from flower_dp.apps.settings import SAMPLED, TRAINING, key_of
+from flower_dp.apps.settings import SAMPLED, key_of
 from flower_dp.apps.tasks import TASKS
 from flower_dp.apps.tasks.partitions import WITH_CLASSES
+from flower_dp.methods import METHODS, TRAINING
 
 
 def unread(run_config: Mapping[str, Any]) -> set[str]:
@@ -15,14 +15,14 @@ def unread(run_config: Mapping[str, Any]) -> set[str]:
 
     A key that flower-dp's app does not have is an app's own, and counts as read; so do all keys of a method that is not known.
     """
-    method = run_config.get("method")
+    method = str(run_config.get("method"))
     if method not in METHODS:
         return set()
-    sampling = module_of(method).SAMPLINGS[0] if run_config.get("sampling") == "" else run_config.get("sampling")
+    sampling = METHODS[method].samplings[0] if run_config.get("sampling") == "" else run_config.get("sampling")
     kinds = {"sampling": sampling, "partition": run_config.get("partition")}
     readers = {key_of(name): ("sampling", samplings) for name, samplings in SAMPLED.items()}
     readers |= {"dirichlet-alpha": ("partition", ("dirichlet",)), "classes-per-client": ("partition", WITH_CLASSES)}
-    found = {key_of(name) for name in TRAINING if name not in module_of(method).READS}
+    found = {key_of(name) for name in TRAINING if name not in METHODS[method].reads}
     found |= {key for key, (kind, values) in readers.items() if kinds[kind] is not None and kinds[kind] not in values}
     others = {*METHODS, *TASKS} - {method, run_config.get("task")}
     found |= {key for key in run_config if key.partition(".")[0] in others and "." in key}

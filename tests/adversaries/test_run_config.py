@@ -12,8 +12,9 @@ from torch import nn
 
 from flower_dp.apps import client_app, own_model
 from flower_dp.apps.device import DEALT, FUNCTIONS, own_settings
-from flower_dp.apps.methods import METHODS, module_of
+from flower_dp.apps.methods import module_of
 from flower_dp.apps.settings import Settings, key_of
+from flower_dp.methods import METHODS
 from tests.apps.test_methods import DEFAULTS
 
 OWN = {"nbafl.paper-epsilon": 1.0, "nbafl.delta": 1e-3, "nbafl.uplink-exposures": 2}

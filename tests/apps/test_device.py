@@ -9,9 +9,10 @@ import flower_dp
 from flower_dp.apps import client_app, own_model
 from flower_dp.apps.device import own_settings
 from flower_dp.apps.evaluation import Evaluation
-from flower_dp.apps.methods import METHODS, module_of
+from flower_dp.apps.methods import module_of
 from flower_dp.apps.server_app import app as server_app
 from flower_dp.apps.settings import key_of
+from flower_dp.methods import METHODS
 from tests.apps.test_methods import DEFAULTS
 from tests.apps.test_own_model import load_records, make_model
 from tests.grids import LocalGrid

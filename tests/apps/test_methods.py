@@ -11,9 +11,9 @@ from flwr.app import Context, RecordDict
 from flower_dp.apps.client_app import app as client_app
 from flower_dp.apps.client_parts import training_of
 from flower_dp.apps.evaluation import Evaluation
-from flower_dp.apps.methods import METHODS, Run, module_of
+from flower_dp.apps.methods import Run, module_of
 from flower_dp.apps.server_app import app as server_app
-from flower_dp.apps.settings import TRAINING, Settings
+from flower_dp.apps.settings import Settings
 from flower_dp.apps.tasks import TASKS
 from flower_dp.apps.tasks import module_of as task_module
 from flower_dp.clients import (
@@ -28,9 +28,9 @@ from flower_dp.clients import (
     TensorRecords,
 )
 from flower_dp.clients.reasons import Declined
-from flower_dp.clients.registry import LOCAL
 from flower_dp.clients.training.losses import hinge
 from flower_dp.core.sampling import PoissonSampling
+from flower_dp.methods import METHODS
 from flower_dp.running.apps import flatten
 from flower_dp.strategies import DPPASGD, AdaptiveClip, EvaluationBudget, FedSGDDPC, LocalEvaluation, NbAFL
 from flower_dp.strategies.releases.masks import LargestMasks, RandomMasks
@@ -90,7 +90,7 @@ def test_every_preset_makes_a_strategy_and_a_client_that_agree(name):
     statement = strategy.statement
     assert (statement.epsilon, statement.to_dict()["num_rounds"]) == (0, 0)
     node = client(run)
-    assert isinstance(node, LocalDPClient if run.settings.method in LOCAL else DPClient)
+    assert isinstance(node, LocalDPClient if METHODS[run.settings.method].recipe else DPClient)
     assert strategy.num_clients == run.settings.num_clients
     if isinstance(node, LocalDPClient):
         # The server's terms for a client, and the client's own.
@@ -428,10 +428,6 @@ def test_defaults_in_code_and_in_the_app_are_the_same():
     found = {prefix + field.name.replace("_", "-"): field.default for prefix, kind in kinds.items() for field in fields(kind)}
     assert found.pop("evaluation") is MISSING
     assert found == DEFAULTS
-
-
-def test_every_method_reads_known_settings_of_training():
-    assert all(set(module_of(name).READS) <= set(TRAINING) for name in METHODS)
 
 
 def test_a_delta_of_no_worth_is_told_where_somebody_asks_for_it():

@@ -18,8 +18,8 @@ import flower_dp
 from flower_dp.apps import app_functions, own_model
 from flower_dp.apps.own_model import client_of, run_of
 from flower_dp.clients import model_arrays
-from flower_dp.clients.registry import LOCAL
 from flower_dp.clients.training.engines import batched
+from flower_dp.methods import METHODS
 from flower_dp.reporting import compare
 from flower_dp.running.apps import flatten, read_app
 from tests.grids import LocalGrid
@@ -91,7 +91,7 @@ class Own(nn.Module):
 def test_a_method_takes_a_model_and_data_of_ones_own_and_evaluates_on_its_clients(method, tmp_path):
     app = flower_dp.app(model_fn=make_model, data_fn=load_records, evaluate_fn=evaluate)
     # Little noise: with more of it the noised count of four clients may be too small for a value.
-    own = {"evaluation.epsilon": 3.0} if method in LOCAL else {"evaluation.noise-multiplier": 0.1}
+    own = {"evaluation.epsilon": 3.0} if METHODS[method].recipe else {"evaluation.noise-multiplier": 0.1}
     evaluation = {"evaluation.every": 2, "evaluation.metrics": "loss=4,accuracy=1"}
     play(app, tmp_path / "run", method=method, **NEEDS[method], **own, **evaluation)
     found = compare.read_run(tmp_path / "run", "size")
@@ -104,7 +104,7 @@ def test_a_method_takes_a_model_and_data_of_ones_own_and_evaluates_on_its_client
     statement = json.loads((tmp_path / "run" / "statement.json").read_text())
     assert statement["private"]
     assert statement["parts"]["training"] < statement["epsilon"]
-    if method in LOCAL:
+    if METHODS[method].recipe:
         assert statement["parts"]["evaluation"] == pytest.approx(3.0, rel=1e-9)
 
 

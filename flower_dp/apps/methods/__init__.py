@@ -1,20 +1,16 @@
-"""The methods of the app: one module each, found by its name, with its own table of settings.
+"""The settings of methods: one module each, with its own table, `[tool.flwr.app.config.dp-fedsam]` for example."""
 
-A module `dp_fedsam` is the method `dp-fedsam` and the table `[tool.flwr.app.config.dp-fedsam]`. It has the members of `Method`.
-"""
-
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flower_dp.apps.evaluation import Evaluation
 from flower_dp.apps.parts import Sizes
-from flower_dp.apps.settings import TRAINING, Settings, key_of, read, sampled
+from flower_dp.apps.settings import Settings, key_of, read, sampled
 from flower_dp.apps.tasks import TASKS, load_task
 from flower_dp.apps.tasks import module_of as task_module
 from flower_dp.core import checks
+from flower_dp.methods import METHODS, TRAINING
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.strategies import DPStrategy
 
@@ -25,26 +21,15 @@ if TYPE_CHECKING:
     from flower_dp.clients import Records
     from flower_dp.clients.node_client import NodeClient
 
-METHODS = tuple(sorted(key_of(module.name) for module in pkgutil.iter_modules(__path__)))
 
-
-class Method(Protocol):
+class Module(Protocol):
     """The members of a method's module. A method with a planner also has `planning(settings, own, data, given)`.
 
     Attributes:
         Own: the dataclass of its own settings, with their defaults.
-        READS: the settings of local training that it reads.
-        SAMPLINGS: those that it can account for; the first one is its default.
-        UNSET: arguments of its strategy, its recipe and their parts that no setting changes, as `Class.argument`; those of all
-            methods are in `flower_dp.apps.parts`.
-        OTHER_DEFAULTS: arguments to which the app by default passes something else than the default of the signature.
     """
 
     Own: type[Any]
-    READS: tuple[str, ...]
-    SAMPLINGS: tuple[str, ...]
-    UNSET: tuple[str, ...]
-    OTHER_DEFAULTS: tuple[str, ...]
 
     def strategy(self, settings: Settings, own: Any, sizes: Sizes) -> DPStrategy:
         """Return the server's side."""
@@ -60,7 +45,7 @@ class Run:
     """A run's settings: the common ones, those of its method and those of its task."""
 
     settings: Settings
-    method: Method
+    method: Module
     own: Any
     of_task: Any
 
@@ -89,12 +74,12 @@ class Run:
         task, name = settings.task, settings.method
         of_task = read(task_module(task).Own, tables[task], findings, f"{task}.") if task in TASKS else None
         with findings.noted():
-            checks.one_of("method", name, METHODS)
+            checks.one_of("method", name, tuple(METHODS))
         if name not in METHODS:
             findings.refuse()
         method = module_of(name)
         own = read(method.Own, tables[name], findings, f"{name}.")
-        settings = sampled(settings, method.SAMPLINGS, findings)
+        settings = sampled(settings, METHODS[name].samplings, findings)
         _find_unread(settings, findings)
         for other in TASKS:
             _find_unread_of_task(other, tables[other], task, findings)
@@ -137,18 +122,17 @@ class Run:
         return inputs
 
 
-def module_of(name: str) -> Method:
+def module_of(name: str) -> Module:
     """Return a method's module."""
-    module: Any = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
-    return module  # type: ignore[no-any-return]
+    module: Module = METHODS[name].load("settings")
+    return module
 
 
 def _find_unread(settings: Settings, findings: checks.Findings) -> None:
     """Find settings of training that the user has set and the method does not use: they would be ignored silently."""
-    reads = {name: module_of(name).READS for name in METHODS}
     for name in TRAINING:
-        if settings.is_set(name) and name not in reads[settings.method]:
-            readers = ", ".join(other for other in METHODS if name in reads[other])
+        if settings.is_set(name) and name not in METHODS[settings.method].reads:
+            readers = ", ".join(other for other, method in METHODS.items() if name in method.reads)
             findings.lines.append(
                 f"{key_of(name)}={getattr(settings, name)!r}: is not read by method={settings.method!r}, but by {readers}"
             )

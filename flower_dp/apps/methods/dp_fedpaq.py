@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 
     from flower_dp.clients import LocalDPClient, Records
 
-READS: tuple[str, ...] = ("batch_size",)
-SAMPLINGS = ("full", "fixed-size", "round-robin")
-UNSET: tuple[str, ...] = ()
-OTHER_DEFAULTS = ("DPFedPAQ.num_replies",)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
@@ -57,7 +52,7 @@ def strategy_words(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]
     """Return the arguments of the strategy."""
     return {
         **shared(settings, own),
-        "sampling": sampler_of(settings, *SAMPLINGS),
+        "sampling": sampler_of(settings),
         **local_words(settings, sizes),
     }
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flower_dp.apps.parts import Sizes, local_words, per_client, sampler_of
+from flower_dp.apps.parts import Sizes, local_words, per_client
 from flower_dp.apps.settings import Settings
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from flower_dp.clients import LocalDPClient, Records
-
-READS: tuple[str, ...] = ("batch_size", "weight_decay")
-SAMPLINGS = ("full",)
-UNSET: tuple[str, ...] = ()
-OTHER_DEFAULTS = ("DPPASGD.num_records", "DPPASGD.learning_rate_decay", "DPPASGDRecipe.learning_rate_decay")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +37,6 @@ class Own:
 
 def strategy(settings: Settings, own: Own, sizes: Sizes) -> DPPASGD:
     """Return the server's side."""
-    sampler_of(settings, *SAMPLINGS)
     checks.number("max-cost", own.max_cost, at_least=0)
     return DPPASGD(
         **_shared(settings, own),

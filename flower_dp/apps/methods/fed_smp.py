@@ -5,18 +5,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flower_dp.apps.parts import Sizes, client_level_words
-from flower_dp.apps.settings import TRAINING, Settings
+from flower_dp.apps.settings import Settings
 from flower_dp.strategies import FedSMP
 
 if TYPE_CHECKING:
     from torch import nn
 
     from flower_dp.clients import DPClient, Records
-
-READS = TRAINING
-SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
-UNSET = ("Training.sam_radius",)
-OTHER_DEFAULTS = ("FedSMP.noise_multiplier", "FedSMP.target_epsilon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flower_dp.apps.parts import Sizes, cohort_size_of, local_words, per_client, sampler_of
+from flower_dp.apps.parts import Sizes, cohort_size_of, local_words, per_client
 from flower_dp.apps.settings import Settings
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
@@ -15,16 +15,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from flower_dp.clients import LocalDPClient, Records
-
-READS: tuple[str, ...] = ()
-SAMPLINGS = ("round-robin",)
-UNSET: tuple[str, ...] = ()
-OTHER_DEFAULTS = (
-    "FedSGDDPC.learning_rate",
-    "FedSGDDPC.learning_rate_decay",
-    "FedSGDDPC.num_replies",
-    "FedSGDDPCRecipe.num_records",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +37,6 @@ class Own:
 
 def strategy(settings: Settings, own: Own, sizes: Sizes) -> FedSGDDPC:
     """Return the server's side."""
-    sampler_of(settings, *SAMPLINGS)
     theory = bool(own.strong_convexity or own.smoothness)
     return FedSGDDPC(
         **_shared(settings, own),

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flower_dp.apps.parts import Sizes, cohort_size_of, local_words, sampler_of
-from flower_dp.apps.settings import TRAINING, Settings
+from flower_dp.apps.parts import Sizes, cohort_size_of, local_words
+from flower_dp.apps.settings import Settings
 from flower_dp.core import checks
 from flower_dp.planning.nbafl_bound import best_proximal
 from flower_dp.planning.planner import Data, Inputs
@@ -16,18 +16,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from flower_dp.clients import LocalDPClient, Records
-
-READS = tuple(name for name in TRAINING if name not in ("engine", "update_keep_ratio"))
-SAMPLINGS = ("full", "fixed-size")
-UNSET = ("NbAFL.min_records", "Training.sam_radius", "Training.sparsifier")
-OTHER_DEFAULTS = (
-    "NbAFL.num_replies",
-    "NbAFL.paper_epsilon",
-    "NbAFL.uplink_exposures",
-    "NbAFLRecipe.num_replies",
-    "NbAFLRecipe.paper_epsilon",
-    "NbAFLRecipe.uplink_exposures",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +33,6 @@ class Own:
 
 def strategy(settings: Settings, own: Own, sizes: Sizes) -> NbAFL:
     """Return the server's side."""
-    sampler_of(settings, *SAMPLINGS)
     return NbAFL(
         **_shared(settings, own),
         **local_words(settings, sizes),

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
 
     from flower_dp.clients import LocalDPClient, Records
 
-READS: tuple[str, ...] = ("batch_size",)
-SAMPLINGS = ("full", "fixed-size", "round-robin")
-UNSET = ("ScaffoldRecipe.common", "ScaffoldRecipe.own")
-OTHER_DEFAULTS = ("Scaffold.num_replies",)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:

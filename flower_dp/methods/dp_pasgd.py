@@ -1,0 +1,15 @@
+"""DP-PASGD, and DP-SGD as its case of one local step."""
+
+from flower_dp.methods.method import Method
+
+METHOD = Method(
+    name="dp-pasgd",
+    strategy="flower_dp.strategies.dp_pasgd:DPPASGD",
+    recipe="flower_dp.clients.dp_pasgd:DPPASGDRecipe",
+    settings="flower_dp.apps.methods.dp_pasgd",
+    planner="flower_dp.planning.dp_pasgd",
+    audit="flower_dp.audit.presets:dp_pasgd",
+    canaries="records",
+    samplings=("full",),
+    reads=("batch_size", "weight_decay"),
+)

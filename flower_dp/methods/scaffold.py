@@ -1,0 +1,14 @@
+"""SCAFFOLD, with and without privacy."""
+
+from flower_dp.methods.method import Method
+
+METHOD = Method(
+    name="scaffold",
+    strategy="flower_dp.strategies.scaffold:Scaffold",
+    recipe="flower_dp.clients.scaffold:ScaffoldRecipe",
+    settings="flower_dp.apps.methods.scaffold",
+    audit="flower_dp.audit.presets:scaffold",
+    canaries="records",
+    samplings=("full", "fixed-size", "round-robin"),
+    reads=("batch_size",),
+)
