@@ -1,12 +1,14 @@
 """Parts of clients that several methods make from the common settings. Methods import it when a client is made: torch is slow."""
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import nn
 
-from flower_dp.apps.parts import evaluation_budget_of
+from flower_dp.apps.parts import Sizes, evaluation_budget_of
 from flower_dp.apps.settings import Settings
 from flower_dp.apps.tasks.models import loss_of, predictions
 from flower_dp.clients import (
@@ -59,9 +61,24 @@ def _regularizers_of(settings: Settings) -> tuple[Regularizer, ...]:
 
 
 def local_client(
-    settings: Settings, recipe: LocalRecipe, model: nn.Module, clients: Mapping[str, Records], *, max_clip_norm: float
+    settings: Settings,
+    kind: Callable[..., LocalRecipe],
+    arguments: Mapping[str, Any],
+    model: nn.Module,
+    clients: Mapping[str, Records],
+    sizes: Sizes,
 ) -> LocalDPClient:
-    """Return a node's client for a method with a budget of every client."""
+    """Return a node's client for a method with a budget of every client: its recipe has the strategy's arguments."""
+    made: dict[str, Callable[[], Any]] = {
+        "loss": lambda: loss_of(settings.model),
+        "training": lambda: training_of(settings),
+        "min_records": lambda: min(sizes().values()),
+    }
+    names = inspect.signature(kind).parameters
+    given = {name: value for name, value in arguments.items() if name in names}
+    given |= {name: make() for name, make in made.items() if name in names}
+    recipe: Any = kind(**given)
+    max_clip_norm = recipe.steps.sum_norm if "steps" in names else recipe.clip_norm
     return LocalDPClient(
         model=model,
         clients=clients,

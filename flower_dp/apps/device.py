@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from flower_dp.apps.evaluation import Evaluation
-from flower_dp.apps.methods import module_of
+from flower_dp.apps.methods import table_of
 from flower_dp.apps.settings import SAMPLINGS, Settings, key_of
 from flower_dp.apps.tasks import TASKS
 from flower_dp.core import checks
@@ -75,13 +75,13 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
         raise ValueError(f"method={method!r}: this device's node-config has settings for {', '.join(mine)}, and it runs no other")
     config = dict(run_config)
     if mine:
-        config |= {f"{method}.{key_of(field.name)}": field.default for field in fields(module_of(method).Own)}
+        config |= {f"{method}.{key_of(field.name)}": field.default for field in fields(table_of(method))}
     # Of what sends more than noised updates, a device has what it sets itself alone.
     config |= {f"evaluation.{key_of(field.name)}": field.default for field in fields(Evaluation)} | {_METRICS: False}
     others = {key for table in mine if table != method for key in tables[table]}  # which this run does not read
     config |= {key: value for key, value in node_config.items() if _is_setting(key) and key not in others}
     _check_records(config, node_config, DEALT if dealt else ())
-    names = {field.name for field in fields(module_of(method).Own)} if mine else set()
+    names = {field.name for field in fields(table_of(method))} if mine else set()
     epsilon = config.get(f"{method}.epsilon")
     if "noise_multiplier" in names and isinstance(epsilon, int | float) and epsilon:
         raise ValueError(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from flower_dp.apps.settings import Settings, key_of
+from flower_dp.apps.settings import Settings, default_of, key_of
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.strategies import AdaptiveClip, EvaluationBudget, LocalEvaluation, PrivateEvaluation
@@ -51,41 +51,22 @@ def per_client(settings: Settings, key: str, text: str, default: N) -> dict[str,
     return dict(zip(names, values, strict=True))
 
 
-def client_level_words(settings: Settings, own: Any) -> dict[str, Any]:
-    """Return the arguments of every strategy with one noised sum."""
-    private = bool(own.noise_multiplier or own.epsilon)
-    return {
-        "clip_norm": clip_norm_of(own),
-        **_noise_of(settings, own),
-        "sampling": sampler_of(settings),
-        "num_clients": settings.num_clients,
-        "delta": client_level_delta(own.delta, settings, private=private),
-        "relation": own.relation or None,
-        "placement": own.placement,
-        "trusted_server": own.trusted_server,
-        "min_reply_ratio": own.min_reply_ratio or None,
-        "report_client_metrics": settings.report_client_metrics,
-        "ledger": settings.ledger_path(),
-        "evaluation": evaluation_of(settings),
-    }
-
-
-def _noise_of(settings: Settings, own: Any) -> dict[str, Any]:
-    """Return the noise multiplier with its target, or the epsilon by which the noise is calibrated.
+def noise_of(settings: Settings, own: Any) -> dict[str, Any]:
+    """Return the noise multiplier, or what an epsilon stands in place of and the rounds that it is for.
 
     Raises:
         ValueError: for an epsilon beside another noise multiplier or target than the default ones.
     """
     checks.number("target-epsilon", own.target_epsilon, at_least=0)
     if not checks.number("epsilon", own.epsilon, at_least=0):
-        return {"noise_multiplier": own.noise_multiplier, "target_epsilon": own.target_epsilon or None}
+        return {"noise_multiplier": own.noise_multiplier}  # 0 is without privacy
     for name, fit in (("noise_multiplier", ()), ("target_epsilon", (0.0, own.epsilon))):
         value = getattr(own, name)
-        if value not in (type(own).__dataclass_fields__[name].default, *fit):
+        if value not in (default_of(own, name), *fit):
             raise ValueError(
                 f"{key_of(name)}={value:g}: epsilon={own.epsilon:g} determines it; leave out one of them, or set epsilon=0"
             )
-    return {"epsilon": own.epsilon, "num_rounds": settings.num_rounds}
+    return {"noise_multiplier": None, "target_epsilon": None, "num_rounds": settings.num_rounds}
 
 
 def clip_norm_of(own: Any) -> float | AdaptiveClip:
@@ -161,8 +142,6 @@ def local_words(settings: Settings, sizes: Sizes) -> dict[str, Any]:
     return {
         "num_clients": settings.num_clients,
         "num_records": dict(sizes()),
-        "report_client_metrics": settings.report_client_metrics,
-        "ledger": settings.ledger_path(),
         "evaluation": local_evaluation_of(settings),
     }
 

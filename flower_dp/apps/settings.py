@@ -134,7 +134,7 @@ class Settings:
 
     def is_set(self, name: str) -> bool:
         """Tell whether a setting has another value than its default and than the one that turns it off."""
-        default = type(self).__dataclass_fields__[name].default
+        default = default_of(self, name)
         return getattr(self, name) not in (default, _OFF.get(name, default))
 
     @property
@@ -172,6 +172,11 @@ def sampled(settings: Settings, samplings: tuple[str, ...], findings: checks.Fin
             findings.lines.append(f"{key_of(name)}={value!r}: is not read with sampling={sampling!r}, but with {others}")
     size = settings.cohort_size or (settings.num_clients if sampling == "round-robin" else 0)
     return replace(settings, sampling=sampling, cohort_size=size)
+
+
+def default_of(own: Any, name: str) -> Any:
+    """Return the default of a setting of a table."""
+    return type(own).__dataclass_fields__[name].default
 
 
 def key_of(name: str) -> str:

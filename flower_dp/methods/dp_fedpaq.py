@@ -7,6 +7,7 @@ METHOD = Method(
     strategy="flower_dp.strategies.dp_fedpaq:DPFedPAQ",
     recipe="flower_dp.clients.dp_fedpaq:DPFedPAQRecipe",
     settings="flower_dp.apps.methods.dp_fedpaq",
+    defaults={"epsilon": 4.0, "delta": 1e-4, "clip_norm": 1.0, "num_local_steps": 10},
     planner="flower_dp.planning.dp_fedpaq",
     audit="flower_dp.audit.presets:dp_fedpaq",
     canaries="records",

@@ -7,6 +7,7 @@ METHOD = Method(
     strategy="flower_dp.strategies.nbafl:NbAFL",
     recipe="flower_dp.clients.nbafl:NbAFLRecipe",
     settings="flower_dp.apps.methods.nbafl",
+    defaults={"clip_norm": 20.0, "paper_epsilon": 50.0, "delta": 0.01},
     planner="flower_dp.planning.nbafl",
     audit="flower_dp.audit.presets:nbafl",
     samplings=("full", "fixed-size"),

@@ -11,7 +11,7 @@ from flwr.app import Context, RecordDict
 from flower_dp.apps.client_app import app as client_app
 from flower_dp.apps.client_parts import training_of
 from flower_dp.apps.evaluation import Evaluation
-from flower_dp.apps.methods import Run, module_of
+from flower_dp.apps.methods import Run, table_of
 from flower_dp.apps.server_app import app as server_app
 from flower_dp.apps.settings import Settings
 from flower_dp.apps.tasks import TASKS
@@ -422,7 +422,7 @@ def test_the_metrics_are_those_of_the_model():
 
 
 def test_defaults_in_code_and_in_the_app_are_the_same():
-    kinds = {"": Settings, **{f"{name}.": module_of(name).Own for name in METHODS}}
+    kinds = {"": Settings, **{f"{name}.": table_of(name) for name in METHODS}}
     kinds |= {f"{name}.": task_module(name).Own for name in TASKS}
     kinds |= {"evaluation.": Evaluation}
     found = {prefix + field.name.replace("_", "-"): field.default for prefix, kind in kinds.items() for field in fields(kind)}

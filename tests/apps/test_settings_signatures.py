@@ -5,7 +5,7 @@ What a setting changes is found by trial: each gets another value, and the argum
 
 import inspect
 from contextlib import suppress
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import pytest
@@ -129,6 +129,7 @@ def passed(config, size=300) -> Passed:
     with pytest.MonkeyPatch.context() as patch:
         for kind in kinds_of(name):
 
+            @wraps(kind.__init__)
             def record(self, *, _kind=kind, _init=kind.__init__, **keywords):
                 if type(self) is _kind:
                     found.update({named(_kind, key): value for key, value in keywords.items()})

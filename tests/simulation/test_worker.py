@@ -214,8 +214,8 @@ def test_packages_of_an_environment_in_the_apps_folder_are_not_imported_again(he
 def test_a_worker_imports_nothing_before_its_app_and_reading_settings_imports_no_torch():
     code = (
         "import sys, flower_dp.simulation.worker\nprint(*sys.modules)\n"
-        "import flower_dp.apps.refusals\nfrom flower_dp.apps.methods import METHODS, module_of\n"
-        "[module_of(name) for name in METHODS]\nprint(*sys.modules)"
+        "import flower_dp.apps.refusals\nfrom flower_dp.apps.methods import METHODS, table_of\n"
+        "[table_of(name) for name in METHODS]\nprint(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     before, settings = map(set, map(str.split, done.stdout.splitlines()))
