@@ -188,7 +188,8 @@ def rdp_epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, 
     """
     candidates = _candidates(runs)
     curves = [curve for leaves in candidates if (curve := renyi.curve_of(leaves, relation)) is not None]
-    if delta == 0 or len(curves) < len(candidates):
+    of_library = all(renyi.library_event(leaf, relation) is not None for leaves in candidates for leaf, _ in leaves)
+    if delta == 0 or len(curves) < len(candidates) or not of_library:
         return None
     largest = np.max(curves, axis=0)
     worst = [leaves for leaves, curve in zip(candidates, curves, strict=True) if np.array_equal(curve, largest)]
