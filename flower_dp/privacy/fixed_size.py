@@ -75,7 +75,7 @@ def divergence(release: dp.GaussianDpEvent, rate: float, order: float) -> float:
         rate: g = m / n, in (0, 1).
         order: above 1.
     """
-    distance = 1 / release.noise_multiplier
+    distance = 1 / float(release.noise_multiplier)
     # What is left out is less than 1e-18 of the integral: the integrand falls there as the density of N(order s, 1) does.
     last = (order - 0.5) * distance + _TAIL
     # The logarithm of u is analytic up to pi / s beside the real line, and each panel is far narrower.

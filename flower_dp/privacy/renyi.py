@@ -70,12 +70,12 @@ def divergence_of(leaf: dp.DpEvent, relation: Relation, order: float) -> float |
         return _divergence(leaf, relation, order)
 
 
-def accountant(relation: Relation, orders: Sequence[float] = ORDERS) -> RdpAccountant:
-    """Return the library's accountant, for events of `library_event`."""
+def _accountant(relation: Relation, orders: Sequence[float] = ORDERS) -> RdpAccountant:
+    """Return the library's accountant, for events of `_library_event`."""
     return RdpAccountant(orders, neighboring_relation=_LIBRARY[relation])
 
 
-def library_event(leaf: dp.DpEvent, relation: Relation) -> dp.DpEvent | None:
+def _library_event(leaf: dp.DpEvent, relation: Relation) -> dp.DpEvent | None:
     """Return one release as the library's accountant takes it, or None: it wants noise scale / *sensitivity*."""
     inner, rate = inner_of(leaf)
     if rate == 1:
@@ -94,7 +94,7 @@ def _lowest(bound: Callable[[int], float], places: Sequence[int]) -> int:
 
 
 def _is_bounded(leaf: dp.DpEvent, relation: Relation) -> bool:
-    return library_event(leaf, relation) is not None or _is_replaced(leaf, relation)
+    return _library_event(leaf, relation) is not None or _is_replaced(leaf, relation)
 
 
 def _is_replaced(leaf: dp.DpEvent, relation: Relation) -> bool:
@@ -113,7 +113,7 @@ def _divergence(leaf: dp.DpEvent, relation: Relation, order: float) -> float:
         else:
             divergence = fixed_size.divergence(scaled(inner, relation), rate, order)
     else:
-        divergence = float(accountant(relation, [order]).compose(library_event(leaf, relation)).rdp[0])
+        divergence = float(_accountant(relation, [order]).compose(_library_event(leaf, relation)).rdp[0])
         if order < 2 and rate < 1 and isinstance(leaf, dp.PoissonSampledDpEvent):
             exact = poisson.removed_divergence(inner, rate, order)
             divergence = exact if math.isnan(divergence) else min(divergence, exact)
