@@ -163,6 +163,28 @@ def test_a_fixed_number_of_clients_is_charged_with_its_own_divergence_not_with_a
     assert renyi_filter.num_affordable(dp.NoOpDpEvent(), event, BUDGET(epsilon=8.0, renyi_order=order), REPLACE) == 74
 
 
+@pytest.mark.parametrize(
+    ("event", "relation", "usual", "best"),
+    [
+        (dp.SampledWithoutReplacementDpEvent(1000, 100, Gaussian(2.0)), REPLACE, 74, 84),
+        (dp.SampledWithoutReplacementDpEvent(1000, 10, Gaussian(1.0)), REPLACE, 2, 80),
+        (Poisson(0.1, Gaussian(1.0)), ADD, 83, 84),
+    ],
+)
+def test_an_order_that_is_chosen_for_what_will_be_charged_lets_more_of_it_fit(path, event, relation, usual, best):
+    order = renyi_filter.order_for(8.0, 1e-5, event, relation=relation)
+    budgets = BUDGET(epsilon=8.0), BUDGET(epsilon=8.0, renyi_order=order)
+    found = [renyi_filter.num_affordable(dp.NoOpDpEvent(), event, budget, relation) for budget in budgets]
+    assert found[0] == usual
+    assert found[1] >= best
+    # No order fits one more; and the ledger keeps it for whatever is charged.
+    counts = [renyi_filter.allowance(8.0, 1e-5, one) / renyi_filter.divergence(event, one, relation) for one in renyi.ORDERS]
+    assert found[1] >= math.floor(max(counts) * (1 - 1e-6))
+    ServerLedger.create(path, budgets[1])
+    with ServerLedger(path) as ledger:
+        assert ledger.budget.renyi_order == order
+
+
 def test_a_ledger_keeps_its_order_whatever_a_later_release_would_choose(path, monkeypatch):
     ServerLedger.create(path, BUDGET(epsilon=8.0))
     monkeypatch.setattr(renyi_filter, "order_for", lambda epsilon, delta: pytest.fail("chosen anew"))
