@@ -20,8 +20,8 @@ def case_of(name: str, config: Mapping[str, Any]) -> Case:
     """Return the case of a run-config.
 
     Everything that decides about noise, clip and sampling is the run's; what decides only how often and among how many is not:
-    two clients and one round, for which the strategy makes a statement of its own. With fixed-size sampling one of the two is
-    drawn. Budgets of clients are for that one round.
+    two clients, or four that share the noise, and one round, for which the strategy makes a statement of its own. With fixed-size
+    sampling half of them are drawn. Budgets of clients are for that one round.
 
     Args:
         name: of the run.
@@ -82,7 +82,8 @@ def _client_level(label: str, method: str, own: Mapping[str, Any], config: Mappi
     lossy = method == "dp-fedsam" and (passed.get("keep_ratio", 1) < 1 or "quantization_levels" in passed)
     top_k = lossy and passed.get("keep_ratio", 1) < 1
     training = methods.BLURS if config["blur-strength"] or config["update-keep-ratio"] < 1 else methods.TRAINING
-    sampled = _sampler({**config, "num-clients": 2, "cohort-size": 1})
+    num_clients = methods.clients_of(central=passed.get("placement") == "central", lossy=lossy)
+    sampled = _sampler({**config, "num-clients": num_clients, "cohort-size": num_clients // 2})
     return methods.client_level(
         label,
         make,
