@@ -64,6 +64,7 @@ def _all() -> dict[str, Case]:
             inputs=0.0,
             post_processed=True,
         ),
+        # 4,000 trials show 79 +- 8 % of its epsilon, and 12,000 87 +- 3 %.
         client_level(
             "dp-fedsam, top-k of own updates",
             DPFedSAM,
