@@ -180,7 +180,8 @@ def _on_cluster(ray_address: str, workers: int | None, gpus: float, engine: str)
         raise ValueError(f"--workers={workers}: with --engine flower there are as many as fit on the cluster; leave it out")
     fit = cluster.room(ray_address, gpus)
     if fit < (workers or 1):
-        raise ValueError(f"--workers={workers or 1}: {fit} fit on the cluster, with one CPU core and {gpus:g} GPUs each")
+        named = f"--gpus-per-worker={gpus:g}" if gpus and not fit else f"--workers={workers or 1}"
+        raise ValueError(f"{named}: {fit} workers fit on the cluster, with one CPU core and {gpus:g} GPUs each")
     return workers or fit
 
 
