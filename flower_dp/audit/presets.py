@@ -21,8 +21,8 @@ def case_of(name: str, config: Mapping[str, Any]) -> Case:
     """Return the case of a run-config.
 
     Everything that decides about noise, clip and sampling is the run's; what decides only how often and among how many is not:
-    two clients and one round, for which the strategy makes a statement of its own. With fixed-size sampling one of the two is
-    drawn. Budgets of clients are for that one round.
+    two clients, or four that share the noise, and one round, for which the strategy makes a statement of its own. With fixed-size
+    sampling half of them are drawn. Budgets of clients are for that one round.
 
     Args:
         name: of the run.
@@ -114,7 +114,8 @@ def _client_level(label: str, own: Own, config: Own, *, lossy: bool, top_k: bool
     if not multiplier:
         raise ValueError(f"{label}: is not private, so there is nothing to audit")
     training = methods.BLURS if config["blur-strength"] or config["update-keep-ratio"] < 1 else methods.TRAINING
-    sampled = _sampler({**config, "num-clients": 2, "cohort-size": 1})
+    num_clients = methods.clients_of(central=passed.get("placement") == "central", lossy=lossy)
+    sampled = _sampler({**config, "num-clients": num_clients, "cohort-size": num_clients // 2})
     return methods.client_level(
         label,
         make,

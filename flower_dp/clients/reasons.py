@@ -6,10 +6,8 @@ line. The node's own log has the rest. `SystemExit` and other errors that are no
 """
 
 import logging
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import final
 
 from flower_dp import wire
@@ -24,13 +22,13 @@ UNFIT = "the model can't be trained, whatever a record holds"
 SEE_LOG = "the node's own log says why"
 # What a dry run finds. None of these depends on a value of a record.
 ROWS = "a row of the data set is no pair of inputs and target: let its __getitem__ return (inputs, target), not a dict"
-TRANSFORM = "the transform does not take inputs of the shape and type of the client's records"
+TRANSFORM = f"the transform fails on made-up inputs of the shape and type of the client's records; {SEE_LOG}"
 WHOLE_NUMBERS = (
     "inputs are whole numbers and the model takes floats: convert them, for example in "
     "TensorRecords(..., transform=lambda batch: batch.float() / 255)"
 )
-MODEL = "the model does not take inputs of the names, shape and type of the client's records"
-LOSS = "the loss does not take the model's outputs and targets of the shape and type of the client's records"
+MODEL = f"the model's forward fails on made-up inputs of the names, shape and type of the client's records; {SEE_LOG}"
+LOSS = f"the loss fails on the model's outputs and made-up targets of the shape and type of the client's records; {SEE_LOG}"
 LOSS_SHAPE = "the loss of a batch is not one number: use reduction='mean' or 'sum'"
 LOSS_UNEVEN = (
     "the loss of a batch is neither the mean nor the sum of its records' losses, so that of a single record lacks the record's "
@@ -41,6 +39,11 @@ LOSS_OF_WEIGHTS = (
     "on outputs and targets alone (dp-pasgd has weight_decay)"
 )
 GRADIENT = "the loss has no gradient in the model's parameters"
+REENTRANT = (
+    "activation checkpointing with use_reentrant=True has no gradient in single parameters: give torch.utils.checkpoint "
+    "use_reentrant=False, for example by "
+    "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+)
 STEP = f"a step of training fails on a made-up batch; {SEE_LOG}"
 DATA = "its data can't be read"
 RECURRENT = (
@@ -118,12 +121,6 @@ class BatchStatisticsError(ValueError):
 @final
 class WrappedModelError(ValueError):
     """The model is wrapped by opacus; the text is one of this module."""
-
-
-def place_of(error: BaseException) -> str:
-    """Return file and line where an error was raised, in parentheses, for the node's own log; empty if nobody knows."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def why_no_client(error: BaseException) -> str:

@@ -274,7 +274,8 @@ def warm_workers(*, cpus: float, gpus: float, at_most: int | None, cluster: Clus
         _warm.clear()
         if cluster is not None:
             check_machines(ray, cpus, gpus)
-        _warm[key] = Workers(cpus=cpus, gpus=gpus, at_most=at_most, cluster=cluster)
+        options = ("cpus_per_node", "gpus_per_node")
+        _warm[key] = Workers(cpus=cpus, gpus=gpus, at_most=at_most, cluster=cluster, options=options)
         if not gpus:
             log_unused_gpus(ray, "gpus_per_node=1")
     return _warm[key]

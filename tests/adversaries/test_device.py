@@ -22,6 +22,7 @@ from flower_dp.clients import (
     client_app,
     model_arrays,
     privacy_mod,
+    tracebacks,
 )
 from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
 from flower_dp.clients.local.agreement import why_not
@@ -679,6 +680,37 @@ def test_an_error_in_a_clip_tells_the_server_nothing(monkeypatch: Any, caplog: A
         monkeypatch.setattr(parts, "clip_l2", clip)
         _, answer = made.answer(model(), config_of(training()))
         assert wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused == {"c0": reported}
+
+
+def test_the_traceback_of_a_failing_reply_is_in_the_devices_log_once_and_never_told(monkeypatch: Any, caplog: Any) -> None:
+    """The log had the error and its line alone. Of errors at one place, which data may make often, it has one traceback."""
+    monkeypatch.setattr(tracebacks, "_traced", set())
+    texts = iter(("Jane Doe", "Jane Roe"))
+
+    def clip(*arguments: Any) -> Any:
+        raise jane(next(texts))
+
+    monkeypatch.setattr(parts, "clip_l2", clip)
+    for _ in range(2):
+        _, answer = device(None).answer(model(), config_of(training()))
+        assert wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused == {"c0": "training failed; the node's own log says why"}
+        assert "raceback" not in answer[wire.KEY]
+    lines = [line for line in caplog.text.splitlines() if line.startswith("traceback | ")]
+    assert lines[0] == "traceback | Traceback (most recent call last):"
+    assert lines[-1].endswith("JaneDoeError: Jane Doe")
+    assert any("raise jane(next(texts))" in line for line in lines)
+    assert sum("Traceback (most recent call last)" in line for line in lines) == 1
+    assert "JaneDoeError: Jane Roe (test_device.py:" in caplog.text
+
+
+def test_a_clients_own_refusal_has_no_traceback(monkeypatch: Any, caplog: Any) -> None:
+    def clip(*arguments: Any) -> Any:
+        raise Declined("no")
+
+    monkeypatch.setattr(parts, "clip_l2", clip)
+    device(None).answer(model(), config_of(training()))
+    assert "Declined: " in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_mod_compares_its_policy_with_its_own_noise() -> None:

@@ -343,6 +343,60 @@ class Checkpointed(nn.Linear):
         return outputs
 
 
+class Forgetful(nn.Linear):
+    """Takes inputs of its shape, and fails for another reason."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scale: Tensor = self.forgotten
+        return scale * super().forward(inputs)
+
+
+class Partial(nn.Module):
+    """Computes some of its layers again in the backward pass, as torch's older kind of checkpointing does or as the newer one."""
+
+    def __init__(self, *again: str, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.again, self.kind = nn.Linear(4, 4), nn.Linear(4, CLASSES), again, use_reentrant
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        for name in ("first", "last"):
+            layer = getattr(self, name)
+            outputs = checkpoint(layer, outputs, use_reentrant=self.kind) if name in self.again else layer(outputs)
+        return outputs
+
+
+def dp_client(build: Any) -> DPClient:
+    return DPClient(model=build(), clients={"a": tensors(floats(4))}, training=Training(learning_rate=0.1), device="cpu")
+
+
+def test_a_forward_that_fails_for_another_reason_is_not_told_as_one_of_inputs(caplog):
+    """It said that the model did not take inputs of the records' shape; the error is in the node's own log, with its place."""
+    line = Forgetful.forward.__code__.co_firstlineno + 1
+    for client in (
+        dp_client(lambda: Forgetful(4, CLASSES)),
+        local_client(lambda: Forgetful(4, CLASSES), tensors(floats(4)), FedSGDDPCRecipe(**LOCAL, num_replies=1)),
+    ):
+        dry_run._log_once.cache_clear()
+        caplog.clear()
+        told = client.why_unable()
+        assert told is not None
+        assert told.endswith(reasons.MODEL)
+        assert "forward fails" in told
+        assert "does not take" not in told
+        assert "forgotten" not in told
+        words = "AttributeError: 'Forgetful' object has no attribute 'forgotten'"
+        assert f"fails: {words} (test_dry_run.py:{line})" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("again", [("last",), ("first", "last")])
+def test_reentrant_checkpointing_is_named_as_the_cause(again):
+    """Its error, or the loss without any gradient, was told as a loss that has no gradient."""
+    assert dp_client(lambda: Partial(*again, use_reentrant=True)).why_unable() == reasons.REENTRANT
+    assert "use_reentrant=False" in reasons.REENTRANT
+    assert dp_client(lambda: Partial(*again, use_reentrant=False)).why_unable() is None
+
+
 class Old(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor) -> Tensor:
@@ -558,7 +612,7 @@ def nodes_of(kinds: str) -> list[Any]:
 def test_a_run_in_which_nobody_can_train_ends_before_anything_is_charged():
     made = strategy(DPFedAvg, {})
     grid = grid_of(nodes_of("xxxx"))
-    with pytest.raises(RuntimeError, match="no client can train: the model does not take inputs"):
+    with pytest.raises(RuntimeError, match="no client can train: the model's forward fails on made-up inputs"):
         made.start(grid, model_arrays(nn.Linear(4, CLASSES)), num_rounds=3)
     assert made.epsilon == 0
     assert not made.rounds

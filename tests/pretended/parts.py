@@ -747,9 +747,9 @@ def test_the_log_of_a_node_says_why_no_client_trains(level: str, caplog: Any) ->
     (told,) = [record.getMessage() for record in caplog.records if "first cause" in record.getMessage()]
     first, *trace = told.splitlines()
     assert "Expected all tensors to be on the same device" in first
-    assert trace[0] == "dry run | Traceback (most recent call last):"
+    assert trace[0] == "traceback | Traceback (most recent call last):"
     assert any("in forward" in line for line in trace)
-    assert all(line.startswith("dry run | ") for line in trace)
+    assert all(line.startswith("traceback | ") for line in trace)
 
 
 # Precision
