@@ -144,15 +144,15 @@ def test_a_simulated_node_whose_process_dies_long_after_the_others_have_answered
 
         def send_and_receive(self, messages, *, timeout=None):
             replies = super().send_and_receive(messages, timeout=timeout)
-            if any(reply.metadata.src_node_id == 2 for reply in replies):
-                self.errors, self.delays[2] = {}, 0.0  # the next time it can
+            if any(reply.metadata.src_node_id == 4 for reply in replies):
+                self.errors = {}  # the next time it can
             return replies
 
-    grid = Dies(clock, {1: 0.0, 2: 30.0, 3: 0.0}, errors={2: Error(code=8, reason="ClientApp stopped responding.")})
+    grid = Dies(clock, {1: 0.0, 2: 0.0, 3: 0.0, 4: 20.0}, errors={4: Error(code=8, reason="ClientApp stopped responding.")})
     grid.simulated = True
-    made = strategy(3)
+    made = strategy(4)
     made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
-    assert made.rounds[0].replies == 3
+    assert made.rounds[0].replies == 4
     assert grid.patience == 30.0
 
 

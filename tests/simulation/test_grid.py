@@ -298,7 +298,7 @@ def test_a_worker_that_can_not_end_itself_is_ended(pushed, grid, monkeypatch, ca
         assert [reply.error.code for reply in replies] == [8]
     else:
         assert grid.send_and_receive([to(2)], timeout=0.1) == []
-    for _ in range(20):
+    for _ in range(6):
         if replies := [reply for reply in grid.send_and_receive([to(2)], timeout=3.0) if not reply.has_error()]:
             break
     assert len(replies) == 1
