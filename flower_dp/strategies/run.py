@@ -258,6 +258,10 @@ class Run:
         if evaluation is None or not self.waits(evaluation.release, server_round):
             return None
         now, collected = self.total(evaluation.release, replies)
+        if collected.clients:
+            self.note(unanswered_evaluations=())
+        elif now.cohort_size:
+            self.note(unanswered_evaluations=(*self._own.unanswered_evaluations, now.cohort_size))
         try:
             noised = evaluation.result(now, collected, self.generator("evaluation", server_round))
         except RoundLeftOut as why:
@@ -268,6 +272,9 @@ class Run:
             noised = None
         else:
             self.note(evaluations={**self._own.evaluations, server_round: noised})
+        if ended := diagnostics.why_no_evaluation(self._own, self.rules.num_clients):
+            log.warning("%s; training goes on", ended)
+            self.note(incidents=(*self._own.incidents, ended))
         self.checkpoints.evaluated()
         return noised
 

@@ -86,6 +86,7 @@ class RunState:
         missing: the number of requested updates that did not count.
         last_charged: by the name of a release: the last round that was charged for it, whether it was finished or not.
         evaluations: value and standard error of every metric of private evaluations, by round.
+        unanswered_evaluations: how many clients were asked in each private evaluation since the last that a client answered.
         client_metrics: means of the training metrics that clients were asked for, by round; they are not private.
         refusal: the last reason for which a client's update did not count.
         ended_before: the round that the budget did not cover; neither it nor a later one is run. None while it covers them.
@@ -103,6 +104,7 @@ class RunState:
     missing: Missing = field(default_factory=Missing)
     last_charged: Mapping[str, int] = field(default_factory=dict)
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    unanswered_evaluations: tuple[int, ...] = ()
     client_metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     refusal: str = "no reply"
     ended_before: int | None = None

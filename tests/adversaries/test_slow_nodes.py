@@ -136,6 +136,34 @@ def test_a_simulated_node_that_hangs_ends_the_start_at_its_timeout(num_silent, c
     assert clock.now - begun < 62
 
 
+def test_a_simulated_node_whose_process_dies_long_after_the_others_have_answered_is_asked_again(clock):
+    """It is as where a worker hangs in the first query, and is replaced when half of the time is over."""
+
+    class Dies(Slow):
+        patience = None
+
+        def send_and_receive(self, messages, *, timeout=None):
+            replies = super().send_and_receive(messages, timeout=timeout)
+            if any(reply.metadata.src_node_id == 4 for reply in replies):
+                self.errors = {}  # the next time it can
+            return replies
+
+    grid = Dies(clock, {1: 0.0, 2: 0.0, 3: 0.0, 4: 20.0}, errors={4: Error(code=8, reason="ClientApp stopped responding.")})
+    grid.simulated = True
+    made = strategy(4)
+    made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+    assert made.rounds[0].replies == 4
+    assert grid.patience == 30.0
+
+
+def test_a_simulated_node_that_fails_again_and_again_ends_the_start_soon(clock):
+    grid = Slow(clock, {1: 0.0, 2: 0.0, 3: 0.0}, errors={2: Error(code=8, reason="ClientApp stopped responding.")})
+    grid.simulated, begun = True, clock.now
+    with pytest.raises(ValueError, match=r"the simulation has 2 clients.*ClientApp stopped responding"):
+        strategy(3).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+    assert clock.now - begun < 15
+
+
 # A device that announces a reply and uploads nothing, and Flower's own grid
 
 

@@ -78,7 +78,7 @@ def test_an_app_of_ones_own(home, capsys):
 
 @pytest.mark.flwr_run
 @pytest.mark.usefixtures("ray_here", "home")
-def test_how_a_run_goes_on_is_said_only_if_it_can():
+def test_how_a_run_goes_on_is_said_only_if_it_can(monkeypatch):
     left = [0, 1]
     app = own_app(evaluate=lambda model: {"accuracy": 0.5 / left.pop() if left else 0.5})  # the second call fails
     with pytest.raises(RuntimeError, match="ZeroDivisionError") as failed:
@@ -91,6 +91,16 @@ def test_how_a_run_goes_on_is_said_only_if_it_can():
     assert not hasattr(refused.value, "__notes__")
     run = flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, resume=folder, progress=False)
     assert run.statement.num_rounds == 2
+
+    # Now it has ended: neither Ray nor a round is started, what is there is returned.
+    monkeypatch.setattr(simulation, "warm_workers", lambda **_: pytest.fail("Ray is started"))
+    again = flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, resume=folder, progress=False)
+    assert again.statement.num_rounds == 2
+    assert (again.folder, again.rounds) == (run.folder, run.rounds)
+    for name, array in run.result.arrays.items():
+        assert (again.result.arrays[name].numpy() == array.numpy()).all()
+    with pytest.raises(SettingsError, match="batch-size=2: was 4 in"):
+        flower_dp.simulate(app, run_config=SETTINGS | {"batch-size": 2}, resume=folder, progress=False)
 
 
 @pytest.mark.flwr_run
