@@ -2,7 +2,8 @@
 
 Flower sends the class and the text of an error that leaves a ClientApp to the server. The text of an error may hold a record, and
 even its class may be one that data have chosen. So only `Declined` leaves, whose texts are written in this package, or one fixed
-line. The node's own log has the rest. `SystemExit` and other errors that are no `Exception` are treated like any error.
+line. The node's own log has the rest. `SystemExit` and other errors that are no `Exception` are treated like any error: raised by
+one client's data, they decide nothing for the node's other clients.
 """
 
 import logging
@@ -70,6 +71,7 @@ BATCH_STATISTICS = (
     "a layer of the model mixes and keeps statistics of private records: use GroupNorm instead of BatchNorm, or "
     "flower_dp.clients.fix_batchnorm(model), and InstanceNorm without track_running_stats; the node's own log names the layer"
 )
+HALVES = "parameters of 16 bits would swallow most rounds' small steps: train float32, for example model.float()"
 OPACUS = (
     "the model is wrapped by opacus, whose hooks keep gradients of single records on the parameters: give the plain model, "
     "wrapped.to_standard_module()"
@@ -120,6 +122,33 @@ class WrappedModelError(ValueError):
     """The model is wrapped by opacus; the text is one of this module."""
 
 
+@final
+class HalfPrecisionError(ValueError):
+    """The model would train parameters of float16 or bfloat16; the text, which names one, stays on the device."""
+
+
+@final
+class ExitError(RuntimeError):
+    """A client's data have raised what would end the process, such as `SystemExit`; the text stays on the device."""
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Turn an error that is no `Exception` into one, so that it fails for this client, or this record, alone.
+
+    Whatever runs on one client's data runs inside. It may not hold a `yield`: closing a generator raises such an error there.
+
+    Raises:
+        ExitError: for `SystemExit`, `GeneratorExit` and others, but not for `KeyboardInterrupt`.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ExitError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from None
+
+
 def place_of(error: BaseException) -> str:
     """Return file and line where an error was raised, in parentheses, for the node's own log; empty if nobody knows."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -128,7 +157,11 @@ def place_of(error: BaseException) -> str:
 
 def why_no_client(error: BaseException) -> str:
     """Return what the server learns of an error in `client_fn`."""
-    known: dict[type[BaseException], str] = {BatchStatisticsError: BATCH_STATISTICS, WrappedModelError: OPACUS}
+    known: dict[type[BaseException], str] = {
+        BatchStatisticsError: BATCH_STATISTICS,
+        HalfPrecisionError: HALVES,
+        WrappedModelError: OPACUS,
+    }
     why = f": {known[type(error)]}" if type(error) in known else f"; {SEE_LOG}"
     return error.reason if type(error) is Declined else f"client_fn failed{why}"
 

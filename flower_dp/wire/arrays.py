@@ -95,7 +95,7 @@ class Model:
             if dtype == "float16":
                 raise ValueError(
                     f"array {name!r} has dtype float16, whose rounding would swallow the steps of most rounds: start with "
-                    "float32, for example model_arrays(model), or ArrayRecord(model.float().state_dict())"
+                    "float32, for example ArrayRecord(model.float().state_dict())"
                 )
         for name, array in trained.items():
             if not np.isfinite(array).all():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.local.row import evaluation_pipeline
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.reasons import Declined, contained
 from flower_dp.clients.reply.pipeline import Job, Pipeline
 from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
@@ -140,7 +140,8 @@ class EvaluationRecipe:
 def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor], bounds: MetricBounds) -> np.ndarray:
     """Return a record's contribution [dimension]; zero for one whose metrics can't be computed."""
     try:
-        values = metrics.of(*record)
+        with contained():
+            values = metrics.of(*record)
         return np.asarray(bounds.centred(np.asarray([[float(values[name]) for name in bounds.bounds]]))[0])
     except Exception as error:
         log.warning("a record's metrics can't be computed (%s): it counts as zero", type(error).__name__)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flower_dp.clients.reasons import contained
 from flower_dp.clients.training.devices import is_accelerator, release_memory, total_memory
 from flower_dp.clients.training.engines.feed import Feed, Kind, MixedRecordsError
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one
@@ -156,7 +157,8 @@ class _Trainer:
         device, feeds = self._model.device, dict[int, Feed]()
         for index in group:
             try:
-                feeds[index] = Feed(clients[index], self._training, device, seeds[index])
+                with contained():
+                    feeds[index] = Feed(clients[index], self._training, device, seeds[index])
             except Exception as error:
                 yield index, error
         rows = {}
@@ -164,14 +166,18 @@ class _Trainer:
             rows = rows_of_all({index: (clients[index], feed.first) for index, feed in feeds.items()}, device)
         for index, feed in feeds.items():
             try:
-                yield index, feed.begin(rows.get(index))
+                with contained():
+                    feed.begin(rows.get(index))
             except Exception as error:
                 yield index, error
+            else:
+                yield index, feed
 
     def _num_steps(self, records: Records) -> int:
         """Return how many steps a client takes; 0 if even that fails, and training will then raise the error."""
         try:
-            return self._training.num_steps(len(records))
+            with contained():
+                return self._training.num_steps(len(records))
         except Exception:
             return 0
 
@@ -188,7 +194,8 @@ class _Trainer:
         key = (self._training, kind, self._threads, self._slots(kind))
         if key not in self._model.programs:
             try:
-                self._model.programs[key] = self._proven(kind)
+                with contained():
+                    self._model.programs[key] = self._proven(kind)
             except Exception as error:
                 log.warning("engine batched: clients train one by one: %s: %s", type(error).__name__, error)
                 self._model.programs[key] = None

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
+from flower_dp.clients.reasons import contained
 from flower_dp.clients.training.devices import is_accelerator, reproducible
 from flower_dp.clients.training.engines.feed import Batch, Kind
 from flower_dp.clients.training.engines.one_by_one import Trained
@@ -133,7 +134,8 @@ class Program:
             finished = []
             for slot, feed in list(training.items()):
                 try:
-                    batches[slot] = next(feed)
+                    with contained():
+                        batches[slot] = next(feed)
                 except StopIteration:
                     finished.append(slot)
                 except torch.OutOfMemoryError:  # no client's fault
