@@ -51,7 +51,7 @@ def sweep(
     from flower_dp.sweeps.sweep import Sweep
 
     if dry_run:
-        _show_commands(file, output_dir and _folder(output_dir), private_selection=private_selection)
+        _show_commands(file, _folder(output_dir) if output_dir else None, private_selection=private_selection)
         return
     folder = _folder(output_dir)
     again = f"It goes on with: flower-dp sweep {shlex.quote(str(file))} --output-dir {shlex.quote(str(output_dir))}"

@@ -39,8 +39,12 @@ def payload_of(record: ArrayRecord, header: Header, length: int) -> Payload:
 
 
 def with_vectors(arrays: ArrayRecord, vectors: Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Return a model's record with the vectors of an ask behind its arrays: a `NumPyClient` is given no other record."""
-    named = {f"{KEY}.{name}": FlowerArray(np.ascontiguousarray(vector)) for name, vector in vectors.items()}
+    """Return a model's record with the vectors of an ask behind its arrays: a `NumPyClient` is given no other record.
+
+    A record that has them already is returned as it is: all messages of a round may share one copy.
+    """
+    new = {f"{KEY}.{name}": vector for name, vector in vectors.items() if f"{KEY}.{name}" not in arrays}
+    named = {name: FlowerArray(np.ascontiguousarray(vector)) for name, vector in new.items()}
     return ArrayRecord({**arrays, **named}) if named else arrays
 
 
