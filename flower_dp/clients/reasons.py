@@ -25,6 +25,10 @@ UNFIT = "the model can't be trained, whatever a record holds"
 SEE_LOG = "the node's own log says why"
 # What a dry run finds. None of these depends on a value of a record.
 ROWS = "a row of the data set is no pair of inputs and target: let its __getitem__ return (inputs, target), not a dict"
+TABLE = (
+    "a client's data are a DataFrame: give a pair of inputs and targets, such as (frame[names].to_numpy(dtype='float32'), "
+    "frame[label].to_numpy())"
+)
 TRANSFORM = "the transform does not take inputs of the shape and type of the client's records"
 WHOLE_NUMBERS = (
     "inputs are whole numbers and the model takes floats: convert them, for example in "

@@ -10,6 +10,8 @@ from flower_dp.running.superlink import plain
 
 # Of Flower's own, in each run of its engine.
 _FLOWERS = ("Since flwr ",)
+# What Ray adds to a line that several workers have written.
+_REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 
 
 def without_colours(log: Path) -> None:
@@ -31,7 +33,8 @@ def warnings_of(log: Path) -> list[str]:
     """Return the warnings of a run's last attempt, once each: those that differ in numbers alone are one. None without a log."""
     text = _last_attempt(plain(log.read_text(encoding="utf-8", errors="replace"))) if log.is_file() else ""
     kinds: dict[str, str] = {}
-    for line in re.findall(r"^(?:\([^()]*\) )?WARNING\s*:\s*(.+)$", text, re.MULTILINE):
+    for written in re.findall(r"^(?:\([^()]*\) )?WARNING\s*:\s*(.+)$", text, re.MULTILINE):
+        line = _REPEATED.sub("", written)
         if not line.startswith(_FLOWERS):
             kinds.setdefault(re.sub(r"\d+", "0", line), line)
     return list(kinds.values())

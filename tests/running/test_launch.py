@@ -212,6 +212,7 @@ def test_warnings_of_a_log_once_each(tmp_path):
         "\x1b[93mWARNING \x1b[0m:   node 3: reply refused: too long\n"
         "WARNING :   Since flwr 1.32, default simulated SuperNodes changed from 10 to 2.\n"
         "(Worker pid=7) WARNING :   client 'c01': what it has kept is damaged\n"
+        "(Worker pid=8) WARNING :   client 'c01': what it has kept is damaged [repeated 12x across cluster] (Ray deduplicates)\n"
         "WARNING :   node 14: reply refused: too long\n"
         "WARNING :   the evaluation of round 1 was left out: no client has answered\n"
     )
