@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.reasons import contained
-from flower_dp.clients.training.devices import is_accelerator, release_memory, total_memory
+from flower_dp.clients.training.devices import is_accelerator, is_out_of_memory, release_memory, total_memory
 from flower_dp.clients.training.engines.feed import Feed, Kind, MixedRecordsError
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one
 from flower_dp.clients.training.engines.program import Program, UnevenLossError
@@ -109,7 +109,7 @@ class _Trainer:
         for index, feed in self._feeds(group, clients, seeds):
             if isinstance(feed, Feed):
                 kinds.setdefault(feed.kind, {})[index] = feed
-            elif isinstance(feed, torch.OutOfMemoryError):  # what others have read is in memory as well
+            elif is_out_of_memory(feed):  # what others have read is in memory as well
                 starved.append(index)
             else:
                 yield index, feed
@@ -135,11 +135,10 @@ class _Trainer:
                 left.remove(index)
                 alone = isinstance(trained, MixedRecordsError | UnevenLossError)
                 yield index, self._alone(clients[index], seeds[index]) if alone else trained
-        except torch.OutOfMemoryError as error:
-            failed = error.with_traceback(None)  # which holds the memory of all that has failed
         except Exception as error:
-            failed = error
-        if isinstance(failed, torch.OutOfMemoryError):  # no client's fault
+            # The traceback holds the memory of all that has failed.
+            failed = error.with_traceback(None) if is_out_of_memory(error) else error
+        if failed is not None and is_out_of_memory(failed):  # no client's fault
             self._use_less_memory(kind)
             program = None
             feeds.clear()
@@ -199,7 +198,7 @@ class _Trainer:
             except Exception as error:
                 log.warning("engine batched: clients train one by one: %s: %s", type(error).__name__, error)
                 self._model.programs[key] = None
-                starved = isinstance(error, torch.OutOfMemoryError)
+                starved = is_out_of_memory(error)
             else:
                 starved = False
             if starved:
