@@ -23,13 +23,8 @@ def unread(method: str | None, sampling: str | None) -> Callable[[str], bool]:
     if method is not None and method in METHODS:
         others = tuple(f"{other}." for other in METHODS if other != method)
         dropped = {key_of(one) for one in TRAINING if one not in METHODS[method].reads}
-    dropped |= of_other_samplings(sampling).keys() if sampling else set()
+    dropped |= {key_of(name) for name, readers in SAMPLED.items() if sampling and sampling not in readers}
     return lambda key: key in dropped or key.startswith(others)
-
-
-def of_other_samplings(sampling: str) -> dict[str, Any]:
-    """Return the settings that a sampling does not read, with the values that turn them off."""
-    return {key_of(name): 0 if name == "cohort_size" else 0.0 for name, readers in SAMPLED.items() if sampling not in readers}
 
 
 def with_method(preset: Mapping[str, Any], name: str) -> dict[str, Any]:

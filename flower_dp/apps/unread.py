@@ -10,6 +10,21 @@ from flower_dp.apps.tasks.partitions import WITH_CLASSES
 from flower_dp.methods import METHODS, TRAINING
 
 
+def made_unread(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
+    """Return the settings of one run-config that another one no longer reads, without those in the tables of other methods.
+
+    An app's file may have the tables of several methods.
+
+    Example:
+        >>> from apps.unread import made_unread
+        >>> before = {"method": "dp-fedavg", "blur-strength": 3.0, "blur-bound": 0.5}
+        >>> made_unread(before, before | {"blur-strength": 0.0})
+        {'blur-bound'}
+    """
+    found = unread(after) - unread(before)
+    return {key for key in found if (table := key.partition(".")[0]) not in METHODS or table == after["method"]}
+
+
 def unread(run_config: Mapping[str, Any]) -> set[str]:
     """Return the keys of a run-config that its method, task, sampling and partition do not read.
 
@@ -33,4 +48,6 @@ def unread(run_config: Mapping[str, Any]) -> set[str]:
     if not run_config.get(f"{method}.clip-quantile"):
         adaptive = ("clip-learning-rate", "clip-count-noise-std", "smallest-clip-norm", "largest-clip-norm")
         found |= {f"{method}.{name}" for name in adaptive}
+    if run_config.get("fed-smp.mask") != "top-k":
+        found.add("fed-smp.random-ratio")
     return found & run_config.keys()

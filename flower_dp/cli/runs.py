@@ -53,7 +53,8 @@ def run(
         typer.Argument(metavar="[PRESET | TASK | APP_DIR]"),
     ] = None,
     setting: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, or unset it by KEY=; may be repeated."),
     ] = None,
     output_dir: Annotated[
         str | None,

@@ -2,7 +2,8 @@
 
 Flower sends the class and the text of an error that leaves a ClientApp to the server. The text of an error may hold a record, and
 even its class may be one that data have chosen. So only `Declined` leaves, whose texts are written in this package, or one fixed
-line. The node's own log has the rest. `SystemExit` and other errors that are no `Exception` are treated like any error.
+line. The node's own log has the rest. `SystemExit` and other errors that are no `Exception` are treated like any error: raised by
+one client's data, they decide nothing for the node's other clients.
 """
 
 import logging
@@ -23,6 +24,10 @@ SEE_LOG = "the node's own log says why"
 # What a dry run finds. None of these depends on a value of a record.
 ROWS = "a row of the data set is no pair of inputs and target: let its __getitem__ return (inputs, target), not a dict"
 TRANSFORM = f"the transform fails on made-up inputs of the shape and type of the client's records; {SEE_LOG}"
+TABLE = (
+    "a client's data are a DataFrame: give a pair of inputs and targets, such as (frame[names].to_numpy(dtype='float32'), "
+    "frame[label].to_numpy())"
+)
 WHOLE_NUMBERS = (
     "inputs are whole numbers and the model takes floats: convert them, for example in "
     "TensorRecords(..., transform=lambda batch: batch.float() / 255)"
@@ -73,6 +78,7 @@ BATCH_STATISTICS = (
     "a layer of the model mixes and keeps statistics of private records: use GroupNorm instead of BatchNorm, or "
     "flower_dp.clients.fix_batchnorm(model), and InstanceNorm without track_running_stats; the node's own log names the layer"
 )
+HALVES = "parameters of 16 bits would swallow most rounds' small steps: train float32, for example model.float()"
 OPACUS = (
     "the model is wrapped by opacus, whose hooks keep gradients of single records on the parameters: give the plain model, "
     "wrapped.to_standard_module()"
@@ -123,9 +129,40 @@ class WrappedModelError(ValueError):
     """The model is wrapped by opacus; the text is one of this module."""
 
 
+@final
+class HalfPrecisionError(ValueError):
+    """The model would train parameters of float16 or bfloat16; the text, which names one, stays on the device."""
+
+
+@final
+class ExitError(RuntimeError):
+    """A client's data have raised what would end the process, such as `SystemExit`; the text stays on the device."""
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Turn an error that is no `Exception` into one, so that it fails for this client, or this record, alone.
+
+    Whatever runs on one client's data runs inside. It may not hold a `yield`: closing a generator raises such an error there.
+
+    Raises:
+        ExitError: for `SystemExit`, `GeneratorExit` and others, but not for `KeyboardInterrupt`.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ExitError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from None
+
+
 def why_no_client(error: BaseException) -> str:
     """Return what the server learns of an error in `client_fn`."""
-    known: dict[type[BaseException], str] = {BatchStatisticsError: BATCH_STATISTICS, WrappedModelError: OPACUS}
+    known: dict[type[BaseException], str] = {
+        BatchStatisticsError: BATCH_STATISTICS,
+        HalfPrecisionError: HALVES,
+        WrappedModelError: OPACUS,
+    }
     why = f": {known[type(error)]}" if type(error) in known else f"; {SEE_LOG}"
     return error.reason if type(error) is Declined else f"client_fn failed{why}"
 

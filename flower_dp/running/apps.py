@@ -92,8 +92,9 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
     Args:
         target: None for flower-dp's own app, a folder of a Flower app, or else the name of one of flower-dp's presets or tasks.
             If the settings choose another method than the preset's, what the other method needed is left out of the preset.
-        settings: `key=value` texts, which take precedence over the preset. Relative paths (keys that end in `-dir`) are relative
-            to the working directory, those in a preset to the app's folder.
+        settings: `key=value` texts, which take precedence over the preset and the app's file. `key=` gives a setting of
+            flower-dp's own apps its default. Relative paths (keys that end in `-dir`) are relative to the working directory,
+            those in a preset to the app's folder.
 
     Raises:
         ValueError: there is no such app or preset, or keys or values that the app cannot take, a line each.
@@ -121,26 +122,43 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
     for key, value in preset.items():
         with findings.noted():
             overrides[key] = values.from_toml(key, value, _default(app, known, key, method), app.folder)
+    before = {**known, **overrides}
+    unset = [key for key, text in given.items() if not text and key in _defaults(app)]
+    for key in unset:
+        del given[key]
+        _unset(app, key, overrides)
     for key, text in given.items():
         with findings.noted():
             overrides[key] = values.from_text(key, text, _default(app, known, key, method))
-    _make_way(app, {**known, **overrides}, overrides, given)
+    _make_way(app, before, overrides, given)
     findings.refuse()
     return Target(app=app, name=name, overrides=overrides, given=tuple(given))
 
 
-def _make_way(app: App, config: Mapping[str, Value], overrides: dict[str, Value], given: Mapping[str, str]) -> None:
-    """Take out of the overrides, or turn off, what a preset or the app's file sets and a given key stands in place of."""
+def _make_way(app: App, before: Mapping[str, Value], overrides: dict[str, Value], given: Mapping[str, str]) -> None:
+    """Unset what a preset or the app's file sets and nothing reads any more beside the given keys, or what one determines."""
     for key in given:
         table, _, setting = key.rpartition(".")
         if setting == "epsilon" and overrides.get(key):  # it determines the noise
             for one in (f"{table}.{other}" for other in _OF_NOISE):
                 if one not in given:
-                    overrides.pop(one, None)
-    if "sampling" in given and overrides.get("sampling") and (app.own or app.built):
-        for key, off in own_module("combination").of_other_samplings(overrides["sampling"]).items():
-            if key not in given and config[key] != own_app().defaults[key]:
-                overrides[key] = off
+                    _unset(app, one, overrides)
+    if given and _defaults(app):
+        for key in own_module("unread").made_unread(before, {**before, **overrides}) - given.keys():
+            _unset(app, key, overrides)
+
+
+def _unset(app: App, key: str, overrides: dict[str, Value]) -> None:
+    """Give a setting the value that it has where neither a preset nor the app's file sets it."""
+    overrides.pop(key, None)
+    default = _defaults(app).get(key)
+    if default is not None and app.settings()[key] != default:
+        overrides[key] = default
+
+
+def _defaults(app: App) -> Mapping[str, Value]:
+    """Return the defaults of an app's settings; none of an app whose settings are not flower-dp's."""
+    return own_app().defaults if app.own or app.built else {}
 
 
 def with_values(target: Target, more: Mapping[str, Any]) -> dict[str, Value]:

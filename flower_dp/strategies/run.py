@@ -139,6 +139,7 @@ class Run:
             report_client_metrics=report_client_metrics or self._own.asked_metrics or bool(self._own.client_metrics),
             own_evaluation=own_evaluation or self._own.own_evaluation,
             changing_names=self._own.changing_names,
+            num_known=self._own.num_known,
         )
 
     # A round of a release
@@ -184,6 +185,7 @@ class Run:
         with self.checkpoints.unfinished(charge, server_round):
             self.durable.charge(charge, server_round)
         release.take(charge)
+        self.note(num_known=max(self._own.num_known, len(known_clients.names)))
         self.charged(release, server_round)
         now = Round(
             server_round=server_round,

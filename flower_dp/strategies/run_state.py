@@ -62,6 +62,7 @@ class RunFacts:
         report_client_metrics: whether clients were asked for metrics, which are not private.
         own_evaluation: whether a subclass asks clients to evaluate, whose metrics are not private.
         changing_names: whether charges are counted by names of clients that change when their nodes start anew.
+        num_known: the largest number of clients among which a cohort was drawn; 0 before the first.
     """
 
     seeded_noise: bool
@@ -70,6 +71,7 @@ class RunFacts:
     report_client_metrics: bool
     own_evaluation: bool = False
     changing_names: bool = False
+    num_known: int = 0
 
 
 @stored
@@ -97,6 +99,7 @@ class RunState:
         asked_metrics: whether clients were asked for training metrics, which are not private.
         own_evaluation: whether a round was run by a subclass that asks clients to evaluate, whose metrics are not private.
         changing_names: whether a round was charged by names of clients that change when their nodes start anew.
+        num_known: the largest number of clients among which a cohort was drawn.
     """
 
     rounds: tuple[RoundReport, ...] = ()
@@ -115,6 +118,7 @@ class RunState:
     asked_metrics: bool = False
     own_evaluation: bool = False
     changing_names: bool = False
+    num_known: int = 0
 
     @property
     def unanswered(self) -> tuple[RoundReport, ...]:

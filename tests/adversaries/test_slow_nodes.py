@@ -8,12 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from flwr.app import Context, Error, RecordDict
-from flwr.proto.message_pb2 import Message as Packed
-from flwr.proto.message_pb2 import Metadata, ObjectTree, PullObjectResponse
-from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.inflatable import inflatable_utils  # noqa: TID251
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects  # noqa: TID251
-from flwr.superlink.grid import http_grid
 from torch import nn
 
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
@@ -22,6 +17,7 @@ from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.population.client_manager import ClientManager
 from flower_dp.strategies.population.pulled import received
 from tests.grids import LocalGrid
+from tests.http_grids import LocalHttpGrid
 from tests.stock import shifted, stock_app
 
 RECORDS = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
@@ -167,8 +163,8 @@ def test_a_simulated_node_that_fails_again_and_again_ends_the_start_soon(clock):
 # A device that announces a reply and uploads nothing, and Flower's own grid
 
 
-class SuperLink(http_grid.HttpGrid):
-    """Flower's own grid, with a SuperLink in this process, each of whose answers takes `seconds`.
+class SuperLink(LocalHttpGrid):
+    """Flower's own grid, each of whose SuperLink's answers takes `seconds`.
 
     Args:
         num_nodes: how many.
@@ -177,28 +173,16 @@ class SuperLink(http_grid.HttpGrid):
     """
 
     def __init__(self, num_nodes, withheld=None, seconds=0.0):
-        super().__init__(token="made up")  # noqa: S106
-        self.local, self.withheld, self.seconds = LocalGrid(hosting_app(), num_nodes), withheld or {}, seconds
-        self.packed, self.objects, self.over = {}, {}, False
-        self._run = SimpleNamespace(run_id=1)
+        super().__init__(LocalGrid(hosting_app(), num_nodes))
+        self.withheld, self.seconds, self.over = withheld or {}, seconds, False
         self._connect()
 
     def _connect(self):
         self._client = Connection(self)
 
-    def get_node_ids(self):
-        return self.local.get_node_ids()
-
-    def push_messages(self, messages):
-        ids = []
-        for message in messages:
-            (reply,) = self.local.send_and_receive([message])
-            objects = {name: part.deflate() for name, part in get_all_nested_objects(reply).items()}
-            if message.metadata.message_type not in self.withheld.get(message.metadata.dst_node_id, ()):
-                self.objects |= objects
-            ids.append(message.metadata.message_id)
-            self.packed[ids[-1]] = reply.object_id, list(objects)
-        return ids
+    def reply(self, message, reply, objects):
+        withheld = message.metadata.message_type in self.withheld.get(message.metadata.dst_node_id, ())
+        return reply.object_id, objects, {} if withheld else objects
 
 
 class Connection:
@@ -212,17 +196,12 @@ class Connection:
 
     def PullMessages(self, request):
         time.sleep(self.link.seconds)
-        there = [self.link.packed.pop(number) for number in request.message_ids if number in self.link.packed]
-        trees = [ObjectTree(object_id=number, children=[ObjectTree(object_id=one) for one in rest]) for number, rest in there]
-        return PullAppMessagesResponse(
-            messages_list=[Packed(metadata=Metadata(message_id=number)) for number, _ in there], message_object_trees=trees
-        )
+        return self.link.PullMessages(request)
 
     def PullObject(self, request):
         if self.closed or self.link.over:
             raise RuntimeError("Cannot send a request, as the client has been closed.")
-        content = self.link.objects.get(request.object_id)
-        return PullObjectResponse(object_found=True, object_available=content is not None, object_content=content or b"")
+        return self.link.PullObject(request)
 
     def ConfirmMessageReceived(self, request):
         pass

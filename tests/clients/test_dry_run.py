@@ -26,6 +26,7 @@ from flower_dp.clients import (
     TensorRecords,
     Training,
     app,
+    as_records,
     client_app,
     model_arrays,
     reasons,
@@ -508,6 +509,39 @@ def test_where_single_records_are_protected_no_record_is_looked_at(recipe, row, 
     said = [record for record in caplog.records if reasons.ROWS in record.getMessage()]
     assert bool(said) is not isinstance(row, tuple)
     assert NAME not in caplog.text
+
+
+class Frame:
+    """What as_records sees of a pandas or polars DataFrame; its length is that of a data set."""
+
+    columns, to_numpy = ["age"], None
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, name):
+        raise KeyError(name)
+
+
+class Read(dict):
+    """Clients whose data are read when they are needed, as in an app."""
+
+    def __getitem__(self, name):
+        return as_records(super().__getitem__(name))
+
+
+def test_a_data_frame_is_refused_in_words_that_the_server_learns():
+    clients = Read(a=Frame(), b=Frame())
+    client = DPClient(model=nn.Linear(4, CLASSES), clients=clients, training=Training(learning_rate=0.1), device="cpu")
+    assert json.loads(client.get_properties({})[wire.KEY])["unable"] == reasons.TABLE
+
+
+def test_a_warning_that_many_clients_have_in_common_is_logged_once(caplog):
+    rows = {name: DatasetRecords(dataset=Rows(("inputs", "target", name))) for name in "abc"}
+    client = DPClient(model=nn.Linear(4, CLASSES), clients=rows, training=Training(learning_rate=0.1), device="cpu")
+    dry_run._warn_once.cache_clear()
+    assert client.why_unable() == reasons.ROWS
+    assert caplog.text.count("a row of the data set is a tuple") == 1
 
 
 @pytest.mark.parametrize("what", BROKEN)

@@ -123,7 +123,7 @@ def log_private_kind(clients: Mapping[str, Records]) -> None:
         if isinstance(records, DatasetRecords) and records.example is None and not _is_pair(records.dataset[0]):
             log.error("client %s can't train: %s (only this log says so, since a record does)", name, reasons.ROWS)
     except Exception as error:
-        log.warning("dry run: the first record can't be read: %s: %s", type(error).__name__, error)
+        _warn_once(f"dry run: the first record can't be read: {type(error).__name__}: {error}")
 
 
 def _why_no_record(model: FlatModel, records: Records, loss: Loss, error: BaseException) -> str | None:
@@ -306,11 +306,11 @@ def _example(records: Records, device: torch.device, *, public: bool) -> _Batch 
         if not len(records):
             return None
         if isinstance(records, DatasetRecords) and not _is_pair(row := records.dataset[0]):
-            log.warning("dry run: a row of the data set is a %s", type(row).__name__)
+            _warn_once(f"dry run: a row of the data set is a {type(row).__name__}")
             return reasons.ROWS
         inputs, targets = records.batch(torch.tensor([0]), device)
     except Exception as error:  # of one record, which decides nothing
-        log.warning("dry run: the first record can't be read: %s: %s", type(error).__name__, error)
+        _warn_once(f"dry run: the first record can't be read: {type(error).__name__}: {error}")
         return None
     return inputs, targets
 
@@ -327,6 +327,12 @@ def _log_cause(what: str, error: BaseException) -> None:
 @lru_cache(maxsize=64)
 def _log_once(line: str, trace: str) -> None:
     log.error("%s%s", line, trace)
+
+
+@lru_cache(maxsize=64)
+def _warn_once(line: str) -> None:
+    """Log a warning that many clients of this process may have in common."""
+    log.warning("%s", line)
 
 
 def _is_pair(row: Any) -> bool:
