@@ -16,7 +16,7 @@ def made_unread(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]
     An app's file may have the tables of several methods.
 
     Example:
-        >>> from apps.unread import made_unread
+        >>> from flower_dp.apps.unread import made_unread
         >>> before = {"method": "dp-fedavg", "blur-strength": 3.0, "blur-bound": 0.5}
         >>> made_unread(before, before | {"blur-strength": 0.0})
         {'blur-bound'}
