@@ -375,7 +375,8 @@ def test_a_run_without_workers_ends(workers, grid, caplog):
         assert [reply.error.code for reply in replies] == [8, 8]
         with pytest.raises(RuntimeError, match=r"no worker is left: .*all have died, and none could be started again"):
             grid.send_and_receive([to(2)])
-    assert "a worker could not be started" in caplog.text
+    # Each of the two is started three times: a process that is killed while it starts says nothing of the next.
+    assert caplog.text.count("a worker could not be started") == 6
 
 
 def test_ray_listens_to_this_machine_alone(workers):
