@@ -11,6 +11,7 @@ import pytest
 
 from tests.golden.runs import PLAYS, RECORDED, file_of, play
 
+pytestmark = pytest.mark.exact
 # Models are trained in float32, by other libraries on other machines.
 TRAINED, COMPUTED = 1e-4, 1e-6
 
