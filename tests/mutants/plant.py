@@ -62,6 +62,7 @@ class Sources:
             if not file.is_symlink()
         }
         self.text = functools.cache(lambda file: file.read_text(encoding="utf-8"))
+        self._names = functools.cache(lambda module: set(re.findall(r"\b(?:def|class) (\w+)", self.text(self.files[module]))))
         self._definitions = functools.cache(self._defined)
 
     def find(self, function: str, module: str) -> list[Definition]:
@@ -72,11 +73,9 @@ class Sources:
         if not function:
             file = self.files.get(module)
             return [] if file is None else [Definition(module=module, file=file, start=0, end=len(self.text(file)), column=0)]
-        word = re.compile(rf"\b(def|class) {re.escape(function.rpartition('.')[2])}\b")
+        word = function.rpartition(".")[2]
         names = [module] if module in self.files else () if module else self.files
-        return [
-            one for name in names if word.search(self.text(self.files[name])) for one in self._definitions(name).get(function, ())
-        ]
+        return [one for name in names if word in self._names(name) for one in self._definitions(name).get(function, ())]
 
     def definitions(self, module: str) -> dict[str, list[Definition]]:
         """Return what a module defines, by qualified name: `Class.method`, and `function.inner`."""
