@@ -25,8 +25,8 @@ import torch
 from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
 from safetensors.numpy import load_file
 
-from apps.client_app import app as client_app
-from apps.server_app import app as server_app
+from flower_dp.apps.client_app import app as client_app
+from flower_dp.apps.server_app import app as server_app
 from flower_dp import record_run
 from flower_dp.clients import model_arrays
 from flower_dp.core import dp, noise
@@ -227,7 +227,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _preset(name: str) -> dict[str, Any]:
-    return _flat(tomllib.loads((ROOT / "apps" / "presets" / f"{name}.toml").read_text(encoding="utf-8")))
+    return _flat(tomllib.loads((ROOT / "flower_dp" / "apps" / "presets" / f"{name}.toml").read_text(encoding="utf-8")))
 
 
 # Fewer rounds and clients than any preset has; from 100 clients on there is a default delta.
@@ -416,7 +416,7 @@ def _plays() -> Iterator[tuple[str, Play]]:
             yield f"contract: {method.label}, poisson", partial(play_method, method, Words(sampling_rate=0.5))
     yield "contract: a fixed seed", partial(play_method, _FIRST, Words(noise_seed=SEED))
     yield "contract: the second run of a strategy", partial(play_method, _FIRST, Words(), times=2)
-    for path in sorted((ROOT / "apps" / "presets").glob("*.toml")):
+    for path in sorted((ROOT / "flower_dp" / "apps" / "presets").glob("*.toml")):
         yield f"preset: {path.stem}", partial(play_app, scaled_down(_preset(path.stem)))
     for name, settings in FURTHER.items():
         yield f"app: {name}", partial(play_app, settings)
