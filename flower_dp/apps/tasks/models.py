@@ -42,8 +42,8 @@ def make(name: str, *, bias: bool = True, seed: int, num_features: int = _PIXELS
     kind = _kind(name)
     if seed < 0:
         raise ValueError(f"seed={seed}: must be >= 0")
-    # Layers draw from the CPU's default generator. torch.manual_seed would also reseed every GPU, which fork_rng
-    # with no devices does not undo.
+    # Layers draw from the CPU's default generator. torch's own function for a seed would also reseed every GPU,
+    # which fork_rng with no devices does not undo.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         return kind.build(num_features, num_classes, bias)
