@@ -1,6 +1,5 @@
 """A lying server, and an app that goes wrong, against a device with limits and a budget of its own."""
 
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -36,7 +35,7 @@ from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.release import Release
 from flower_dp.wire import Ask, Instruction, OwnAsk, Promise
-from tests.asks import GONE, ask, config_of, evaluated, forged, masked, own_ask
+from tests.asks import GONE, ask, config_of, evaluated, forged, masked, own_ask, replace
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records
 
@@ -738,7 +737,7 @@ def test_an_evaluation_has_nothing_beside_the_model() -> None:
     with pytest.raises(Declined, match="the server's model has 2 arrays, this client's 1"):
         device(None).evaluate(more, config_of(evaluation()))
     with pytest.raises(Declined, match=r"metrics: do not go with vectors=\['control'\]"):
-        device(None).evaluate(more, config_of(forged(evaluation(), vectors=["control"])))
+        device(None).evaluate(more, config_of(forged(evaluation(), vectors={"control": None})))
 
 
 def test_training_refuses_vectors_that_its_method_does_not_work_with() -> None:
@@ -751,7 +750,7 @@ def test_training_refuses_vectors_that_its_method_does_not_work_with() -> None:
             local(),
         ),
     ):
-        reported = forged(asked, vectors=["control"])
+        reported = forged(asked, vectors={"control": None})
         with pytest.raises(Declined, match=r"vectors=\['control'\] came with the model: this method works with \[\]"):
             made.answer(model() | {"flower-dp.control": vector}, config_of(reported))
         with pytest.raises(Declined, match="must be finite float32"):
