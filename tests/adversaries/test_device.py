@@ -26,7 +26,7 @@ from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
 from flower_dp.clients.local.agreement import why_not
 from flower_dp.clients.reasons import Declined
 from flower_dp.clients.reply import parts
-from flower_dp.core.clipping import NOT_FINITE
+from flower_dp.core.clipping import NOT_FINITE, NotFiniteError
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy.client_terms import Terms
@@ -665,11 +665,12 @@ def test_an_app_with_terms_of_a_record_does_not_evaluate() -> None:
 
 
 def test_an_error_in_a_clip_tells_the_server_nothing(monkeypatch: Any, caplog: Any) -> None:
-    """But for the one that a model with NaN weights makes, whose text is this package's own."""
+    """But for the one that a model with NaN weights makes: it is known by its type, whatever its text is."""
     made = device(None)
     for raised, reported in (
         (jane(), "training failed; the node's own log says why"),
-        (ValueError(NOT_FINITE), f"training failed: {NOT_FINITE}"),
+        (ValueError(NOT_FINITE), "training failed; the node's own log says why"),
+        (NotFiniteError("Jane"), f"training failed: {NOT_FINITE}"),
     ):
 
         def clip(*arguments: Any, error: Exception = raised) -> Any:
