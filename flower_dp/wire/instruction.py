@@ -76,9 +76,9 @@ class Instruction(structs.Part, frozen=True, kw_only=True):
 
     def to_json(self) -> str:
         """Return the instruction as one string; of the clients' own terms it has those of its own clients alone."""
-        own = self.ask.own
-        if own:
-            own = {name: own[name] for name in self.clients}
+        if not self.ask.own:
+            return structs.write(self)
+        own = {name: self.ask.own[name] for name in self.clients}
         return structs.write(replace(self, ask=replace(self.ask, own=own)))
 
     @classmethod
