@@ -121,10 +121,11 @@ def positions_of(refused: Mapping[str, str], asked: Sequence[str]) -> dict[str, 
 
     A reason is cut to `MOST_REASON` printable characters, and all after the first `MOST_REASONS` become one.
     """
+    lines = {reason: checks.one_line(reason, most=MOST_REASON) for reason in set(refused.values())}
     reasons: dict[str, list[int]] = {}
     for position, name in enumerate(asked):
         if name in refused:
-            reason = checks.one_line(refused[name], most=MOST_REASON)
+            reason = lines[refused[name]]
             if reason not in reasons and len(reasons) >= MOST_REASONS:
                 reason = "another reason"
             reasons.setdefault(reason, []).append(position)
