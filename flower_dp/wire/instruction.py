@@ -60,8 +60,7 @@ class Instruction(structs.Part, frozen=True, kw_only=True):
         if (self.method == EVALUATION) != (self.ask.metrics is not None):
             raise ValueError(f"metrics: must be asked for by method={EVALUATION!r} and by no other, and method={self.method!r}")
         checks.flag("report_metrics", self.report_metrics)
-        for position in self.frozen:
-            checks.integer("frozen", position, at_least=0)
+        checks.integer("frozen", min(self.frozen, default=0), at_least=0)
 
     @property
     def bounds(self) -> MetricBounds:

@@ -6,6 +6,7 @@ import resource
 import struct
 import time
 import tracemalloc
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -710,6 +711,26 @@ def test_a_bomb_costs_a_device_nothing(kind: str, place: str) -> None:
         Instruction.from_json(bomb, [np.zeros(5, np.float32)] * 2)
     assert time.process_time() - start < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB
+
+
+@pytest.mark.parametrize(
+    "digits", ["1" * 10**7, "0." + "5" * 10**7, "5e-" + "9" * 10**7, "5e" + "9" * 10**7, "0." + "0" * 10**7 + "1"]
+)
+def test_ten_million_digits_cost_a_device_nothing(digits: str) -> None:
+    text, start = INSTRUCTION.to_json(), time.process_time()
+    for old in ('"server_round":3', '"clip_norm":0.3'):
+        assert old in text
+        with suppress(ValueError):
+            Instruction.from_json(text.replace(old, old.partition(":")[0] + ":" + digits))
+    assert time.process_time() - start < 1
+
+
+def test_five_million_positions_are_read_or_refused_at_once() -> None:
+    text, start = INSTRUCTION.to_json()[:-1] + ',"frozen":[' + "1," * (5 * 10**6), time.process_time()
+    assert len(Instruction.from_json(text + "1]}").frozen) == 5 * 10**6 + 1
+    with pytest.raises(ValueError, match="frozen=-1"):
+        Instruction.from_json(text + "-1]}")
+    assert time.process_time() - start < 10
 
 
 def test_a_million_names_are_read_or_refused_at_once() -> None:
