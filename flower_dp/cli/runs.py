@@ -1,5 +1,6 @@
 """Running an app: flower-dp run | presets."""
 
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -19,20 +20,24 @@ if TYPE_CHECKING:
     from flower_dp.running.launched import Launched
     from flower_dp.running.progress import Display
 
+# In lines that are in the log alone: the traceback of an error on a client.
+_TRACEBACK = "traceback | "
+# After the first cause of a failing dry run the server's traceback, which follows from it, is in the log alone as well.
+_FIRST_CAUSE = "dry run, first cause: "
+_SERVERS_TRACEBACK = "Traceback (most recent call last)"
+_LOGGED = re.compile(r"(\([^()]*\) )?[A-Z]+\s*:\s")
 
 # Lines of the log that are always shown: of a node whose clients can't train, and why; of noise that is longer than any mean; of
 # GPUs that the run leaves alone.
 _SHOWN = (
     "can't train: ",
-    "dry run, first cause: ",
+    _FIRST_CAUSE,
     "dry run: a row of the data set is ",
     "dry run: the first record can't be read: ",
     "one round teaches little",
     "the model has learnt nothing",
     "not used by this run: ",
 )
-# In lines that are in the log alone: the traceback of a dry run.
-_TRACEBACK = "dry run | "
 
 
 class Engine(StrEnum):
@@ -48,7 +53,8 @@ def run(
         typer.Argument(metavar="[PRESET | TASK | APP_DIR]"),
     ] = None,
     setting: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, or unset it by KEY=; may be repeated."),
     ] = None,
     output_dir: Annotated[
         str | None,
@@ -175,7 +181,8 @@ def _on_cluster(ray_address: str, workers: int | None, gpus: float, engine: str)
         raise ValueError(f"--workers={workers}: with --engine flower there are as many as fit on the cluster; leave it out")
     fit = cluster.room(ray_address, gpus)
     if fit < (workers or 1):
-        raise ValueError(f"--workers={workers or 1}: {fit} fit on the cluster, with one CPU core and {gpus:g} GPUs each")
+        named = f"--gpus-per-worker={gpus:g}" if gpus and not fit else f"--workers={workers or 1}"
+        raise ValueError(f"{named}: {fit} workers fit on the cluster, with one CPU core and {gpus:g} GPUs each")
     return workers or fit
 
 
@@ -307,6 +314,7 @@ class _Screen:
     def __init__(self, display: "Display", *, quiet: bool) -> None:
         self._display = display
         self._quiet = quiet
+        self._told_cause = self._in_traceback = False
 
     def show(self, metrics: Mapping[str, Any]) -> None:
         self._quiet = True
@@ -314,7 +322,13 @@ class _Screen:
             self._display.show(metrics)
 
     def tell(self, line: str) -> None:
-        if _TRACEBACK not in line and (not self._quiet or any(text in line for text in _SHOWN)):
+        self._told_cause |= _FIRST_CAUSE in line
+        if line.startswith(_SERVERS_TRACEBACK):
+            self._in_traceback = self._told_cause
+        elif _LOGGED.match(line):
+            self._in_traceback = False
+        left_out = self._in_traceback or _TRACEBACK in line
+        if not left_out and (not self._quiet or any(text in line for text in _SHOWN)):
             echo(line)
 
 

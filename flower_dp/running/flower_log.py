@@ -1,15 +1,17 @@
-"""The log of a run: without colours, its warnings, and why the run failed."""
+"""The log of a run: without colours, and of its last attempt the warnings, and why it failed."""
 
 import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from flower_dp.running.run_folder import write_whole
+from flower_dp.running.run_folder import RESUMED_LINE, write_whole
 from flower_dp.running.superlink import plain
 
 # Of Flower's own, in each run of its engine.
 _FLOWERS = ("Since flwr ",)
+# What Ray adds to a line that several workers have written.
+_REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 
 
 def without_colours(log: Path) -> None:
@@ -28,10 +30,11 @@ def log_without_colours() -> None:
 
 
 def warnings_of(log: Path) -> list[str]:
-    """Return the warnings in a log, once each: those that differ in numbers alone are one. Without a log there are none."""
-    text = plain(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else ""
+    """Return the warnings of a run's last attempt, once each: those that differ in numbers alone are one. None without a log."""
+    text = _last_attempt(plain(log.read_text(encoding="utf-8", errors="replace"))) if log.is_file() else ""
     kinds: dict[str, str] = {}
-    for line in re.findall(r"^(?:\([^()]*\) )?WARNING\s*:\s*(.+)$", text, re.MULTILINE):
+    for written in re.findall(r"^(?:\([^()]*\) )?WARNING\s*:\s*(.+)$", text, re.MULTILINE):
+        line = _REPEATED.sub("", written)
         if not line.startswith(_FLOWERS):
             kinds.setdefault(re.sub(r"\d+", "0", line), line)
     return list(kinds.values())
@@ -43,8 +46,8 @@ def num_warnings(warnings: Sequence[str]) -> str:
 
 
 def why_of(details: str, log_text: str) -> str:
-    """Return why a run failed: Flower's details, and the exception or the last lines of the log."""
-    lines = [line.rstrip() for line in log_text.splitlines() if line.strip()]
+    """Return why a run's last attempt failed: Flower's details, and the exception or the last lines of the log."""
+    lines = [line.rstrip() for line in _last_attempt(log_text).splitlines() if line.strip()]
     details = "" if details == "N/A" else details.strip()
     if (error := _last_error(lines)) is not None:
         last = [error] if error else []
@@ -60,9 +63,13 @@ def why_of(details: str, log_text: str) -> str:
 
 def is_refusal(log_text: str) -> bool:
     """Return whether a run has failed since its settings, or its checkpoint, were refused: it would be refused again."""
-    lines = [line.rstrip() for line in log_text.splitlines() if line.strip()]
+    lines = [line.rstrip() for line in _last_attempt(log_text).splitlines() if line.strip()]
     kind = (_last_error(lines) or "").partition(":")[0].rpartition(".")[2]
     return kind in ("SettingsError", "CheckpointError")
+
+
+def _last_attempt(log_text: str) -> str:
+    return log_text.rpartition(f"\n{RESUMED_LINE}\n")[2]
 
 
 def _last_error(lines: Sequence[str]) -> str | None:

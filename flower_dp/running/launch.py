@@ -21,7 +21,7 @@ from typing import Any, Literal
 import tomli_w
 
 from flower_dp.core import checks
-from flower_dp.core.environment import STATED
+from flower_dp.core.environment import RESUMED, STATED
 from flower_dp.running.apps import read_app
 from flower_dp.running.flower_log import is_refusal, why_of, without_colours
 from flower_dp.running.processes import Programs
@@ -216,7 +216,7 @@ class _Run:
                 f"num-supernodes={self.num_supernodes} {cores}"
                 f"client-resources-num-cpus=1 client-resources-num-gpus={self.gpus_per_worker}"
             )
-            with new_log(self.output_dir, go_on=bool(self.resume)) as output:
+            with new_log(self.output_dir, go_on=bool(self.resume), resumed=self.resume == RESUMED) as output:
                 arguments = ["run", str(self.app), CONNECTION, "--stream", "-c", str(config), "--federation-config", nodes]
                 client = superlink.start("flwr", arguments, output)
                 superlink.wait(client, read)
@@ -234,7 +234,7 @@ class _Run:
         """Run it in a process of its own, without Flower's runtime."""
         programs = self._programs(signals.check)
         try:
-            with new_log(self.output_dir, go_on=bool(self.resume)) as output:
+            with new_log(self.output_dir, go_on=bool(self.resume), resumed=self.resume == RESUMED) as output:
                 process = RayProcess(
                     programs,
                     self.app,

@@ -130,7 +130,7 @@ def _run(order: Order, workers: Any) -> None:
 def _logged(folder: Path, *, go_on: bool) -> Iterator[None]:
     """Let all that this process and its workers write go to the log of a run."""
     before = [(stream, os.dup(stream)) for stream in (1, 2)]
-    with new_log(folder, go_on=go_on) as file:
+    with new_log(folder, go_on=go_on, resumed=go_on) as file:
         for stream, _ in before:
             os.dup2(file.fileno(), stream)
     try:

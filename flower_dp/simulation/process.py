@@ -76,8 +76,8 @@ def _run(app: App, request: dict[str, Any]) -> tuple[str, str]:
     if request["only_state"]:
         from flower_dp.simulation.silent_grid import SilentGrid  # noqa: PLC0415
 
-        silent = SilentGrid()
-        server()(silent, silent.server_context(config))
+        silent = SilentGrid(config)
+        server()(silent, silent.server_context())
         return "failed", "the app has started no strategy of flower-dp"
     cluster = Cluster(address=away, bundle=bundled(app)) if away else None
     _import_meanwhile(app)

@@ -11,13 +11,20 @@ from flower_dp.simulation.worker import Value
 
 
 class SilentGrid(Grid):
-    """A Grid without nodes."""
+    """A Grid without nodes.
+
+    Args:
+        run_config: the settings of the ServerApp.
+    """
 
     simulated = True
 
-    def server_context(self, run_config: Mapping[str, Value]) -> Context:
+    def __init__(self, run_config: Mapping[str, Value]) -> None:
+        self._run_config = dict(run_config)
+
+    def server_context(self) -> Context:
         """Return the context of the ServerApp."""
-        return Context(run_id=1, node_id=SERVER_NODE, node_config={}, state=RecordDict(), run_config=dict(run_config))
+        return Context(run_id=1, node_id=SERVER_NODE, node_config={}, state=RecordDict(), run_config=dict(self._run_config))
 
     def set_run(self, run: Any) -> None:
         """Take no run."""
@@ -29,7 +36,7 @@ class SilentGrid(Grid):
 
     def create_message(self, *_: Any, **__: Any) -> NoReturn:
         """Raise: there is nobody to send it to."""
-        raise RuntimeError("the statement of a run is made: no message is sent")
+        raise RuntimeError("no message is sent: the run has ended, or its statement alone is made")
 
     def get_node_ids(self) -> Iterable[int]:
         """Return no node."""

@@ -288,6 +288,7 @@ class Workers:
         cpus: CPU cores of each; torch uses as many threads.
         gpus: the fraction of a GPU that each gets; with 0 it sees no GPU.
         cluster: where they are; None for this machine.
+        options: what the caller's user knows `cpus` and `gpus` as, for errors.
 
     Attributes:
         actors: Ray's handles. One that has been replaced waits in Ray's queue until a machine has room for it.
@@ -307,21 +308,24 @@ class Workers:
         gpus: float = 0.0,
         at_most: int | None = None,
         cluster: Cluster | None = None,
+        options: tuple[str, str] = ("cpus", "gpus"),
     ) -> None:
         if num_workers is not None:
             checks.integer("num_workers", num_workers, at_least=1)
-        checks.number("cpus", cpus, above=0)
-        checks.number("gpus", gpus, at_least=0)
+        checks.number(options[0], cpus, above=0)
+        checks.number(options[1], gpus, at_least=0)
         self._ray = start_ray(max(default_workers(), num_workers or 0), cluster=cluster)
         self._session = session_of(self._ray)
         self.away = cluster is not None
         self._needs = cpus, gpus
-        fit = sum(fitting(node, cpus, gpus) for node in self._ray.nodes())
+        fit, of_cpus = (sum(fitting(node, cpus, each) for node in self._ray.nodes()) for each in (gpus, 0.0))
         if fit < (num_workers or 1):
             there = self._ray.cluster_resources()
+            of_all = f"num_workers={num_workers}" if fit else f"{options[1]}={gpus:g}"
+            named = of_all if of_cpus else f"{options[0]}={cpus:g}"
             raise ValueError(
-                f"num_workers={num_workers or 1}: only {fit} workers with {cpus:g} CPU cores and {gpus:g} GPUs each fit on "
-                f"{there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs"
+                f"{named}: only {fit} workers with {cpus:g} CPU cores and {gpus:g} GPUs each fit on "
+                f"{there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs; {num_workers or 1} must"
             )
         end_idle()
         self._make = self._ray.remote(_worker_class()).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)

@@ -96,7 +96,7 @@ def test_round_robin_costs_as_many_releases_as_the_client_asked_most_often_takes
 
 
 def test_samplings_are_called_as_in_the_settings():
-    from apps.settings import SAMPLINGS
+    from flower_dp.apps.settings import SAMPLINGS
     from flower_dp.cli import accounting
 
     assert sorted(accounting.SAMPLINGS) == sorted(SAMPLINGS)
@@ -335,7 +335,7 @@ nested.depth = 1
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    presets = tmp_path / "apps" / "presets"
+    presets = tmp_path / "flower_dp" / "apps" / "presets"
     presets.mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
     (presets / "quick.toml").write_text('# Three rounds to look at.\nnum-rounds = 3\nclip-norm = 1\ndata-dir = "d"\n')
@@ -370,7 +370,7 @@ def test_a_preset_changes_settings_and_set_wins(checkout):
 
 @pytest.mark.parametrize(
     ("given", "absolute"),
-    [("x", "HERE/x"), ("how:x", "how:HERE/x"), ("how:/x", "how:/x"), ("how:", "how:"), ("c:x", "HERE/c:x"), ("", "")],
+    [("x", "HERE/x"), ("how:x", "how:HERE/x"), ("how:/x", "how:/x"), ("how:", "how:"), ("c:x", "HERE/c:x")],
 )
 def test_a_folder_may_say_how_it_is_filled(checkout, given, absolute):
     here = str(checkout / "deep" / "er")
@@ -386,7 +386,7 @@ def test_a_checkout_is_bundled_without_what_is_not_the_apps(checkout):
     """`flwr run` looks at every file of the folder it gets: a virtual environment has thousands."""
     text = PYPROJECT.replace(
         "[tool.flwr.app.config]",
-        '[tool.flwr.app]\nfab-include = ["apps/**/*.toml", "flower_dp/**/*.py"]\n\n[tool.flwr.app.config]',
+        '[tool.flwr.app]\nfab-include = ["flower_dp/apps/presets/*.toml", "flower_dp/**/*.py"]\n\n[tool.flwr.app.config]',
     )
     (checkout / "pyproject.toml").write_text(text)
     for name in ("flower_dp/core/a.py", "flower_dp/notes.txt", ".venv/lib/b.py", "results/run/c.toml"):
@@ -395,7 +395,7 @@ def test_a_checkout_is_bundled_without_what_is_not_the_apps(checkout):
     with apps.unpacked(apps.own_app()) as folder:
         found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         assert (folder / "pyproject.toml").read_text() == text
-    presets = {f"apps/presets/{name}.toml" for name in ("quick", "odd", "wrong", "broken")}
+    presets = {f"flower_dp/apps/presets/{name}.toml" for name in ("quick", "odd", "wrong", "broken")}
     assert found == {"pyproject.toml", "flower_dp/core/a.py", *presets}
     assert not folder.exists()
 

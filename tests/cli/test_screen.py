@@ -66,6 +66,29 @@ def test_the_first_cause_of_a_failing_dry_run_is_one_line_and_its_traceback_is_i
     assert "fails: RuntimeError: found two devices cuda:0 and cpu (test_screen.py:" in shown[0]
 
 
+SERVERS = [
+    "ERROR :     Simulation raised an exception",
+    "Traceback (most recent call last):",
+    '  File "process.py", line 47, in main',
+    "RuntimeError: no client can train: the model's forward fails",
+    "in two lines",
+    "INFO :      The run did not end.",
+]
+
+
+def test_after_the_first_cause_of_a_dry_run_the_servers_traceback_is_in_the_log_alone(capsys):
+    """It follows from the first cause, and hid it. Of an app that fails for another reason it is shown."""
+    screen = _Screen(SimpleNamespace(), quiet=False)
+    for line in SERVERS:
+        screen.tell(line)
+    assert capsys.readouterr().out.splitlines() == SERVERS
+    for line in ("ERROR :     dry run, first cause: a step fails: AttributeError: no such table (model.py:25)", *SERVERS):
+        screen.tell(line)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].endswith("(model.py:25)")
+    assert shown[1:] == [SERVERS[0], SERVERS[-1]]
+
+
 def test_a_table_that_is_no_data_set_is_named(shown):
     """The node's own log says it; in a run on this machine its owner is the one who looks at the screen."""
     from flower_dp.clients import DatasetRecords
