@@ -35,7 +35,7 @@ class Setup:
         run_id: the run.
         app: returns the ClientApp.
         run_config: the run's settings.
-        num_nodes: of the run; node ids are FIRST_NODE, FIRST_NODE + 1, ...
+        num_nodes: of the run; node ids are FIRST_NODE, FIRST_NODE + 1, ... None: every message says it.
         node_config: further settings of nodes, by partition.
         folder: the working directory; "" where the worker's own has the app's files.
         path: where modules are looked for.
@@ -46,17 +46,19 @@ class Setup:
     run_id: int
     app: Callable[[], ClientApp]
     run_config: Mapping[str, Value]
-    num_nodes: int
+    num_nodes: int | None
     node_config: Mapping[int, Mapping[str, Value]]
     folder: str
     path: tuple[str, ...]
     bytecode: bool
     versions: Mapping[str, str]
 
-    def context(self, node: int) -> Context:
+    def context(self, node: int, num_nodes: int | None) -> Context:
         """Return the context of a node with an empty state."""
-        partition = node - FIRST_NODE
-        own = {"partition-id": partition, "num-partitions": self.num_nodes, **self.node_config.get(partition, {})}
+        partition, count = node - FIRST_NODE, self.num_nodes or num_nodes
+        if count is None:
+            raise ValueError("num_nodes: neither the run nor the message says how many there are")
+        own = {"partition-id": partition, "num-partitions": count, **self.node_config.get(partition, {})}
         return Context(run_id=self.run_id, node_id=node, node_config=own, state=RecordDict(), run_config=dict(self.run_config))
 
 
@@ -113,28 +115,29 @@ class Worker:
                 raise
             self._failure = traceback.format_exc()
 
-    def run(self, message: Message, state: bytes | None, patience: float | None = None) -> Answer:
+    def run(self, message: Message, state: bytes | None, patience: float | None = None, num_nodes: int | None = None) -> Answer:
         """Run the app on a message.
 
         Args:
             message: to one of the run's nodes.
             state: the node's pickled state; None where this worker has given the node's last answer.
             patience: seconds after which this process writes to its log where it is, and ends; None for never.
+            num_nodes: of the run, if that was not known when it began.
         """
         if patience is None:
-            return self._run(message, state)
+            return self._run(message, state, num_nodes)
         faulthandler.dump_traceback_later(patience, exit=True, file=_STDERR)
         try:
-            return self._run(message, state)
+            return self._run(message, state, num_nodes)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _run(self, message: Message, state: bytes | None) -> Answer:
+    def _run(self, message: Message, state: bytes | None, num_nodes: int | None) -> Answer:
         if self._setup is None or self._app is None:
             arguments = self._failure.strip().splitlines()[-1]
             return Answer(reply=Message(Error(LOAD_CLIENT_APP, arguments), reply_to=message), trace=self._failure)
         number = message.metadata.dst_node_id
-        node = self._node(self._setup, number, state)
+        node = self._node(self._setup.context(number, num_nodes), state)
         identify(self._setup.run_id, number)
         try:
             reply = self._app(message, node.context)
@@ -151,12 +154,11 @@ class Worker:
         changed, node.state = after != node.state, after
         return Answer(reply=reply, state=after if changed else None)
 
-    def _node(self, setup: Setup, number: int, state: bytes | None) -> _Node:
+    def _node(self, fresh: Context, state: bytes | None) -> _Node:
         """Return a node with the state that it has, or is given."""
-        if number not in self._nodes:
-            context = setup.context(number)
-            self._nodes[number] = _Node(context=context, state=pickle.dumps(context.state))
-        node = self._nodes[number]
+        if fresh.node_id not in self._nodes:
+            self._nodes[fresh.node_id] = _Node(context=fresh, state=pickle.dumps(fresh.state))
+        node = self._nodes[fresh.node_id]
         if state is not None:
             node.context.state, node.state = pickle.loads(state), state  # noqa: S301
         return node
