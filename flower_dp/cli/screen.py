@@ -3,19 +3,41 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import typer
 
 from flower_dp.running.signals import Interrupted
 
+if TYPE_CHECKING:
+    from flower_dp.running.progress import Display
+
+# Lines of the log that are always shown: of a node whose clients can't train, and why; of noise that is longer than any mean; of
+# GPUs that the run leaves alone.
+_SHOWN = (
+    "can't train: ",
+    "dry run, first cause: ",
+    "dry run: a row of the data set is ",
+    "dry run: the first record can't be read: ",
+    "one round teaches little",
+    "the model has learnt nothing",
+    "not used by this run: ",
+)
+# In lines that are in the log alone: the traceback of a dry run.
+_TRACEBACK = "dry run | "
+_LOOK_SECONDS = 0.1
+
 
 @contextmanager
-def shown() -> Iterator[None]:
+def shown(stream: TextIO | None = None) -> Iterator[None]:
     """Let output within this context end what the command does, as a signal would, if nobody reads it any longer.
 
-    Standard output is discarded from then on, so that a run that ends can still tell where its statement is.
+    The stream, standard output by default, is discarded from then on, so that a run that ends can still tell where its statement
+    is.
 
     Raises:
         Interrupted: by SIGPIPE, in place of BrokenPipeError.
@@ -25,12 +47,104 @@ def shown() -> Iterator[None]:
     except BrokenPipeError:
         with suppress(OSError, ValueError):  # no descriptor
             discarded = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(discarded, sys.stdout.fileno())
+            os.dup2(discarded, (stream or sys.stdout).fileno())
             os.close(discarded)
         raise Interrupted(signal.SIGPIPE) from None
 
 
-def echo(line: str) -> None:
-    """Write a line to standard output; see `shown`."""
-    with shown():
-        typer.echo(line)
+def echo(line: str, stream: TextIO | None = None) -> None:
+    """Write a line to a stream, standard output by default; see `shown`."""
+    with shown(stream):
+        typer.echo(line, file=stream)
+
+
+@contextmanager
+def own_stream() -> Iterator[TextIO]:
+    """Yield a stream to what is standard output now, which stays that while this process writes to a log."""
+    try:
+        copy = os.dup(1) if sys.stdout.fileno() == 1 else None
+    except (OSError, ValueError):  # not of the system: in a test, say
+        copy = None
+    if copy is None:
+        yield sys.stdout
+        return
+    with open(copy, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1) as stream:
+        try:
+            yield stream
+        finally:
+            with suppress(BrokenPipeError):
+                stream.flush()
+
+
+class Screen:
+    """Shows the metrics of a run, its log until the first metrics appear, and warnings that explain a useless result.
+
+    The log is followed within this context.
+
+    Args:
+        display: for the metrics.
+        stream: for lines of the log.
+        log: its file.
+        goes_on: whether what is in it already was shown by an earlier process.
+        quiet: whether it is not shown before the metrics either.
+        interrupt: called with SIGPIPE if nobody reads the stream any longer.
+    """
+
+    def __init__(
+        self,
+        display: "Display",
+        stream: TextIO | None,
+        log: Path,
+        *,
+        goes_on: bool,
+        quiet: bool,
+        interrupt: Callable[[int], None],
+    ) -> None:
+        self._display, self._stream, self._log, self._quiet, self._interrupt = display, stream, log, quiet, interrupt
+        self._offset = log.stat().st_size if goes_on and log.exists() else 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Show the line of a round."""
+        self._quiet = True
+        with shown(self._stream):
+            self._display.show(metrics)
+
+    def tell(self, line: str) -> None:
+        """Show a line of the log, if it is one to be shown."""
+        if _TRACEBACK in line or (self._quiet and not any(text in line for text in _SHOWN)):
+            return
+        if (console := getattr(self._display, "console", None)) is not None:  # above the bar
+            console.out(line, highlight=False)
+        else:
+            echo(line, self._stream)
+
+    def _follow(self) -> None:
+        try:
+            while not self._over.wait(_LOOK_SECONDS):
+                self._read()
+            self._read()
+        except Interrupted as error:
+            self._interrupt(error.signum)
+
+    def _read(self) -> None:
+        from flower_dp.running.flower_log import plain
+
+        if not self._log.exists():
+            return
+        with self._log.open("rb") as file:
+            file.seek(self._offset)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.decode("utf-8", errors="replace").splitlines():
+            self.tell(plain(line))

@@ -10,22 +10,24 @@ import tempfile
 import tomllib
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from flower_dp.core import checks
-from flower_dp.running import values
-from flower_dp.running.built import is_built
+from flower_dp.running import modules, values
+from flower_dp.running.modules import InFolder
 from flower_dp.running.values import Value
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The app's folder in an installed wheel; a checkout has none here.
 _INSTALLED = _PACKAGE / "_app"
+# The module that makes an app from functions that the run-config names.
+_FROM_CONFIG = "flower_dp.from_config"
 
 # Settings of a method's table in whose place its `epsilon` stands.
 _OF_NOISE = ("noise-multiplier", "target-epsilon", "paper-epsilon")
@@ -60,8 +62,34 @@ class App:
 
     @property
     def built(self) -> bool:
-        """Whether `flower_dp.app` makes it, so that it has all settings of flower-dp's own app."""
-        return is_built(self.folder, self.server)
+        """Whether `flower_dp.app` makes it, so that it has all settings of flower-dp's own app; its modules are imported."""
+        if self.own or not self.server:
+            return False
+        return self.server.partition(":")[0] == _FROM_CONFIG or modules.is_built(self.components[1])
+
+    @property
+    def components(self) -> tuple[InFolder, InFolder]:
+        """What loads its ClientApp and ServerApp from its folder."""
+        folder = str(self.folder)
+        return (
+            InFolder(folder=folder, key="clientapp", reference=self.client, type_name="ClientApp"),
+            InFolder(folder=folder, key="serverapp", reference=self.server, type_name="ServerApp"),
+        )
+
+    def client_app(self, *, away: bool = False) -> Callable[[], Any]:
+        """Return what loads its ClientApp in a worker: from its folder, or on a cluster from what every machine has."""
+        if self.own:
+            return own_client_app
+        return replace(self.components[0], folder=".") if away else self.components[0]
+
+    def server_app(self) -> Any:
+        """Return its ServerApp.
+
+        Raises:
+            ValueError: as `InFolder`.
+            Exception: what its modules raise.
+        """
+        return own_module("server_app").app if self.own else modules.served(self.components[1])
 
     def settings(self) -> dict[str, Value]:
         """Return every setting that the app takes, with its default."""
@@ -211,6 +239,11 @@ def own_module(name: str) -> ModuleType:
     if Path(str(sys.modules["apps"].__file__)).resolve().parent != folder.resolve():
         raise ImportError(f"{sys.modules['apps'].__file__}: another package is called apps, as flower-dp's own; rename it")
     return importlib.import_module(f"apps.{name}")
+
+
+def own_client_app() -> Any:
+    """Return the ClientApp of flower-dp's own app."""
+    return own_module("client_app").app
 
 
 def own_package() -> Path:

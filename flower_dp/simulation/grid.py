@@ -85,6 +85,7 @@ class RayGrid(SimulatedGrid):
             expects, as stock apps have it; in a run without such a strategy one for each worker.
         run_config: the settings that the nodes get.
         node_config: partition -> further settings of that node.
+        log_file: where workers write what they and the app log; "" for Ray's own log, which this process shows.
 
     Raises:
         FlowerVersionError: the installed Flower is not known.
@@ -107,6 +108,7 @@ class RayGrid(SimulatedGrid):
         num_nodes: int | None,
         run_config: Mapping[str, Value] | None = None,
         node_config: Callable[[int], Mapping[str, Value]] | None = None,
+        log_file: str = "",
     ) -> None:
         import ray  # noqa: PLC0415  (a third of a second)
 
@@ -131,6 +133,7 @@ class RayGrid(SimulatedGrid):
             "folder": "" if workers.away else str(Path.cwd()),
             "path": () if workers.away else tuple(os.path.abspath(place) for place in sys.path),
             "bytecode": not sys.dont_write_bytecode,
+            "log_file": log_file,
             "versions": installed() if workers.away else {},
         }
         setup_on_machines = ray.put(dumps(setup))  # it may hold data: every machine gets it once

@@ -43,6 +43,9 @@ class SimulatedGrid(Grid):
         config = dict(self._run_config)
         return Context(run_id=self._run.run_id, node_id=SERVER_NODE, node_config={}, state=RecordDict(), run_config=config)
 
+    def close(self) -> None:
+        """End what is still at work."""
+
     def set_run(self, run: Any) -> None:
         """Set the run; for Flower's own programs."""
         self._run = run

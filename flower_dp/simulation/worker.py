@@ -17,7 +17,7 @@ from typing import Any
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from flower_dp.simulation import modules
+from flower_dp.running import flower_log, modules
 from flower_dp.simulation.cluster import differences, installed
 from flower_dp.simulation.identity import CLIENT_APP_RAISED, LOAD_CLIENT_APP, identify
 
@@ -41,6 +41,7 @@ class Setup:
         path: where modules are looked for.
         bytecode: whether imports may write files beside the modules.
         versions: what every machine must have installed (`cluster.installed`); empty on the server's own machine.
+        log_file: where what is logged goes; "" for where it goes already.
     """
 
     run_id: int
@@ -52,6 +53,7 @@ class Setup:
     path: tuple[str, ...]
     bytecode: bool
     versions: Mapping[str, str]
+    log_file: str = ""
 
     def context(self, node: int, num_nodes: int | None) -> Context:
         """Return the context of a node with an empty state."""
@@ -98,6 +100,8 @@ class Worker:
         try:
             # The app may be in a folder that is not known here yet; it is a pickle of its own for that.
             found: dict[str, Any] = pickle.loads(setup)  # noqa: S301  (made by this run's own server)
+            if found.get("log_file"):
+                flower_log.write_to(found["log_file"])
             if other := differences(found["versions"], installed() if found["versions"] else {}):
                 raise RuntimeError(f"machine {socket.gethostname()}: {other}")
             os.chdir(found["folder"] or ".")

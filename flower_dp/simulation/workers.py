@@ -19,6 +19,8 @@ from typing import Any
 
 from flower_dp.core import checks
 from flower_dp.running import ray_settings
+from flower_dp.running.guard import short_folder
+from flower_dp.running.preflight import default_workers
 from flower_dp.simulation.cluster import Cluster, fitting
 from flower_dp.simulation.one_machine import lean
 
@@ -39,19 +41,13 @@ class RayStartError(RuntimeError):
     """Ray does not start on this machine: no run has begun."""
 
 
-def default_workers() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None = None) -> Any:
+def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None = None, *, to_screen: bool = True) -> Any:
     """Start Ray on this machine, or join a cluster, unless this process has done that already, and return Ray's module.
 
     Args:
         num_cpus: how many workers of one core may run at once, on this machine.
-        folder: where Ray puts its sockets and logs; None for a new one, which is removed with Ray.
+        folder: where Ray puts its sockets and logs, removed with Ray; None for a new one.
+        to_screen: whether this process shows what workers write.
         cluster: what to join; None to start Ray here. A Ray that `ray.init` has started in this process serves for both.
 
     Raises:
@@ -77,19 +73,16 @@ def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None
             _ours = cluster
             atexit.register(stop_ray)
             return ray
-        own = folder is None
         folder = short_folder() if folder is None else folder
         try:
             if threading.current_thread() is threading.main_thread():
-                _init(ray, num_cpus, folder)
+                _init(ray, num_cpus, folder, to_screen)
             else:
-                _init_in_a_lasting_thread(ray, num_cpus, folder)
+                _init_in_a_lasting_thread(ray, num_cpus, folder, to_screen)
         except BaseException:
-            if own:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
-        if own:
-            _ours = folder
+        _ours = folder
         atexit.register(stop_ray)
         return ray
 
@@ -137,13 +130,13 @@ def _join(ray: Any, cluster: Cluster) -> None:
         raise ConnectionError(f"ray_address={cluster.address!r}: {str(error).strip()}") from error
 
 
-def _init_in_a_lasting_thread(ray: Any, num_cpus: int, folder: Path) -> None:
+def _init_in_a_lasting_thread(ray: Any, num_cpus: int, folder: Path, to_screen: bool) -> None:
     """Start Ray in a thread that never ends: on Linux its processes end with the thread that has started them."""
     started, errors = threading.Event(), []
 
     def start_and_stay() -> None:
         try:
-            _init(ray, num_cpus, folder)
+            _init(ray, num_cpus, folder, to_screen)
         except BaseException as error:
             errors.append(error)
             started.set()
@@ -157,7 +150,7 @@ def _init_in_a_lasting_thread(ray: Any, num_cpus: int, folder: Path) -> None:
         raise errors[0]
 
 
-def _init(ray: Any, num_cpus: int, folder: Path) -> None:
+def _init(ray: Any, num_cpus: int, folder: Path, to_screen: bool) -> None:
     paths = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
     constants = ray._private.ray_constants  # read from the environment when Ray was imported
     among_others, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
@@ -171,6 +164,7 @@ def _init(ray: Any, num_cpus: int, folder: Path) -> None:
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 logging_level=logging.ERROR,
+                log_to_driver=to_screen,
                 _node_ip_address=_ADDRESS,
                 _temp_dir=str(folder),
             )
@@ -251,7 +245,12 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def stop_ray() -> None:
-    """End the Ray that `start_ray` has started, or leave the cluster, with all workers; a Ray of somebody else goes on."""
+    """End the Ray that `start_ray` has started, or leave the cluster, with all workers; a Ray of somebody else goes on.
+
+    One that another thread starts at this moment goes on, too, and ends with this process.
+    """
+    if _starts.is_set():
+        return
     with _lock:
         if _ours is not None:
             import ray  # noqa: PLC0415
@@ -270,14 +269,6 @@ def _stop(ray: Any) -> None:
             time.sleep(0.1)
     _ours = None
     atexit.unregister(stop_ray)
-
-
-def short_folder() -> Path:
-    """Return a new temporary folder with a short name: a socket's path has at most 103 characters on macOS, 107 on Linux."""
-    parent = tempfile.gettempdir()
-    if len(parent) > 12 and os.access("/tmp", os.W_OK):  # noqa: S108
-        parent = "/tmp"  # noqa: S108
-    return Path(tempfile.mkdtemp(prefix="flower-dp-", dir=parent))
 
 
 class Workers:
