@@ -189,12 +189,12 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callabl
             own_stream() as stream,
             Signals(raises=True) as signals,
             progress.display(stream) as display,
-            Screen(display, stream, log, goes_on=bool(resume), quiet=own or states, interrupt=signals.end) as screen,
+            Screen(display, stream, folder, goes_on=bool(resume), rows=not states, quiet=own or states, interrupt=signals.end),
         ):
             if states:
                 ended = attempt.state(begun, folder)
             else:
-                ended = attempt.on_ray(begun, folder, resume=resume, check=check, on_line=screen.show, started=signals.set_again)
+                ended = attempt.on_ray(begun, folder, resume=resume, check=check, started=signals.set_again)
             if ended.signum:
                 raise Interrupted(ended.signum)
     except (ValueError, OSError) as error:

@@ -1,5 +1,6 @@
 """What a command shows while runs are made, on standard output that may be closed at any time."""
 
+import json
 import os
 import signal
 import sys
@@ -79,14 +80,15 @@ def own_stream() -> Iterator[TextIO]:
 class Screen:
     """Shows the metrics of a run, its log until the first metrics appear, and warnings that explain a useless result.
 
-    The log is followed within this context.
+    The run folder is followed within this context.
 
     Args:
         display: for the metrics.
         stream: for lines of the log.
-        log: its file.
-        goes_on: whether what is in it already was shown by an earlier process.
-        quiet: whether it is not shown before the metrics either.
+        folder: the run folder.
+        goes_on: whether what is in it already was shown by an earlier process; its file of metrics is then replaced.
+        rows: whether rounds are shown.
+        quiet: whether the log is not shown before the metrics either.
         interrupt: called with SIGPIPE if nobody reads the stream any longer.
     """
 
@@ -94,14 +96,20 @@ class Screen:
         self,
         display: "Display",
         stream: TextIO | None,
-        log: Path,
+        folder: Path,
         *,
         goes_on: bool,
+        rows: bool = True,
         quiet: bool,
         interrupt: Callable[[int], None],
     ) -> None:
-        self._display, self._stream, self._log, self._quiet, self._interrupt = display, stream, log, quiet, interrupt
-        self._offset = log.stat().st_size if goes_on and log.exists() else 0
+        from flower_dp.running.run_folder import LOG, METRICS
+
+        self._display, self._stream, self._quiet, self._interrupt = display, stream, quiet, interrupt
+        metrics, log = folder / METRICS, folder / LOG
+        self._rows = rows
+        self._metrics = _Tail(metrics, self._row, old=metrics.stat().st_ino if goes_on and metrics.exists() else None)
+        self._log = _Tail(log, self.tell, begin=log.stat().st_size if goes_on and log.exists() else 0)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -128,23 +136,37 @@ class Screen:
         else:
             echo(line, self._stream)
 
+    def _row(self, line: str) -> None:
+        with suppress(ValueError):  # what is shown while a run lasts must not end it
+            if self._rows and isinstance(row := json.loads(line), dict):
+                self.show(row)
+
     def _follow(self) -> None:
         try:
-            while not self._over.wait(_LOOK_SECONDS):
-                self._read()
-            self._read()
+            over = False
+            while not over:
+                over = self._over.wait(_LOOK_SECONDS)
+                self._metrics.read()
+                self._log.read()
         except Interrupted as error:
             self._interrupt(error.signum)
 
-    def _read(self) -> None:
+
+class _Tail:
+    """Passes on the whole lines of a file from byte `begin` on; not those of the file with inode `old`, that another replaces."""
+
+    def __init__(self, path: Path, take: Callable[[str], None], *, begin: int = 0, old: int | None = None) -> None:
+        self._path, self._take, self._offset, self._old = path, take, begin, old
+
+    def read(self) -> None:
         from flower_dp.running.flower_log import plain
 
-        if not self._log.exists():
+        if not self._path.exists() or self._path.stat().st_ino == self._old:
             return
-        with self._log.open("rb") as file:
+        with self._path.open("rb") as file:
             file.seek(self._offset)
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.decode("utf-8", errors="replace").splitlines():
-            self.tell(plain(line))
+            self._take(plain(line))

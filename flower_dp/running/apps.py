@@ -1,17 +1,10 @@
 """The Flower app that `flower-dp run` runs, its settings, and the presets that change them."""
 
-import contextlib
 import difflib
 import importlib.util
-import io
-import shutil
 import sys
-import tempfile
 import tomllib
-import warnings
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -272,52 +265,6 @@ class OwnFunction:
     def __call__(self, *more: Any) -> Any:
         """Return what the function returns."""
         return getattr(own_module(self.module), self.name)(*self.arguments, *more)
-
-
-@contextlib.contextmanager
-def unpacked(app: App, overrides: Mapping[str, Value] | None = None) -> Iterator[Path]:
-    """Yield the folder from which `flwr run` can bundle an app.
-
-    The files of flower-dp's own app are copied to a temporary folder, with the library: an installed package holds the two in
-    different places, and in a checkout `flwr run` would examine every file, those of a virtual environment among them. Another
-    app is copied if some overrides are not in its pyproject.toml: Flower passes on no others, so the copy has them there.
-    """
-    new = {key: value for key, value in (overrides or {}).items() if key not in app.defaults}
-    if not app.own and not new:
-        yield app.folder
-        return
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-        folder = Path(temporary) / "flower-dp"  # Flower takes no folder with an underscore in its name
-        if app.own:
-            _copy_own(app, folder)
-        else:
-            _copy_with(new, app, folder)
-        yield folder
-
-
-def _copy_own(app: App, folder: Path) -> None:
-    bundled = _read_toml(app.folder / "pyproject.toml")["tool"]["flwr"]["app"].get("fab-include", ["**/*"])
-    for file in (file for pattern in ["pyproject.toml", *bundled] for file in app.folder.glob(pattern) if file.is_file()):
-        copy = folder / file.relative_to(app.folder)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copy)
-    if not (folder / _PACKAGE.name).exists():
-        shutil.copytree(_PACKAGE, folder / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", _INSTALLED.name))
-
-
-def _copy_with(new: Mapping[str, Value], app: App, folder: Path) -> None:
-    """Copy what Flower bundles of an app, with further settings in its pyproject.toml."""
-    import tomli_w  # noqa: PLC0415 - of the command line's extra
-    from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415 - half a second
-
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of a package that Flower uses
-        content = build_fab_from_disk(app.folder)
-    with zipfile.ZipFile(io.BytesIO(content)) as bundle:
-        bundle.extractall(folder)
-    file = folder / "pyproject.toml"
-    project = deepcopy(_read_toml(file))
-    project["tool"]["flwr"]["app"].setdefault("config", {}).update(new)
-    file.write_text(tomli_w.dumps(project), encoding="utf-8")
 
 
 def read_app(folder: Path) -> App | None:

@@ -23,8 +23,8 @@ _BECOMES_PARENT_OF_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER, of Linux
 class Guard:
     """Runs functions in processes of their own, one at a time.
 
-    SIGINT, SIGTERM and SIGHUP are passed on to that process once; at the second one, or when it is not gone some time later, it is
-    killed. So it ends if this process is gone.
+    SIGINT, SIGTERM and SIGHUP are passed on to that process once; at the second one, or if it is not gone in time, it is killed.
+    It is interrupted, too, if this process is gone.
 
     Attributes:
         folder: for Ray's sockets and logs; removed by `close`.

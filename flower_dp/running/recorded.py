@@ -48,7 +48,9 @@ WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
 @contextmanager
-def watched(config: Mapping[str, Any], name: str, on_line: Callable[[Mapping[str, Any]], None]) -> Iterator[Watch]:
+def watched(
+    config: Mapping[str, Any], name: str, on_line: Callable[[Mapping[str, Any]], None] = lambda line: None
+) -> Iterator[Watch]:
     """Record the run of a ServerApp that is called within this context, also if it starts a strategy of this package itself.
 
     Args:

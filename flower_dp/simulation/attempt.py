@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, chdir, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flwr.clientapp import ClientApp
 
@@ -54,7 +54,6 @@ def attempt(
     *,
     resume: str = "",
     check: Callable[[], None] = lambda: None,
-    on_line: Callable[[Mapping[str, Any]], None] = lambda line: None,
 ) -> Outcome:
     """Run an app's ServerApp in a run folder, and say how that ended, whatever the app does.
 
@@ -67,11 +66,10 @@ def attempt(
         grid: begins to make the grid of an app and its run-config, and returns what waits for it.
         resume: whether the run in the folder goes on (`environment.RESUMED`), or its statement alone is made (`STATED`).
         check: called meanwhile; ValueError, OSError and ImportError refuse the settings.
-        on_line: called with every line of `metrics.jsonl`.
     """
     with logged(folder, go_on=bool(resume)):
         try:
-            _run(begun, folder, grid, resume, check, on_line)
+            _run(begun, folder, grid, resume, check)
         except (SettingsError, _RefusedError) as error:  # before anything was spent
             return Outcome(status="refused", details=str(error))
         except KeyboardInterrupt as error:
@@ -96,7 +94,6 @@ def _run(
     grid: Callable[[App, Config], Callable[[], SimulatedGrid]],
     resume: str,
     check: Callable[[], None],
-    on_line: Callable[[Mapping[str, Any]], None],
 ) -> None:
     app = begun.target.app
     config = {**app.defaults, **begun.overrides}
@@ -114,7 +111,7 @@ def _run(
             raise _RefusedError(str(error)) from error
         server = app.server_app()
         stack.enter_context(passed(folder, resume))
-        stack.enter_context(watched(config, begun.name, on_line))
+        stack.enter_context(watched(config, begun.name))
         there = stack.enter_context(closing(made()))
         server(there, there.server_context())
 
@@ -125,7 +122,6 @@ def on_ray(
     *,
     resume: str,
     check: Callable[[], None],
-    on_line: Callable[[Mapping[str, Any]], None],
     started: Callable[[], None],
 ) -> Outcome:
     """Make an attempt on a Ray of its own, which starts while settings are checked and modules are imported, and ends with it.
@@ -135,7 +131,6 @@ def on_ray(
         folder: the run folder.
         resume: see `attempt`.
         check: see `attempt`; the app's own check follows it.
-        on_line: see `attempt`.
         started: called when Ray is there, before the ServerApp begins.
     """
     threads = ThreadPoolExecutor(1)
@@ -169,7 +164,7 @@ def on_ray(
                 own({**app.defaults, **begun.overrides})
 
     try:
-        return attempt(begun, folder, begin, resume=resume, check=checked, on_line=on_line)
+        return attempt(begun, folder, begin, resume=resume, check=checked)
     finally:
         threads.shutdown(wait=False)
         if "flower_dp.simulation.workers" in sys.modules:

@@ -22,8 +22,8 @@ from flower_dp.wire import MESSAGE_API, Hosted, Model
 from tests.stock import arrays
 
 
-def screen_of(display, log=Path("nowhere"), **more):
-    return Screen(display, None, log, **{"goes_on": False, "quiet": True, "interrupt": print} | more)
+def screen_of(display, folder=Path("nowhere"), **more):
+    return Screen(display, None, folder, **{"goes_on": False, "quiet": True, "interrupt": print} | more)
 
 
 @pytest.fixture
@@ -97,8 +97,8 @@ def test_a_reader_that_closes_ends_what_is_made_as_a_signal_does(monkeypatch):
 
 
 def test_whole_lines_of_a_log_are_shown_once_while_it_grows(tmp_path, capsys):
-    log, seen = tmp_path / "log", ""
-    with screen_of(SimpleNamespace(), log, quiet=False), log.open("wb", buffering=0) as file:
+    log, seen = tmp_path / "flower.log", ""
+    with screen_of(SimpleNamespace(), tmp_path, quiet=False), log.open("wb", buffering=0) as file:
         for content, total in (
             (b"one\ntw", "one\n"),
             (b"", "one\n"),
@@ -113,20 +113,20 @@ def test_whole_lines_of_a_log_are_shown_once_while_it_grows(tmp_path, capsys):
 
 
 def test_what_a_resumed_run_has_logged_before_is_not_shown_again(tmp_path, capsys):
-    log = tmp_path / "log"
+    log = tmp_path / "flower.log"
     log.write_text("of the first attempt\n")
-    with screen_of(SimpleNamespace(), log, quiet=False, goes_on=True), log.open("a") as file:
+    with screen_of(SimpleNamespace(), tmp_path, quiet=False, goes_on=True), log.open("a") as file:
         file.write("of this one\n")
     assert capsys.readouterr().out == "of this one\n"
 
 
 def test_a_reader_of_the_log_that_closes_interrupts_the_run(tmp_path, monkeypatch):
-    log, came = tmp_path / "log", []
+    log, came = tmp_path / "flower.log", []
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", encoding="utf-8") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        with screen_of(SimpleNamespace(), log, quiet=False, interrupt=came.append):
+        with screen_of(SimpleNamespace(), tmp_path, quiet=False, interrupt=came.append):
             log.write_text("a line\n")
     assert came == [signal.SIGPIPE]
 
@@ -138,3 +138,24 @@ def test_the_terminal_stays_that_while_a_process_writes_to_a_log(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "log"], capture_output=True, text=True, check=True)
     assert (done.stdout, (tmp_path / "log").read_text()) == ("shown\n", "of the app\n")
+
+
+def test_rounds_of_a_run_folder_are_shown_and_a_broken_line_ends_nothing(tmp_path):
+    rows, metrics = [], tmp_path / "metrics.jsonl"
+    with screen_of(SimpleNamespace(show=rows.append), tmp_path):
+        for line in ('{"round": 1}', "nonsense", "[1]", '{"round": 2}'):
+            with metrics.open("a") as file:
+                file.write(line + "\n")
+        time.sleep(0.3)
+        assert rows == [{"round": 1}, {"round": 2}]
+
+
+def test_a_run_that_goes_on_shows_the_rounds_of_its_new_file(tmp_path):
+    rows, metrics = [], tmp_path / "metrics.jsonl"
+    metrics.write_text('{"round": 1}\n')
+    with screen_of(SimpleNamespace(show=rows.append), tmp_path, goes_on=True):
+        time.sleep(0.3)
+        assert rows == []
+        (tmp_path / "part").write_text('{"round": 1}\n{"round": 2}\n')
+        (tmp_path / "part").replace(metrics)
+    assert rows == [{"round": 1}, {"round": 2}]

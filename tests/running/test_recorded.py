@@ -96,7 +96,7 @@ def launched(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
     monkeypatch.setenv("FLOWER_DP_RUN_FOLDER", str(folder))
-    with watched({"num-rounds": 2, "lr": 0.1}, "run", lambda line: None):
+    with watched({"num-rounds": 2, "lr": 0.1}, "run"):
         yield folder
 
 

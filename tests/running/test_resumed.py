@@ -149,7 +149,7 @@ def launched(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
     monkeypatch.setenv("FLOWER_DP_RUN_FOLDER", str(folder))
-    with watched({"num-rounds": 4}, "run", lambda line: None):
+    with watched({"num-rounds": 4}, "run"):
         with pytest.raises(KeyboardInterrupt):
             strategy().start(grid(), model(), num_rounds=4, evaluate_fn=Fails(3))
         yield folder
@@ -170,7 +170,7 @@ def test_an_app_whose_settings_have_changed_begins_no_other_run_instead(launched
     monkeypatch.setenv("FLOWER_DP_RESUME", "resume")
     asked = grid()
     with (
-        watched({"num-rounds": 5}, "run", lambda line: None),
+        watched({"num-rounds": 5}, "run"),
         pytest.raises(SettingsError, match=r"num-rounds=5: was 4 in .*: it can't change"),
     ):
         strategy().start(asked, model(), num_rounds=5)
