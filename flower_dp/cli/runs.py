@@ -222,8 +222,7 @@ def tell_died(folder: str, signum: int) -> int:
         what, left = "the process of the command has died; the same command begins anew, or goes on", ""
     else:
         log = path / run_folder.LOG
-        why = f"the process that ran the app ended before the run did\n{flower_log.last_lines(log)}"
-        what = f"the run failed: {why}\n{_first_warning(path)}Flower's log is {log}"
+        what = f"the run failed: {flower_log.of_a_dead_process(log)}\n{_first_warning(path)}Flower's log is {log}"
         left = _left(path, failed=True)
     if signum:
         name = signal.Signals(signum).name

@@ -82,11 +82,9 @@ def first_line(error: BaseException) -> str:
     return traceback.format_exception_only(error)[0].strip().partition("\n")[0]
 
 
-def last_lines(log: Path) -> str:
-    """Return how the log of a process ends that has died: the last exception's first line, or else its last lines."""
+def of_a_dead_process(log: Path) -> str:
+    """Return why a run was lost with its process, as far as that is known: its log may end in an exception."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    lines = [line.rstrip() for line in plain(text).splitlines() if line.strip()]
-    traces = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    if traces and (error := next((line for line in lines[traces[-1] + 1 :] if not line[0].isspace()), "")):
-        return error
-    return "\n".join(line.strip() for line in lines[-3:]) or "its log is empty"
+    *_, trace = text.rpartition("Traceback (most recent call last)")
+    error = re.search(r"^[A-Za-z_][\w.]*(?:: .*)?$", plain(trace), re.MULTILINE) if trace != text else None
+    return "the process that ran the app ended before the run did" + (f"\n{error.group()}" if error else "")

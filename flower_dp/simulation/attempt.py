@@ -1,5 +1,6 @@
 """An attempt at a run of an app in its run folder: in this process, whose output is the run's log meanwhile."""
 
+import importlib
 import logging
 import os
 import sys
@@ -147,6 +148,7 @@ def on_ray(
         return RayGrid(app.client_app(away=cluster is not None), workers, num_nodes=begun.supernodes, run_config=config)
 
     def begin(app: App, config: Config) -> Callable[[], SimulatedGrid]:
+        importlib.import_module("ray")  # in one thread: two would wait for each other
         found = threads.submit(made, app, config)
 
         def there() -> SimulatedGrid:

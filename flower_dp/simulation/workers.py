@@ -22,7 +22,6 @@ from flower_dp.running import ray_settings
 from flower_dp.running.guard import short_folder
 from flower_dp.running.preflight import default_workers
 from flower_dp.simulation.cluster import Cluster, fitting
-from flower_dp.simulation.one_machine import lean
 
 # Everything listens on this machine's own address only: Ray asks nobody for a password.
 _ADDRESS = "127.0.0.1"
@@ -150,7 +149,7 @@ def _init_in_a_lasting_thread(ray: Any, num_cpus: int, folder: Path, to_screen: 
         raise errors[0]
 
 
-def _init(ray: Any, num_cpus: int, folder: Path, to_screen: bool) -> None:
+def _init(ray: Any, num_cpus: int, folder: Path, to_screen: bool = True) -> None:
     paths = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
     constants = ray._private.ray_constants  # read from the environment when Ray was imported
     among_others, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
@@ -207,6 +206,29 @@ def _last_logged(folder: Path) -> str:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no reason given"
+
+
+@contextmanager
+def lean(ray: Any) -> Iterator[None]:
+    """Start Ray within this context without its dashboard and its autoscaler, which one machine does not need.
+
+    `ray.init` has no setting for it: with `include_dashboard=False` too it starts the dashboard's process and waits for it. What
+    is replaced here is private to Ray; a version of Ray without it starts as usual.
+    """
+    node = getattr(getattr(ray._private, "node", None), "Node", object)
+    own = {"start_api_server": _no_dashboard, "start_monitor": lambda node: None}
+    before = {name: getattr(node, name) for name in own if hasattr(node, name)}
+    for name in before:
+        setattr(node, name, own[name])
+    try:
+        yield
+    finally:
+        for name, usual in before.items():
+            setattr(node, name, usual)
+
+
+def _no_dashboard(node: Any, *_: Any, **__: Any) -> None:
+    node._webui_url = ""
 
 
 @contextmanager

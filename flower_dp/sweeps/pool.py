@@ -1,6 +1,7 @@
 """A sweep's runs as Ray tasks: as many at once as the machine has cores and memory for, each on workers that stay warm."""
 
 import fcntl
+import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import psutil
 
 from flower_dp.core.environment import RESUMED
 from flower_dp.running import preflight
-from flower_dp.running.flower_log import last_lines
+from flower_dp.running.flower_log import of_a_dead_process
 from flower_dp.running.launched import Launched
 from flower_dp.running.preflight import default_workers
 from flower_dp.running.run_folder import LOG
@@ -108,6 +109,7 @@ class Pool:
         self._ray: Any = None
 
     def __enter__(self) -> Self:
+        importlib.import_module("ray")  # in one thread: two would wait for each other
         num_cpus = max(default_workers(), self.count * self._one.workers)
         # What workers write before and between runs is nobody's: choices are made in private.
         self._starts = self._threads.submit(start_ray, num_cpus, to_screen=False)
@@ -177,8 +179,8 @@ class Pool:
             outcome = Outcome(status="failed", details=str(error).strip().splitlines()[-1])
         except self._ray.exceptions.RayError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            why = [last_lines(log)] if isinstance(error, self._ray.exceptions.WorkerCrashedError) else lines[:2]
-            outcome = Outcome(status="lost", details="\n".join(["the process that ran the app ended before the run did", *why]))
+            crashed = isinstance(error, self._ray.exceptions.WorkerCrashedError)
+            outcome = Outcome(status="lost", details=of_a_dead_process(log) if crashed else " ".join(lines[:2]))
         seconds = time.monotonic() - made.began
         return Ended(run=made.run, status=outcome.status, details=outcome.details, seconds=seconds), whole
 

@@ -681,13 +681,11 @@ def test_the_end_says_how_many_warnings_are_in_the_log(foreign, tmp_path, call, 
 
 
 def test_a_run_whose_process_has_died_is_told_from_its_folder(tmp_path, capsys):
-    (tmp_path / "flower.log").write_text("INFO : Starting\nFatal Python error: Segmentation fault\n")
+    (tmp_path / "flower.log").write_text("INFO : Starting\nTraceback (most recent call last)\n  a\nOSError: full\n")
     (tmp_path / "statement.txt").write_text("said")
     assert runs.tell_died(str(tmp_path), 0) == 1
     err = capsys.readouterr().err
-    assert err.startswith(
-        "error: the run failed: the process that ran the app ended before the run did\nINFO : Starting\nFatal Python error: "
-    )
+    assert err.startswith("error: the run failed: the process that ran the app ended before the run did\nOSError: full\n")
     assert f"Flower's log is {tmp_path}/flower.log\nWhat it released before is in {tmp_path}/statement.txt\n" in err
     assert runs.tell_died(str(tmp_path), signal.SIGINT) == 130
     assert f"error: interrupted by SIGINT; nothing is left running; its folder is {tmp_path}\nWhat it" in capsys.readouterr().err

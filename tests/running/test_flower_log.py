@@ -59,16 +59,17 @@ ERROR : Exit Code: 700
 @pytest.mark.parametrize(
     ("log", "why"),
     [
-        (TRACE.format(error="ValueError: no data"), "ValueError: no data"),
-        ("a\n\nb\nc\n d\n", "b\nc\nd"),
-        ("\x1b[31mKilled\x1b[0m\n", "Killed"),
-        ("", "its log is empty"),
+        (TRACE.format(error="ValueError: no data"), "\nValueError: no data"),
+        (TRACE.format(error="\x1b[31mKeyError\x1b[0m"), "\nKeyError"),
+        ("a\n\nb: c\n d\n", ""),
+        ("", ""),
     ],
 )
 def test_how_the_log_of_a_process_ends_that_has_died(tmp_path, log, why):
     (tmp_path / "flower.log").write_text(log)
-    assert flower_log.last_lines(tmp_path / "flower.log") == why
-    assert flower_log.last_lines(tmp_path / "nowhere") == "its log is empty"
+    told = "the process that ran the app ended before the run did"
+    assert flower_log.of_a_dead_process(tmp_path / "flower.log") == told + why
+    assert flower_log.of_a_dead_process(tmp_path / "nowhere") == told
 
 
 @pytest.mark.parametrize(
