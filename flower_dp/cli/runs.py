@@ -74,6 +74,7 @@ def run(
             refuse(f"{min(given)}: a run that goes on keeps its app, settings, folder, SuperNodes and GPUs")
         _go_on(resume, workers, ray_address)
         return
+    _start_ray(workers, ray_address)
     from flower_dp.running import apps, launched, preflight, run_folder
 
     try:
@@ -111,6 +112,17 @@ def run(
         except OSError as error:
             refuse(f"--output-dir={folder}: can't be written: {error.strerror}; take another folder")
         _launch(begun, folder, check=lambda: preflight.check_settings(what))
+
+
+def _start_ray(workers: int | None, ray_address: str) -> None:
+    """Let Ray start while this process finds out what it runs, and imports it; a guard ends it if that is refused."""
+    from flower_dp.running.guard import ray_folder
+    from flower_dp.running.preflight import default_workers
+
+    if (folder := ray_folder()) is not None and not ray_address and importlib.util.find_spec("ray") is not None:
+        from flower_dp.simulation.workers import start_meanwhile
+
+        start_meanwhile(workers or default_workers(), folder)
 
 
 def _given(**arguments: str) -> set[str]:

@@ -74,7 +74,7 @@ def attempt(
         except (SettingsError, _RefusedError) as error:  # before anything was spent
             return Outcome(status="refused", details=str(error))
         except KeyboardInterrupt as error:
-            return Outcome(status="interrupted", details=str(error), signum=getattr(error, "signum", 0))
+            return Outcome(status="interrupted", details=first_line(error), signum=getattr(error, "signum", 0))
         except Stated:
             return Outcome(status="completed")
         except BaseException as error:  # an app may end the process

@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,17 @@ def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None
         _ours = folder
         atexit.register(stop_ray)
         return ray
+
+
+def start_meanwhile(num_cpus: int, folder: Path) -> None:
+    """Begin to start Ray in a thread, as `start_ray`, which then waits for it. If it does not start, `start_ray` says why."""
+    importlib.import_module("ray")  # in one thread: two would wait for each other
+
+    def start() -> None:
+        with suppress(Exception):
+            start_ray(num_cpus, folder)
+
+    threading.Thread(target=start, daemon=True).start()
 
 
 @contextmanager
