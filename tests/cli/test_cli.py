@@ -388,29 +388,6 @@ def test_a_relative_ledger_is_where_the_command_is(checkout):
     assert apps.resolve(None, ["server-ledger=a.sqlite"]).overrides["server-ledger"] == str(here / "a.sqlite")
 
 
-def test_a_checkout_is_bundled_without_what_is_not_the_apps(checkout):
-    """`flwr run` looks at every file of the folder it gets: a virtual environment has thousands."""
-    text = PYPROJECT.replace(
-        "[tool.flwr.app.config]",
-        '[tool.flwr.app]\nfab-include = ["apps/**/*.toml", "flower_dp/**/*.py"]\n\n[tool.flwr.app.config]',
-    )
-    (checkout / "pyproject.toml").write_text(text)
-    for name in ("flower_dp/core/a.py", "flower_dp/notes.txt", ".venv/lib/b.py", "results/run/c.toml"):
-        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-        (checkout / name).write_text("")
-    with apps.unpacked(apps.own_app()) as folder:
-        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-        assert (folder / "pyproject.toml").read_text() == text
-    presets = {f"apps/presets/{name}.toml" for name in ("quick", "odd", "wrong", "broken")}
-    assert found == {"pyproject.toml", "flower_dp/core/a.py", *presets}
-    assert not folder.exists()
-
-
-def test_another_app_is_bundled_where_it_is():
-    with apps.unpacked(apps.resolve(str(TINY), []).app) as folder:
-        assert folder == TINY
-
-
 def test_a_folder_is_an_app(checkout):
     target = apps.resolve(str(TINY), ["greeting=a=b c"])
     assert (target.app.folder, target.name, target.overrides) == (TINY, "tiny", {"greeting": "a=b c"})
