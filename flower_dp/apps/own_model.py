@@ -27,6 +27,7 @@ from flower_dp.clients.training.devices import default_device
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.records import OnDevice
 from flower_dp.running.apps import own_app
+from flower_dp.running.modules import BUILT
 from flower_dp.running.recorded import record_run
 from flower_dp.strategies import DPStrategy
 from flower_dp.strategies.journal import OnRound
@@ -148,6 +149,7 @@ def app(
     given = _Functions(model=model_fn, data=data_fn, evaluate=evaluate_fn)
     given.check()
     server = ServerApp()
+    BUILT.add(server)
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:

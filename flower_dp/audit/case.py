@@ -14,12 +14,12 @@ from flwr.clientapp import ClientApp
 
 from flower_dp import wire
 from flower_dp.audit import worst_case
-from flower_dp.audit.grid import AuditGrid, Sent
 from flower_dp.clients import client_app, model_arrays
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.core import checks, compression
 from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.simulation.local_grid import LocalGrid, Sent
 from flower_dp.strategies import DPStrategy
 from flower_dp.wire import Indicator
 
@@ -110,7 +110,7 @@ class Trials:
         if self.strategy.seeded_noise:
             raise ValueError(f"{case.label}: its noise comes from a fixed seed, and all trials would be one")
         self._now.pushes = case.present
-        self._grid = AuditGrid(self._app(case.client), len(case.present))
+        self._grid = LocalGrid(self._app(case.client), len(case.present))
         self._arrays = model_arrays(worst_case.model())
         self.strategy.plan(case.num_rounds)
         self.strategy.rules.open(tuple(f"c{place}" for place in range(len(case.present))))

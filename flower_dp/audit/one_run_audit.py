@@ -8,7 +8,6 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from flower_dp import wire
-from flower_dp.audit.grid import AuditGrid
 from flower_dp.audit.one_run import OneRunAudit, coins
 from flower_dp.audit.one_run_clients import CanaryClient, ClientCanaries
 from flower_dp.audit.one_run_records import RecordScores, Replies, planted
@@ -18,6 +17,7 @@ from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.methods import METHODS
 from flower_dp.running.apps import own_module
 from flower_dp.running.values import Value
+from flower_dp.simulation.local_grid import LocalGrid
 from flower_dp.strategies import DPStrategy
 
 _MODELS = "the initial model and the model of every round; it knows all other clients' data"
@@ -76,7 +76,7 @@ def _clients(
     def watch(server_round: int, arrays: ArrayRecord) -> None:
         models.append(wire.Model.of(arrays).vector)
 
-    grid = AuditGrid(client_app(lambda context: client), 1)
+    grid = LocalGrid(client_app(lambda context: client), 1)
     strategy.start(grid, model_arrays(model), num_rounds=run.settings.num_rounds, evaluate_fn=watch)
     cohort = rules.release.expected_cohort
 
@@ -102,7 +102,7 @@ def _records(
         run.client(run.model(), {name: canaries[name].records if name in canaries else records}, lambda: sizes)
         for name, records in clients.items()
     ]
-    grid = AuditGrid(client_app(lambda context: hosts[int(context.node_config["partition-id"])]), len(hosts))
+    grid = LocalGrid(client_app(lambda context: hosts[int(context.node_config["partition-id"])]), len(hosts))
     model, recipe = FlatModel(run.model()), hosts[0].recipe
     replies = Replies(
         names=dict(zip(grid.get_node_ids(), clients, strict=True)),

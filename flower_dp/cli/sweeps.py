@@ -46,7 +46,7 @@ def sweep(
     Exit status: 0 all runs ended, 1 a run failed, 2 bad options or settings, 130 interrupted.
     """
     from flower_dp.running.signals import Interrupted
-    from flower_dp.running.superlink import LaunchError
+    from flower_dp.sweeps.pool import LaunchError
     from flower_dp.sweeps.results import TABLE
     from flower_dp.sweeps.sweep import Sweep
 
@@ -99,8 +99,8 @@ def _folder(path: Path | None) -> "SweepFolder":
 
 def _show_commands(file: Path, folder: "SweepFolder | None", *, private_selection: bool) -> None:
     """Show the command of each run, unless something would be refused."""
-    from flower_dp.running.superlink import LaunchError
     from flower_dp.sweeps import plan
+    from flower_dp.sweeps.pool import LaunchError
     from flower_dp.sweeps.private_choice import PrivateSweep
     from flower_dp.sweeps.sweep import Sweep
 

@@ -1,31 +1,26 @@
 """The Flower app that `flower-dp run` runs, its settings, and the presets that change them."""
 
-import contextlib
 import difflib
 import importlib
-import io
-import shutil
-import tempfile
 import tomllib
-import warnings
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from flower_dp.core import checks
-from flower_dp.running import values
-from flower_dp.running.built import is_built
+from flower_dp.running import modules, values
+from flower_dp.running.modules import InFolder
 from flower_dp.running.values import Value
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The folder of the app's pyproject.toml in an installed wheel; a checkout has none here.
 _INSTALLED = _PACKAGE / "_app"
 _PRESETS = ("flower_dp", "apps", "presets")
+# The module that makes an app from functions that the run-config names.
+_FROM_CONFIG = "flower_dp.from_config"
 
 # Settings of a method's table in whose place its `epsilon` stands.
 _OF_NOISE = ("noise-multiplier", "target-epsilon", "paper-epsilon")
@@ -60,8 +55,34 @@ class App:
 
     @property
     def built(self) -> bool:
-        """Whether `flower_dp.app` makes it, so that it has all settings of flower-dp's own app."""
-        return is_built(self.folder, self.server)
+        """Whether `flower_dp.app` makes it, so that it has all settings of flower-dp's own app; its modules are imported."""
+        if self.own or not self.server:
+            return False
+        return self.server.partition(":")[0] == _FROM_CONFIG or modules.is_built(self.components[1])
+
+    @property
+    def components(self) -> tuple[InFolder, InFolder]:
+        """What loads its ClientApp and ServerApp from its folder."""
+        folder = str(self.folder)
+        return (
+            InFolder(folder=folder, key="clientapp", reference=self.client, type_name="ClientApp"),
+            InFolder(folder=folder, key="serverapp", reference=self.server, type_name="ServerApp"),
+        )
+
+    def client_app(self, *, away: bool = False) -> Callable[[], Any]:
+        """Return what loads its ClientApp in a worker: from its folder, or on a cluster from what every machine has."""
+        if self.own:
+            return own_client_app
+        return replace(self.components[0], folder=".") if away else self.components[0]
+
+    def server_app(self) -> Any:
+        """Return its ServerApp.
+
+        Raises:
+            ValueError: as `InFolder`.
+            Exception: what its modules raise.
+        """
+        return own_module("server_app").app if self.own else modules.served(self.components[1])
 
     def settings(self) -> dict[str, Value]:
         """Return every setting that the app takes, with its default."""
@@ -232,50 +253,9 @@ def own_module(name: str) -> ModuleType:
     return importlib.import_module(f"flower_dp.apps.{name}")
 
 
-@contextlib.contextmanager
-def unpacked(app: App, overrides: Mapping[str, Value] | None = None) -> Iterator[Path]:
-    """Yield the folder from which `flwr run` can bundle an app.
-
-    The files of flower-dp's own app are copied to a temporary folder, with the library: an installed package holds the two in
-    different places, and in a checkout `flwr run` would examine every file, those of a virtual environment among them. Another
-    app is copied if some overrides are not in its pyproject.toml: Flower passes on no others, so the copy has them there.
-    """
-    new = {key: value for key, value in (overrides or {}).items() if key not in app.defaults}
-    if not app.own and not new:
-        yield app.folder
-        return
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-        folder = Path(temporary) / "flower-dp"  # Flower takes no folder with an underscore in its name
-        if app.own:
-            _copy_own(app, folder)
-        else:
-            _copy_with(new, app, folder)
-        yield folder
-
-
-def _copy_own(app: App, folder: Path) -> None:
-    bundled = _read_toml(app.folder / "pyproject.toml")["tool"]["flwr"]["app"].get("fab-include", ["**/*"])
-    for file in (file for pattern in ["pyproject.toml", *bundled] for file in app.folder.glob(pattern) if file.is_file()):
-        copy = folder / file.relative_to(app.folder)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copy)
-    if not (folder / _PACKAGE.name).exists():
-        shutil.copytree(_PACKAGE, folder / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", _INSTALLED.name))
-
-
-def _copy_with(new: Mapping[str, Value], app: App, folder: Path) -> None:
-    """Copy what Flower bundles of an app, with further settings in its pyproject.toml."""
-    import tomli_w  # noqa: PLC0415 - of the command line's extra
-    from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415 - half a second
-
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of a package that Flower uses
-        content = build_fab_from_disk(app.folder)
-    with zipfile.ZipFile(io.BytesIO(content)) as bundle:
-        bundle.extractall(folder)
-    file = folder / "pyproject.toml"
-    project = deepcopy(_read_toml(file))
-    project["tool"]["flwr"]["app"].setdefault("config", {}).update(new)
-    file.write_text(tomli_w.dumps(project), encoding="utf-8")
+def own_client_app() -> Any:
+    """Return the ClientApp of flower-dp's own app."""
+    return own_module("client_app").app
 
 
 def read_app(folder: Path) -> App | None:

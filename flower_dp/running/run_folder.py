@@ -245,6 +245,11 @@ def forget_statement(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
+def lacks_statement(folder: Path) -> bool:
+    """Return whether a run in a folder has begun, and has left no statement, as its process was killed."""
+    return not (folder / STATEMENT_JSON).exists() and any((folder / CHECKPOINT).glob("checkpoint*"))
+
+
 def is_finished(folder: Path) -> bool:
     """Return whether the run in a folder has ended by itself, and left its model."""
     said = folder / MODEL_JSON

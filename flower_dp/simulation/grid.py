@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 
 from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.core import checks
 from flower_dp.simulation.cluster import installed
-from flower_dp.simulation.identity import CLIENT_APP_CRASHED, NODE_UNAVAILABLE, SERVER_NODE, identify, numbered, run_of
+from flower_dp.simulation.identity import CLIENT_APP_CRASHED, NODE_UNAVAILABLE, numbered
+from flower_dp.simulation.local_grid import SimulatedGrid
 from flower_dp.simulation.placement import Placement
 from flower_dp.simulation.worker import FIRST_NODE, Answer, Value
 from flower_dp.simulation.workers import Workers
@@ -64,7 +64,7 @@ class _Call:
         return f"node {self.node}" + (f" (clients {listed})" if names else "")
 
 
-class RayGrid(Grid):
+class RayGrid(SimulatedGrid):
     """A Grid whose nodes run a ClientApp on Ray actors, on this machine or on those of a cluster.
 
     Every node has a context of its own, with `partition-id` and `num-partitions` in its config. Its state is here, between two
@@ -85,9 +85,11 @@ class RayGrid(Grid):
         app: the ClientApp, or a function that returns it in a worker. It travels by cloudpickle: what `__main__` or a notebook
             defines goes by value, the rest is imported by name.
         workers: the actors, which serve one grid at a time. They import the app at once, while this process goes on.
-        num_nodes: nodes 2 to num_nodes + 1; node 1 is Flower's server.
+        num_nodes: nodes 2 to num_nodes + 1; node 1 is Flower's server. None: one for each client that the strategy of the run
+            expects, as stock apps have it; in a run without such a strategy one for each worker.
         run_config: the settings that the nodes get.
         node_config: partition -> further settings of that node.
+        log_file: where workers write what they and the app log; "" for Ray's own log, which this process shows.
 
     Raises:
         FlowerVersionError: the installed Flower is not known.
@@ -102,8 +104,6 @@ class RayGrid(Grid):
         ...         return strategy.start(grid, arrays, num_rounds=3)
     """
 
-    # What a strategy may ask a grid: all nodes are there from the start, and none will come later.
-    simulated = True
     # Seconds that a worker may take for a message that is pushed; None: for ever. A strategy sets it for its first query.
     patience: float | None = None
 
@@ -112,20 +112,21 @@ class RayGrid(Grid):
         app: ClientApp | Callable[[], ClientApp],
         workers: Workers,
         *,
-        num_nodes: int,
+        num_nodes: int | None,
         run_config: Mapping[str, Value] | None = None,
         node_config: Callable[[int], Mapping[str, Value]] | None = None,
+        log_file: str = "",
     ) -> None:
         import ray  # noqa: PLC0415  (a third of a second)
 
         dumps: Callable[[Any], bytes] = ray.cloudpickle.dumps
 
-        checks.integer("num_nodes", num_nodes, at_least=1)
-        self._run = run_of(secrets.randbits(62) + 1)
-        identify(self._run.run_id, SERVER_NODE)
-        self._run_config = dict(run_config or {})
-        self._nodes = range(FIRST_NODE, FIRST_NODE + num_nodes)
-        own = {partition: dict(node_config(partition)) for partition in range(num_nodes)} if node_config else {}
+        super().__init__(secrets.randbits(62) + 1, run_config or {})
+        self._made: range | None = None
+        if num_nodes is not None:
+            checks.integer("num_nodes", num_nodes, at_least=1)
+            self._made = range(FIRST_NODE, FIRST_NODE + num_nodes)
+        own = {partition: dict(node_config(partition)) for partition in range(num_nodes or 0)} if node_config else {}
         if workers.away and any(LEDGER_PATH in config for config in own.values()):
             raise ValueError(
                 f"node_config: {LEDGER_PATH} is a file of one machine, and the nodes of a cluster move between machines"
@@ -139,6 +140,7 @@ class RayGrid(Grid):
             "folder": "" if workers.away else str(Path.cwd()),
             "path": () if workers.away else tuple(os.path.abspath(place) for place in sys.path),
             "bytecode": not sys.dont_write_bytecode,
+            "log_file": log_file,
             "versions": installed() if workers.away else {},
         }
         setup_on_machines = ray.put(dumps(setup))  # it may hold data: every machine gets it once
@@ -170,27 +172,19 @@ class RayGrid(Grid):
                 self._workers.replace(index)
             self._running.clear()
 
-    def server_context(self) -> Context:
-        """Return the context of a ServerApp that runs with this grid."""
-        config = dict(self._run_config)
-        return Context(run_id=self._run.run_id, node_id=SERVER_NODE, node_config={}, state=RecordDict(), run_config=config)
-
-    # Flower's Grid
-
-    def set_run(self, run: Any) -> None:
-        """Set the run; for Flower's own programs."""
-        self._run = run
+    def expect(self, num_clients: int) -> None:
+        """Make a node for each client that a strategy expects, unless nodes were made already."""
+        if self._made is None:
+            self._made = range(FIRST_NODE, FIRST_NODE + num_clients)
+            log.info("%d SuperNodes, one per client; --supernodes changes that", num_clients)
 
     @property
-    def run(self) -> Any:
-        """Flower's record of the run."""
-        return self._run
+    def _nodes(self) -> range:
+        if self._made is None:
+            self._made = range(FIRST_NODE, FIRST_NODE + len(self._workers.actors))
+        return self._made
 
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        """Return a new message."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+    # Flower's Grid
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes, in the order of their partitions."""
@@ -272,7 +266,7 @@ class RayGrid(Grid):
         self._placement.idle.remove(index)
         self._busy.add(call.node)
         until = math.inf if call.patience is None else time.monotonic() + call.patience + _GRACE_SECONDS
-        self._running[actor.run.remote(call.message, state, call.patience)] = index, call, until
+        self._running[actor.run.remote(call.message, state, call.patience, len(self._nodes))] = index, call, until
 
     def _advance(self, seconds: float) -> None:
         """Wait until a worker has answered, or another thread has seen to that, for so many seconds at most."""

@@ -231,7 +231,7 @@ def test_functions_may_stand_in_the_run_config(tmp_path, folder):
         "os:kill",
         "posix:_exit",
         "builtins:print",
-        "flower_dp.running.launch:launch",
+        "flower_dp.simulation.attempt:attempt",
         "flower_dp.apps.check:check",
         "tests.grids:LocalGrid",
         "pytest:main",

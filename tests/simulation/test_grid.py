@@ -41,6 +41,21 @@ def grid(workers):
         yield made
 
 
+def test_there_are_as_many_nodes_as_the_strategy_expects_clients(workers):
+    """Where nobody has said how many: a stock client is a node."""
+    with RayGrid(app_that(obey), workers, num_nodes=None) as grid:
+        grid.expect(3)
+        grid.expect(5)  # of a second strategy
+        assert list(grid.get_node_ids()) == [2, 3, 4]
+        (reply,) = grid.send_and_receive([to(4)])
+        assert reported(reply)["parts"] == 3
+    with RayGrid(app_that(obey), workers, num_nodes=None) as grid:
+        assert len(list(grid.get_node_ids())) == 2  # one a worker, without a strategy of this package
+    with RayGrid(app_that(obey), workers, num_nodes=4) as grid:
+        grid.expect(3)
+        assert len(list(grid.get_node_ids())) == 4
+
+
 # With torch: the same run
 
 

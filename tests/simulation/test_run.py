@@ -21,9 +21,11 @@ from flwr.serverapp import ServerApp
 
 import flower_dp
 from flower_dp.core.checks import SettingsError
-from flower_dp.core.environment import RESUME, RUN_CONFIG, RUN_FOLDER
-from flower_dp.simulation import lane, workers
+from flower_dp.core.environment import RUN_FOLDER
+from flower_dp.running.launched import Launched
 from flower_dp.simulation import run as simulation
+from flower_dp.simulation import workers
+from flower_dp.sweeps import pool
 from tests.simulation.obedient import pair
 from tests.sweeps.conftest import APP, MODULE
 from tests.torch_free import module
@@ -141,28 +143,31 @@ def test_a_folder_that_changes_between_two_calls(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("ray_here")
 def test_a_run_of_a_sweep(tmp_path, monkeypatch):
     """Of an app with a model of its own; tests/sweeps has the processes of a whole sweep."""
+    before = sys.dont_write_bytecode
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "pyproject.toml").write_text(APP)
     (tmp_path / "app" / "my_app.py").write_text(MODULE)
     (tmp_path / "run").mkdir()
-    for name in (RUN_FOLDER, RUN_CONFIG, RESUME):
-        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     for handler in logging.getLogger("flwr").handlers:  # as in a process of its own, where pytest captures nothing
         monkeypatch.setattr(handler, "stream", sys.__stderr__)
-    order = lane.Order(
+    begun = Launched(
         app=str(tmp_path / "app"),
+        name="mine",
         overrides={"num-rounds": 2, "learning-rate": 0.2, "seed": 5},
-        num_nodes=1,
-        folder=str(tmp_path / "run"),
-        resume="",
-        outcome="",
+        workers=1,
+        supernodes=1,
+        gpus_per_worker=0.0,
     )
-    made = lane._made(order, simulation.warm_workers(cpus=1.0, gpus=0.0, at_most=1))
+    (tmp_path / "lock").touch()
+    warm = simulation.warm_workers(cpus=1.0, gpus=0.0, at_most=1)
+    outcome, whole = pool._make(begun, tmp_path / "run", "", warm, tmp_path / "lock")
     log = (tmp_path / "run" / "flower.log").read_text()
-    assert made == ("completed", ""), log
+    assert (outcome.status, outcome.details, whole) == ("completed", "", True), log
     assert "[ROUND 2/2]" in log
+    assert (Path.cwd(), sys.dont_write_bytecode, RUN_FOLDER in os.environ) == (tmp_path, before, False)
+    assert not list((tmp_path / "app").glob("__pycache__"))
     config = tomllib.loads((tmp_path / "run" / "run-config.toml").read_text())
     assert (config["learning-rate"], config["seed"], config["num-clients"]) == (0.2, 5, 20)
     assert json.loads((tmp_path / "run" / "statement.json").read_text())["num_rounds"] == 2
@@ -355,7 +360,7 @@ def test_an_interrupted_script_leaves_no_process(tmp_path):
     started = watched(process, tmp_path, "round 3/2000")
     names = " ".join(" ".join(one.cmdline()) for one in started)
     assert "raylet" in names
-    assert not re.search(r"dashboard/\w+\.py|DashboardAgent|autoscaler", names)
+    assert not re.search(r"dashboard/dashboard\.py|autoscaler", names)
     rooms = set(re.findall(r"/[^ =]*/flower-dp-[^/ ]+", names))
     assert len(rooms) == 1
     process.send_signal(signal.SIGINT)

@@ -11,7 +11,7 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from flower_dp.simulation import modules
+from flower_dp.running import modules
 from flower_dp.simulation import worker as worker_module
 from flower_dp.simulation.identity import SERVER_NODE, identify, numbered
 from flower_dp.simulation.worker import Worker
@@ -244,5 +244,5 @@ def test_a_worker_imports_no_more_than_the_app_uses():
     found = set(found)
     assert "flower_dp.apps.records" in found
     heavy = {"datasets", "flwr_datasets", "pandas", "pyarrow", "sklearn", "matplotlib", "seaborn", "opacus", "ray", "psutil"}
-    own = {"flower_dp.audit", "flower_dp.cli", "flower_dp.reporting", "flower_dp.running.launch", "flower_dp.running.plot"}
+    own = {"flower_dp.audit", "flower_dp.cli", "flower_dp.reporting", "flower_dp.simulation.attempt", "flower_dp.running.plot"}
     assert not (heavy | own | {"flwr.cli", "torch._dynamo", "torch._inductor"}) & found

@@ -139,6 +139,8 @@ class ClientManager:
         out does not count.
         """
         simulation = is_simulation(grid)
+        if callable(expect := getattr(grid, "expect", None)):  # a simulation that makes as many nodes
+            expect(self._num_clients)
         # In a simulation all nodes are the user's own.
         most_names = self._most_per_node or (2**19 if simulation else self._most_clients)
         deadline, seen, settled, enough = time.monotonic() + self._timeout, -1, 0.0, math.inf

@@ -1,19 +1,24 @@
-"""Modules of an app: loaded from its folder, and again after they have changed. A worker outlives the run that imported them."""
+"""Modules of an app: loaded from its folder, and again once they have changed. A process may outlive a run that imported them."""
 
+import contextlib
 import importlib
 import operator
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import flower_dp
-from flower_dp.running.apps import App, own_module
 
 _PACKAGE = str(Path(flower_dp.__file__).resolve().parent)
+# The ServerApps that `flower_dp.app` has made.
+BUILT: WeakSet[Any] = WeakSet()
+# The ServerApp that was loaded last, with what loaded it; its modules are there as long as it is.
+_served: dict[tuple["InFolder", int], Any] = {}
 # When `forget_changed` was called last, in nanoseconds since 1970.
 _looked = time.time_ns()
 
@@ -33,6 +38,12 @@ class InFolder:
     key: str
     reference: str
     type_name: str
+
+    @property
+    def changed(self) -> int:
+        """When the module's file has changed, in nanoseconds since 1970; 0 without one."""
+        module = Path(self.folder).joinpath(*self.reference.partition(":")[0].split("."))
+        return max(map(_changed, (str(module.with_suffix(".py")), str(module / "__init__.py"))))
 
     def __call__(self) -> Any:
         """Return it."""
@@ -57,25 +68,39 @@ class InFolder:
         return found
 
 
-def client_of(app: App, *, away: bool) -> Callable[[], Any]:
-    """Return what loads an app's ClientApp in a worker: from the app's folder, or on a cluster from what every machine has."""
-    if not away:
-        return components(app)[0]
-    return own_client_app if app.own else replace(components(app)[0], folder=".")
+def served(place: InFolder) -> Any:
+    """Return an app's ServerApp, loaded once, until its folder is forgotten or another one is loaded. Nothing is compiled there.
+
+    Raises:
+        ValueError: as `InFolder`.
+        Exception: what the app's modules raise.
+    """
+    key = place, place.changed
+    if key not in _served:
+        for other, _ in list(_served):
+            forget(other.folder)
+        before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # somebody else's folder stays as it is
+        try:
+            _served[key] = place()
+        except BaseException:
+            forget(place.folder)
+            raise
+        finally:
+            sys.dont_write_bytecode = before
+    return _served[key]
 
 
-def components(app: App) -> tuple[InFolder, InFolder]:
-    """Return what loads an app's ClientApp and ServerApp."""
-    folder = str(app.folder)
-    return (
-        InFolder(folder=folder, key="clientapp", reference=app.client, type_name="ClientApp"),
-        InFolder(folder=folder, key="serverapp", reference=app.server, type_name="ServerApp"),
-    )
+def is_built(place: InFolder) -> bool:
+    """Return whether `flower_dp.app` has made a ServerApp; not of one that can't be loaded, as who runs it will see."""
+    return _is_built(place, place.changed)
 
 
-def own_client_app() -> Any:
-    """Return the ClientApp of flower-dp's own app."""
-    return own_module("client_app").app
+# A sweep asks for each of its runs.
+@lru_cache(maxsize=64)
+def _is_built(place: InFolder, changed: int) -> bool:
+    with suppress(Exception, SystemExit), contextlib.chdir(place.folder), contextlib.redirect_stdout(sys.stderr):
+        return served(place) in BUILT
+    return False
 
 
 def forget(folder: str) -> None:
@@ -83,6 +108,8 @@ def forget(folder: str) -> None:
 
     A virtual environment in the folder stays: most packages can't be imported twice.
     """
+    for key in [one for one in _served if one[0].folder == folder]:
+        del _served[key]
     place = str(Path(folder).resolve()) + "/"
     for name, file in _own_files():
         if file.startswith(place):

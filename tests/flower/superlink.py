@@ -1,8 +1,7 @@
-"""A private SuperLink, the programs that connect to it, and their environment."""
+"""Plain `flwr run` of an app: a private SuperLink, the programs that connect to it, and their environment."""
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -11,15 +10,16 @@ import sysconfig
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
 
-from flower_dp.core.environment import OBSERVERS, RESUME, RUN_CONFIG, RUN_FOLDER
 from flower_dp.running import ray_settings
-from flower_dp.running.processes import POLL_SECONDS, Programs
+from flower_dp.running.flower_log import plain
+from tests.flower.processes import POLL_SECONDS, Programs
 
 CONNECTION = "flower-dp"
 _START_SECONDS = 120.0
@@ -27,6 +27,15 @@ _START_SECONDS = 120.0
 
 class LaunchError(RuntimeError):
     """Flower could not be started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A run that has ended: Flower's status and details, and what `flwr run` has shown."""
+
+    status: str
+    details: str
+    log: str
 
 
 class SuperLink:
@@ -120,45 +129,35 @@ class SuperLink:
         return plain(self._log.read_text(encoding="utf-8", errors="replace"))
 
 
-def programs(
-    private_folder: Path,
-    check: Callable[[], None],
-    *,
-    run_folder: Path,
-    config: Mapping[str, Any],
-    working_dir: Path | None = None,
-    ray_address: str = "",
-    resume: str = "",
-) -> Programs:
-    """Return the programs of one run, whose FLWR_HOME is `private_folder / "home"`.
+def flwr_run(app: Path, place: Path, overrides: dict[str, Any], *, num_supernodes: int, environment: dict[str, str]) -> Ended:
+    """Run an app with `flwr run --stream` on a SuperLink of its own, and leave no process.
 
     Args:
-        private_folder: an empty folder that nothing else uses.
-        check: called while waiting; it raises an error to give up.
-        run_folder: the folder that `RunFolder.create` uses in the app.
-        config: the run's settings, for the folder of an app that does not write them itself.
-        working_dir: the working directory of all programs; None for an empty one, from which nothing can be imported.
-        ray_address: the Ray cluster that Flower's engine joins; "" for none.
-        resume: see `launch`.
+        app: the app's folder.
+        place: an empty folder that nothing else uses, with a short name: Ray puts sockets there.
+        overrides: run-config values.
+        num_supernodes: to simulate.
+        environment: further variables of all programs.
     """
-    home, place = private_folder / "home", working_dir or private_folder / "empty"
+    home, empty = place / "home", place / "empty"
     home.mkdir()
-    place.mkdir(exist_ok=True)
-    environment = _environment(private_folder, home, ray_address) | {
-        RUN_FOLDER: str(run_folder),
-        RUN_CONFIG: json.dumps(dict(config)),
-        OBSERVERS: "flower_dp.running.recorded:launched",
-        RESUME: resume,
-    }
-    return Programs(("FLWR_HOME", str(home)), environment=environment, working_dir=place, check=check)
+    empty.mkdir()
+    log = place / "flwr.log"
+    variables = _environment(place, home) | environment
+    programs = Programs(("FLWR_HOME", str(home)), environment=variables, working_dir=empty, check=lambda: None)
+    with SuperLink(place, lambda: None, programs=programs) as superlink:
+        config = place / "overrides.toml"
+        config.write_text(tomli_w.dumps(overrides), encoding="utf-8")
+        nodes = f"num-supernodes={num_supernodes} client-resources-num-cpus=1"
+        with log.open("wb") as output:
+            words = ["run", str(app), CONNECTION, "--stream", "-c", str(config), "--federation-config", nodes]
+            client = superlink.start("flwr", words, output)
+            superlink.wait(client, lambda: None)
+        status, details = superlink.status(client.returncode, lambda: None)
+    return Ended(status=status, details=details, log=plain(log.read_text(encoding="utf-8", errors="replace")))
 
 
-def plain(text: str) -> str:
-    """Return a text without terminal colours."""
-    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
-
-
-def _environment(private_folder: Path, home: Path, ray_address: str = "") -> dict[str, str]:
+def _environment(private_folder: Path, home: Path) -> dict[str, str]:
     """Return the environment of Flower's programs: that of this process, with settings that isolate Flower and Ray."""
     environment = dict(os.environ)
     for name in ("RAY_ADDRESS", "FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API", "FLWR_DATABASE"):
@@ -172,7 +171,7 @@ def _environment(private_folder: Path, home: Path, ray_address: str = "") -> dic
         "RAY_TMPDIR": str(private_folder),
         "PYTHONUNBUFFERED": "1",
     }
-    environment |= {"RAY_ADDRESS": ray_address} if ray_address else ray_settings.ALONE
+    environment |= ray_settings.ALONE
     environment["PATH"] = os.pathsep.join([*_program_folders(), environment.get("PATH", os.defpath)])
     for name in ("NO_PROXY", "no_proxy"):
         environment[name] = ",".join(filter(None, [environment.get(name), "127.0.0.1", "localhost"]))

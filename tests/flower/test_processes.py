@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from flower_dp.running.processes import Programs
+from tests.flower.processes import Programs
 
 # Tells that it hears SIGTERM, and does not end by it.
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True)); print('ready', flush=True); time.sleep(600)"

@@ -1,6 +1,6 @@
 """A Grid in this process that calls a ClientApp at once, one node after another, and keeps what was sent back."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from flower_dp import wire
-from flower_dp.simulation.identity import CLIENT_APP_RAISED, identify, numbered, run_of
-
-_RUN, _SERVER = 1, 1
+from flower_dp.simulation.identity import CLIENT_APP_RAISED, SERVER_NODE, identify, numbered, run_of
+from flower_dp.simulation.worker import FIRST_NODE, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,43 +21,30 @@ class Sent:
     reply: Message
 
 
-class AuditGrid(Grid):
-    """Nodes 2, 3, ..., each with a context of its own; what they send are Flower's own messages.
+class SimulatedGrid(Grid):
+    """What simulations share of Flower's Grid: one run, whose nodes are all there from the start.
 
     From here on messages that this process makes are of this run.
 
-    Attributes:
-        silent: nodes whose replies to training never arrive.
-        exchanged: the messages of training and their replies, the last of each node.
-
     Args:
-        app: the ClientApp of all nodes.
-        num_nodes: how many there are.
+        run_id: the run.
+        run_config: its settings.
     """
 
+    # What a strategy may ask a grid: all nodes are there from the start, and none will come later.
     simulated = True
 
-    def __init__(self, app: ClientApp, num_nodes: int) -> None:
-        identify(_RUN, _SERVER)
-        self._app, self._run, self._waiting = app, run_of(_RUN), list[Message]()
-        self._contexts = {
-            node: Context(
-                run_id=_RUN,
-                node_id=node,
-                node_config={"partition-id": node - 2, "num-partitions": num_nodes},
-                state=RecordDict(),
-                run_config={},
-            )
-            for node in range(2, num_nodes + 2)
-        }
-        self.silent: frozenset[int] = frozenset()
-        self.exchanged: dict[int, Sent] = {}
+    def __init__(self, run_id: int, run_config: Mapping[str, Value]) -> None:
+        identify(run_id, SERVER_NODE)
+        self._run, self._run_config = run_of(run_id), dict(run_config)
 
-    def forget(self) -> None:
-        """Give every node an empty state, as in a new run."""
-        for context in self._contexts.values():
-            context.state = RecordDict()
-        self.exchanged.clear()
+    def server_context(self) -> Context:
+        """Return the context of a ServerApp that runs with this grid."""
+        config = dict(self._run_config)
+        return Context(run_id=self._run.run_id, node_id=SERVER_NODE, node_config={}, state=RecordDict(), run_config=config)
+
+    def close(self) -> None:
+        """End what is still at work."""
 
     def set_run(self, run: Any) -> None:
         """Set the run; for Flower's own programs."""
@@ -74,6 +60,42 @@ class AuditGrid(Grid):
     ) -> Message:
         """Return a new message."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+
+class LocalGrid(SimulatedGrid):
+    """Nodes 2, 3, ..., each with a context of its own; what they send are Flower's own messages.
+
+    Attributes:
+        silent: nodes whose replies to training never arrive.
+        exchanged: the messages of training and their replies, the last of each node.
+
+    Args:
+        app: the ClientApp of all nodes.
+        num_nodes: how many there are. Without any, as where a statement is made from a run folder, nothing is sent.
+        run_config: the settings that the ServerApp and the nodes get.
+    """
+
+    def __init__(self, app: ClientApp, num_nodes: int, run_config: Mapping[str, Value] | None = None) -> None:
+        super().__init__(1, run_config or {})
+        self._app, self._waiting = app, list[Message]()
+        self._contexts = {
+            FIRST_NODE + part: Context(
+                run_id=1,
+                node_id=FIRST_NODE + part,
+                node_config={"partition-id": part, "num-partitions": num_nodes},
+                state=RecordDict(),
+                run_config=dict(self._run_config),
+            )
+            for part in range(num_nodes)
+        }
+        self.silent: frozenset[int] = frozenset()
+        self.exchanged: dict[int, Sent] = {}
+
+    def forget(self) -> None:
+        """Give every node an empty state, as in a new run."""
+        for context in self._contexts.values():
+            context.state = RecordDict()
+        self.exchanged.clear()
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes, in the order of their partitions."""
