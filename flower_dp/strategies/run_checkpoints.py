@@ -200,19 +200,23 @@ class RunCheckpoints:
                 which = f"round {first} was" if first == last else f"rounds {first} to {last} were"
                 run.note(incidents=(*run.record.incidents, f"{what}{which} charged and not finished"))
 
-    def go_back(self) -> None:
-        """Go back to the last round with a reply. What was charged since stays charged, and its noise is in no model."""
+    def go_back(self, *, evaluates: bool) -> None:
+        """Go back to the last round with a reply. What was charged since stays charged, and its noise is in no model.
+
+        Args:
+            evaluates: whether private evaluations go on; those that have ended stay so, as the statement says.
+        """
         if self._answered is None:
             return
         charges, self._charges, self._unanswered = [*self._unanswered, *self._charges], [], []
-        before = self._answered.state
+        before, state = self._answered.state, self._run.state
         self._run.state = replace(
-            self._run.state,
+            state,
             rounds=before.rounds,
             model=before.model,
             method=before.method,
             optimizer=before.optimizer,
-            unanswered_evaluations=before.unanswered_evaluations,
+            unanswered_evaluations=(before if evaluates else state).unanswered_evaluations,
         )
         self._leave(charges)
         self._last = replace(self._answered, state=self._run.state)
