@@ -209,15 +209,8 @@ class RunCheckpoints:
         if self._answered is None:
             return
         charges, self._charges, self._unanswered = [*self._unanswered, *self._charges], [], []
-        before, state = self._answered.state, self._run.state
-        self._run.state = replace(
-            state,
-            rounds=before.rounds,
-            model=before.model,
-            method=before.method,
-            optimizer=before.optimizer,
-            unanswered_evaluations=(before if evaluates else state).unanswered_evaluations,
-        )
+        names = ("rounds", "model", "method", "optimizer", *["unanswered_evaluations"] * evaluates)
+        self._run.state = replace(self._run.state, **{name: getattr(self._answered.state, name) for name in names})
         self._leave(charges)
         self._last = replace(self._answered, state=self._run.state)
 
