@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "flower_dp").rglob("*.py"))
 
 LIMITS = {
-    "flower_dp/strategies": 5609,
+    "flower_dp/strategies": 5610,
     "flower_dp/clients": 5123,
     "flower_dp/privacy": 2934,
     "flower_dp/apps": 2356,
