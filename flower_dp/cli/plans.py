@@ -82,7 +82,7 @@ def _estimates(
         ValueError: naming the invalid option, setting or key.
     """
     from flower_dp.core import checks
-    from flower_dp.planning.problem import read_problem
+    from flower_dp.planning.planner import read_problem
     from flower_dp.running import apps
 
     if l2 is not None:
