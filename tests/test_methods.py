@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flower_dp.apps.methods import Run
-from flower_dp.audit.presets import case_of
+from flower_dp.audit.methods import case_of
 from flower_dp.methods import METHODS, TRAINING
 from flower_dp.planning.command import make_plan
 from flower_dp.planning.planner import ProblemError

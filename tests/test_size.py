@@ -20,14 +20,14 @@ LIMITS = {
     "flower_dp/apps": 2356,
     "flower_dp/planning": 1748,
     "flower_dp/running": 1873,
-    "flower_dp/audit": 1475,
+    "flower_dp/audit": 1328,
     "flower_dp/sweeps": 1462,
     "flower_dp/simulation": 1441,
     "flower_dp/cli": 1410,
     "flower_dp/core": 1053,
     "flower_dp/reporting": 1015,
     "flower_dp/wire": 730,
-    "flower_dp/methods": 155,
+    "flower_dp/methods": 207,
     "flower_dp": 19,
 }
 

@@ -111,7 +111,7 @@ def _cases(target: str | None, settings: list[str]) -> "list[Case]":
         ValueError: for an unknown one, or a preset without privacy.
     """
     from flower_dp.audit import CASES
-    from flower_dp.audit.presets import case_of
+    from flower_dp.audit.methods import case_of
     from flower_dp.running import apps
 
     found = [case for case in CASES.values() if target in (None, case.method, case.label)]
