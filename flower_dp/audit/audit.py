@@ -104,11 +104,7 @@ class Audit:
 
 
 def audit(
-    case: Case,
-    *,
-    trials: int = TRIALS,
-    confidence: float = CONFIDENCE,
-    progress: Callable[[int], object] = lambda done: None,
+    case: Case, *, trials: int = TRIALS, confidence: float = CONFIDENCE, progress: Callable[[int], object] = lambda done: None
 ) -> Audit:
     """Audit one case: runs on the real way from client to server, with fresh noise, and a lower bound of epsilon from them.
 

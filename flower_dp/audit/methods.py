@@ -199,12 +199,7 @@ def client_level(
 
     def strategy() -> DPStrategy:
         return make(
-            clip_norm=clip_norm,
-            noise_multiplier=noise_multiplier,
-            sampling=sampling,
-            num_clients=num_clients,
-            delta=delta,
-            **own,
+            clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, num_clients=num_clients, delta=delta, **own
         )
 
     def client(**node: Any) -> DPClient:

@@ -236,10 +236,7 @@ def plan(values: Mapping[str, object]) -> Plan:
             Row("epsilon", paper, "the paper's formula", digits_in_words(paper, 6)),
             Row("epsilon_tight", tight, with_delta, digits_in_words(tight, 6)),
         ),
-        details={
-            "bound_parts": problem.parts(rounds * tau, tau),
-            "candidates": [asdict(candidate) for candidate in candidates],
-        },
+        details={"bound_parts": problem.parts(rounds * tau, tau), "candidates": [asdict(candidate) for candidate in candidates]},
         candidates=candidates,
         reasons=tuple(_reasons(problem, candidates)),
         panels=_panels(problem, rounds, tau, best.bound),

@@ -126,7 +126,7 @@ class Problem(planner.Problem):
     def check(self) -> None:
         """Refuse a problem without a best number of rounds, or whose bound overflows."""
         if self.max_rounds is not None and self.num_rounds is not None and self.num_rounds > self.max_rounds:
-            raise BadValue("num_rounds", f"num_rounds={self.num_rounds}: must be <= max_rounds={self.max_rounds}")
+            raise checks.bad("num_rounds", self.num_rounds, f"<= max_rounds={self.max_rounds}")
         if self.mechanism == "gaussian":
             if self.num_rounds is None and self.max_rounds is None:
                 why = "the Gaussian bound has no best number of rounds: give max_rounds or num_rounds"
@@ -356,10 +356,7 @@ def _rounds_at(bound: LaplaceBound, cohorts: Floats, cap: int | None) -> Candida
     """Return the best point of these cohort sizes and whole T >= 1: U is convex in T, so T* lies next to it."""
     best = np.minimum(bound.best_num_rounds(cohorts), math.inf if cap is None else cap)
     if not np.all(best <= LONGEST):
-        raise ProblemError(
-            "max_rounds",
-            "max_rounds: missing; the noise is so small that the best number of rounds has no limit",
-        )
+        raise ProblemError("max_rounds", "max_rounds: missing; the noise is so small that the best number of rounds has no limit")
     rounds = np.maximum(np.concatenate([np.floor(best), np.ceil(best)]), 1.0)
     sizes = np.concatenate([cohorts, cohorts])
     with np.errstate(over="ignore"):
