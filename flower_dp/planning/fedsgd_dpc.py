@@ -41,23 +41,30 @@ _GAUSSIAN = ("delta", "sampling_rate", "gradient_variance", "noise_constant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaplaceBound:
-    """U(T, b) = (C1/b + C2 b T^2 + C3) / (T + gamma), Section V-B: convex in T and in b, but not jointly."""
+class Bound:
+    """U(T, b) = (C1/b + C2 b T^2 + C3) / (T + gamma) + E3.
+
+    Laplace (Section V-B): E3 = 0; convex in T and in b, but not jointly. Gaussian (Section VI-B): C2 = 0, and the paper's E1 and
+    E2 are C1 and C3; monotone in T, falling with b.
+    """
 
     shift: float
     """gamma = 2 smoothness / strong_convexity."""
     sampling_term: float
-    """C1: falls with the cohort."""
+    """C1: falls with the cohort. Gaussian: E1 = (8 G^2/mu^2) N/(N - 1); the paper prints mu_2 for mu^2."""
     noise_term: float
     """C2: grows with the cohort and with T^2."""
     fixed_term: float
-    """C3: start and heterogeneity, less the part of C1 that a full cohort does not pay."""
+    """C3: start and heterogeneity, less the part of C1 that a full cohort does not pay. Gaussian, E2: and mini-batch variance,
+    less what E3 counts too much."""
+    noise_floor: float
+    """E3: what is left as T grows."""
 
     def value(self, num_rounds: float | Floats, cohort_size: float | Floats) -> Floats:
         """Return U(T, b), elementwise."""
         rounds, cohort = np.asarray(num_rounds, dtype=np.float64), np.asarray(cohort_size, dtype=np.float64)
         total = self.sampling_term / cohort + self.noise_term * cohort * rounds**2 + self.fixed_term
-        return np.asarray(total / (rounds + self.shift))
+        return np.asarray(total / (rounds + self.shift) + self.noise_floor)
 
     def best_num_rounds(self, cohort_size: float | Floats) -> Floats:
         """Return the continuous T* = sqrt(gamma^2 + (C1/b + C3)/(C2 b)) - gamma for fixed b (eq. 6), elementwise."""
@@ -75,25 +82,6 @@ class LaplaceBound:
         if num_rounds == 0 or self.noise_term == 0:
             return float(num_clients)
         return min(max(math.sqrt(self.sampling_term / self.noise_term) / num_rounds, 1.0), float(num_clients))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GaussianBound:
-    """U(T, b) = E1/(b (T + gamma)) + E2/(T + gamma) + E3, Section VI-B: monotone in T, falling with b."""
-
-    shift: float
-    """gamma = 2 smoothness / strong_convexity."""
-    sampling_term: float
-    """E1 = (8 G^2/mu^2) N/(N - 1); the paper prints mu_2 for mu^2."""
-    fixed_term: float
-    """E2: start, heterogeneity and mini-batch variance, less what E1 and E3 count too much."""
-    noise_floor: float
-    """E3: what is left as T grows."""
-
-    def value(self, num_rounds: float | Floats, cohort_size: float | Floats) -> Floats:
-        """Return U(T, b), elementwise."""
-        rounds, cohort = np.asarray(num_rounds, dtype=np.float64), np.asarray(cohort_size, dtype=np.float64)
-        return np.asarray((self.sampling_term / cohort + self.fixed_term) / (rounds + self.shift) + self.noise_floor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,20 +139,17 @@ class Problem(planner.Problem):
         """The gamma of Theorem 3: 2 lambda / mu."""
         return 2 * self.smoothness / self.strong_convexity
 
-    def bound(self) -> LaplaceBound | GaussianBound:
+    def bound(self) -> Bound:
         """Return the bound U(T, b) with its constants gathered as in Section V-B or VI-B."""
-        start, heterogeneity, spread = self._start(), self._heterogeneity(), self._spread()
-        sampling, n = spread * self.num_clients / (self.num_clients - 1), self.num_clients
-        if self.mechanism == "laplace":
-            return LaplaceBound(
-                shift=self.shift,
-                sampling_term=sampling,
-                noise_term=self._noise(),
-                fixed_term=start + heterogeneity - spread / (n - 1),
-            )
-        floor = self._noise()
-        fixed = start + heterogeneity + self._batch_variance() - spread / (n - 1) - self.shift * floor
-        return GaussianBound(shift=self.shift, sampling_term=sampling, fixed_term=fixed, noise_floor=floor)
+        laplace, noise, spread, n = self.mechanism == "laplace", self._noise(), self._spread(), self.num_clients
+        fixed = self._start() + self._heterogeneity() + self._batch_variance() - spread / (n - 1)
+        return Bound(
+            shift=self.shift,
+            sampling_term=spread * n / (n - 1),
+            noise_term=noise if laplace else 0.0,
+            fixed_term=fixed if laplace else fixed - self.shift * noise,
+            noise_floor=0.0 if laplace else noise,
+        )
 
     def parts(self, num_rounds: int, cohort_size: int) -> dict[str, float]:
         """Return the named terms whose sum is the bound at (T, b), in the order of Theorems 3 and 4."""
@@ -255,7 +240,7 @@ def plan(values: Mapping[str, object]) -> Plan:
     bound = problem.bound()
     if problem.cohort_size is not None and problem.num_rounds is not None:
         candidates = [_candidate(bound, "as given", problem.cohort_size, problem.num_rounds)]
-    elif isinstance(bound, GaussianBound):
+    elif problem.mechanism == "gaussian":
         candidates = _gaussian_candidates(problem, bound)
     elif problem.num_rounds is not None:
         candidates = _cohorts_at(bound, problem.num_rounds, problem.num_clients, "fixed T")
@@ -313,18 +298,18 @@ def _continuous_optimum(candidates: list[Candidate]) -> dict[str, float | None] 
     return {"cohort_size": least.continuous_cohort_size, "num_rounds": least.continuous_num_rounds, "bound": bound}
 
 
-def _candidate(bound: LaplaceBound | GaussianBound, name: str, cohort_size: int, num_rounds: int) -> Candidate:
+def _candidate(bound: Bound, name: str, cohort_size: int, num_rounds: int) -> Candidate:
     with np.errstate(over="ignore"):
         value = float(bound.value(num_rounds, cohort_size))
     return Candidate(name=name, cohort_size=cohort_size, num_rounds=num_rounds, bound=value)
 
 
-def _with_continuous(bound: LaplaceBound, candidate: Candidate, cohort_size: float, num_rounds: float) -> Candidate:
+def _with_continuous(bound: Bound, candidate: Candidate, cohort_size: float, num_rounds: float) -> Candidate:
     value = float(bound.value(num_rounds, cohort_size))
     return replace(candidate, continuous_cohort_size=cohort_size, continuous_num_rounds=num_rounds, continuous_bound=value)
 
 
-def _gaussian_candidates(problem: Problem, bound: GaussianBound) -> list[Candidate]:
+def _gaussian_candidates(problem: Problem, bound: Bound) -> list[Candidate]:
     cohorts = [problem.num_clients, 1] if problem.cohort_size is None else [problem.cohort_size]
     rounds = problem.num_rounds or problem.max_rounds or 0
     candidates = [_candidate(bound, f"b = {cohort}, T = {rounds}", cohort, rounds) for cohort in cohorts]
@@ -334,7 +319,7 @@ def _gaussian_candidates(problem: Problem, bound: GaussianBound) -> list[Candida
     return candidates
 
 
-def _laplace_candidates(problem: Problem, bound: LaplaceBound) -> list[Candidate]:
+def _laplace_candidates(problem: Problem, bound: Bound) -> list[Candidate]:
     cap, num_clients = problem.max_rounds, problem.num_clients
     cohorts = [1, num_clients] if problem.cohort_size is None else [problem.cohort_size]
     candidates = []
@@ -352,7 +337,7 @@ def _laplace_candidates(problem: Problem, bound: LaplaceBound) -> list[Candidate
     return candidates
 
 
-def _rounds_at(bound: LaplaceBound, cohorts: Floats, cap: int | None) -> Candidate:
+def _rounds_at(bound: Bound, cohorts: Floats, cap: int | None) -> Candidate:
     """Return the best point of these cohort sizes and whole T >= 1: U is convex in T, so T* lies next to it."""
     best = np.minimum(bound.best_num_rounds(cohorts), math.inf if cap is None else cap)
     if not np.all(best <= LONGEST):
@@ -365,14 +350,14 @@ def _rounds_at(bound: LaplaceBound, cohorts: Floats, cap: int | None) -> Candida
     return _candidate(bound, _ANYWHERE, int(sizes[index]), int(rounds[index]))
 
 
-def _cohorts_at(bound: LaplaceBound, num_rounds: int, num_clients: int, name: str) -> list[Candidate]:
+def _cohorts_at(bound: Bound, num_rounds: int, num_clients: int, name: str) -> list[Candidate]:
     continuous = bound.best_cohort_size(num_rounds, num_clients)
     whole = sorted({math.floor(continuous), math.ceil(continuous)})
     points = [_candidate(bound, f"{name}, b = {cohort}", cohort, num_rounds) for cohort in whole]
     return [_with_continuous(bound, point, continuous, num_rounds) for point in points]
 
 
-def _reasons(problem: Problem, bound: LaplaceBound | GaussianBound, best: Candidate, candidates: list[Candidate]) -> list[str]:
+def _reasons(problem: Problem, bound: Bound, best: Candidate, candidates: list[Candidate]) -> list[str]:
     reasons = []
     others = [other for other in candidates if (other.cohort_size, other.num_rounds) != (best.cohort_size, best.num_rounds)]
     if others:
@@ -383,10 +368,10 @@ def _reasons(problem: Problem, bound: LaplaceBound | GaussianBound, best: Candid
         )
     if best.name == _ANYWHERE:
         reasons.append("T* at b = 1 and b = N is so far from a whole number that another cohort size does better")
-    if isinstance(bound, GaussianBound) and problem.num_rounds is None:
+    if problem.mechanism == "gaussian" and problem.num_rounds is None:
         sign = "> 0: every round lowers the bound, so T = max_rounds" if best.num_rounds else "<= 0: every round raises the bound"
         reasons.append(f"E1/b + E2 = {bound.sampling_term / best.cohort_size + bound.fixed_term:.4g} {sign}")
-    elif best.num_rounds == problem.max_rounds and isinstance(bound, LaplaceBound) and problem.num_rounds is None:
+    elif best.num_rounds == problem.max_rounds and problem.mechanism == "laplace" and problem.num_rounds is None:
         free = bound.best_num_rounds(best.cohort_size)
         reasons.append(f"max_rounds={problem.max_rounds} limits T: at this b the bound falls until T = {float(free):.6g}")
     if best.num_rounds == 0:
@@ -414,9 +399,7 @@ def _point(candidate: Candidate) -> str:
     return f"b={candidate.cohort_size}, T={candidate.num_rounds}"
 
 
-def _panels(
-    problem: Problem, bound: LaplaceBound | GaussianBound, best: Candidate, candidates: list[Candidate]
-) -> tuple[Panel, ...]:
+def _panels(problem: Problem, bound: Bound, best: Candidate, candidates: list[Candidate]) -> tuple[Panel, ...]:
     """Return the bound over the rounds, and over the cohort size at the best number of rounds."""
     rounds = max(point.num_rounds for point in candidates)
     by_rounds = Panel(
