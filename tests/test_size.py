@@ -20,7 +20,7 @@ LIMITS = {
     "flower_dp/apps": 2356,
     "flower_dp/planning": 1727,
     "flower_dp/running": 1873,
-    "flower_dp/audit": 1294,
+    "flower_dp/audit": 1295,
     "flower_dp/sweeps": 1462,
     "flower_dp/simulation": 1441,
     "flower_dp/cli": 1373,
