@@ -13,7 +13,7 @@ from points import Measured, Point, Row, config_of, difference, records, spread,
 
 from flower_dp.apps.pilot import pilot
 from flower_dp.planning.dp_pasgd import plan
-from flower_dp.planning.problem import ProblemError
+from flower_dp.planning.planner import ProblemError
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import DPPASGD
 from flower_dp.strategies.strategy import DPStrategy
@@ -105,8 +105,8 @@ def plans(data_dir: str) -> list[Row]:
             rows.append(
                 row
                 | {
-                    "planner's tau": answer.steps_per_round,
-                    "K": answer.num_steps,
+                    "planner's tau": answer["steps_per_round"],
+                    "K": answer["num_steps"],
                     "tau of the bound that is proved": f"{proved.steps_per_round:g} (K = {proved.num_steps:g})",
                 }
             )

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from flower_dp.apps.methods import Run
-from flower_dp.audit.presets import case_of
+from flower_dp.audit.methods import case_of
 from flower_dp.methods import METHODS, TRAINING
 from flower_dp.planning.command import make_plan
-from flower_dp.planning.problem import ProblemError
+from flower_dp.planning.planner import ProblemError
 from flower_dp.running.apps import own_app
 from flower_dp.strategies import DPStrategy
 from tests import contracts
@@ -22,7 +22,7 @@ every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_every_part_exists_and_bears_the_methods_name(method):
     assert issubclass(method.load("strategy"), DPStrategy)
     assert not method.recipe or method.load("recipe").method == method.name
-    assert not method.planner or method.name == method.load("planner").METHOD
+    assert not method.planner or method.name == method.load("planner").Problem.METHOD
     assert callable(method.load("settings").arguments)
     assert callable(method.load("audit"))
     assert set(method.reads) <= set(TRAINING)

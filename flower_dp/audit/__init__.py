@@ -2,6 +2,6 @@
 
 from flower_dp.audit.audit import Audit, Claim, audit
 from flower_dp.audit.case import Case
-from flower_dp.audit.cases import CASES
+from flower_dp.audit.methods import CASES
 
 __all__ = ["CASES", "Audit", "Case", "Claim", "audit"]

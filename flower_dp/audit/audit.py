@@ -44,14 +44,8 @@ class Claim:
     @classmethod
     def of(cls, statement: PrivacyStatement, ledger: Ledger) -> "Claim":
         """Return the claim of a statement and the ledger behind it."""
-        return cls(
-            unit=statement.unit,
-            relation=statement.relation,
-            epsilon=statement.epsilon,
-            delta=statement.delta,
-            accountant=statement.accountant,
-            event=ledger.event,
-        )
+        said = {name: getattr(statement, name) for name in ("unit", "relation", "epsilon", "delta", "accountant")}
+        return cls(**said, event=ledger.event)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +98,7 @@ class Audit:
 
 
 def audit(
-    case: Case,
-    *,
-    trials: int = TRIALS,
-    confidence: float = CONFIDENCE,
-    progress: Callable[[int], object] = lambda done: None,
+    case: Case, *, trials: int = TRIALS, confidence: float = CONFIDENCE, progress: Callable[[int], object] = lambda done: None
 ) -> Audit:
     """Audit one case: runs on the real way from client to server, with fresh noise, and a lower bound of epsilon from them.
 

@@ -80,13 +80,6 @@ class Case:
             raise ValueError("view='participant': needs a second client")
 
 
-@dataclass(slots=True)
-class _Now:
-    """What the clients push in the round that is being asked."""
-
-    pushes: Sequence[float] = ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Count:
     """The noised sum of a round's indicators, in units of the update, and how they were asked for."""
@@ -105,11 +98,10 @@ class Trials:
     """
 
     def __init__(self, case: Case) -> None:
-        self.case, self._now = case, _Now()
-        self.strategy = case.strategy()
+        self.case, self.strategy = case, case.strategy()
         if self.strategy.seeded_noise:
             raise ValueError(f"{case.label}: its noise comes from a fixed seed, and all trials would be one")
-        self._now.pushes = case.present
+        self._pushes: Sequence[float] = case.present  # of the clients, in the round that is being asked
         self._grid = LocalGrid(self._app(case.client), len(case.present))
         self._arrays = model_arrays(worst_case.model())
         self.strategy.plan(case.num_rounds)
@@ -121,7 +113,7 @@ class Trials:
         made = cache(lambda push: worst_case.records(push, size=case.num_records, inputs=case.inputs))
 
         def push(context: Context) -> float:
-            return self._now.pushes[int(context.node_config["partition-id"])]
+            return self._pushes[int(context.node_config["partition-id"])]
 
         if client is None:
             return worst_case.stock_app(push)
@@ -141,7 +133,7 @@ class Trials:
         seen, counts = [], []
         for server_round in range(1, case.num_rounds + 1):
             sign = 1.0 if server_round % 2 else -1.0
-            self._now.pushes = [sign * push + 0.0 for push in (case.present if present else case.absent)]
+            self._pushes = [sign * push + 0.0 for push in (case.present if present else case.absent)]
             grid.exchanged.clear()
             messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
             before, asked = arrays, _indicator(strategy)

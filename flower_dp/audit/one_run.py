@@ -7,7 +7,7 @@ chosen by a fair coin of its own. An auditor guesses the coins from what one run
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from scipy import optimize, stats
@@ -239,17 +239,5 @@ class OneRunAudit:
 
     def to_dict(self) -> dict[str, object]:
         """Return the numbers as JSON-ready values; an infinite claim is None."""
-        return {
-            "claimed": self.claimed if math.isfinite(self.claimed) else None,
-            "lower_bound": self.lower_bound,
-            "largest": self.largest,
-            "delta": self.delta,
-            "unit": self.unit,
-            "relation": self.relation,
-            "sees": self.sees,
-            "num_canaries": self.num_canaries,
-            "num_guesses": self.num_guesses,
-            "num_correct": self.num_correct,
-            "confidence": self.confidence,
-            "refuted": self.refuted,
-        }
+        found = {"lower_bound": self.lower_bound, "largest": self.largest, "refuted": self.refuted}
+        return asdict(self) | found | {"claimed": self.claimed if math.isfinite(self.claimed) else None}

@@ -16,6 +16,7 @@ from flower_dp.clients import DPClient
 from flower_dp.clients.reasons import Declined
 from flower_dp.clients.reply.pipeline import Job, Train, Trained
 from flower_dp.clients.reply.work import Work
+from flower_dp.core import checks
 from flower_dp.core.clipping import clip_l2
 from flower_dp.wire import Instruction
 
@@ -57,7 +58,7 @@ class ClientCanaries:
             ValueError: if there are fewer clients than coins.
         """
         if len(choices) > len(population):
-            raise ValueError(f"num_canaries={len(choices)}: must be at most num-clients={len(population)}")
+            raise checks.bad("num_canaries", len(choices), f"at most num-clients={len(population)}")
         places = rng.permutation(len(population))[: len(choices)]
         directions = rng.integers(0, 2, (len(choices), dimension), dtype=np.int8).astype(np.float32) * 2 - 1
         directions /= np.float32(np.sqrt(dimension))

@@ -18,7 +18,7 @@ from flower_dp.clients import FlatModel, TensorRecords
 from flower_dp.clients.scaffold import ControlVariate
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import record_gradients
-from flower_dp.core import compression
+from flower_dp.core import checks, compression
 from flower_dp.core.clipping import clip_l2
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.simulation.local_grid import Sent
@@ -68,7 +68,7 @@ def planted(
     """
     sizes = {name: len(records) for name, records in clients.items()}
     if len(choices) > sum(sizes.values()):
-        raise ValueError(f"num_canaries={len(choices)}: must be at most {sum(sizes.values())}, the number of all records")
+        raise checks.bad("num_canaries", len(choices), f"at most {sum(sizes.values())}, the number of all records")
     # The first place of every client, then the second of those that have two, and so on.
     places = sorted((place, name) for name, size in sizes.items() for place in range(size))
     owners = [name for _, name in places[: len(choices)]]

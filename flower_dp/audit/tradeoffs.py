@@ -62,10 +62,7 @@ class HockeyStick:
 
     def strength(self, false_positive: np.ndarray, false_negative: np.ndarray) -> np.ndarray:
         """Return epsilon."""
-        best = np.maximum(
-            (1 - false_negative - self.delta) / false_positive,
-            (1 - false_positive - self.delta) / false_negative,
-        )
+        best = np.maximum((1 - false_negative - self.delta) / false_positive, (1 - false_positive - self.delta) / false_negative)
         return np.asarray(np.log(np.maximum(best, 1e-300)))
 
     def epsilon(self, strength: float) -> float:

@@ -9,6 +9,7 @@ import typer
 from click.core import ParameterSource
 
 from flower_dp.cli.errors import refuse
+from flower_dp.cli.options import AsJson, Settings
 from flower_dp.core.words import digits_in_words
 
 if TYPE_CHECKING:
@@ -27,26 +28,21 @@ _LARGE_DELTA = 0.01
 RELATIONS = ("add-or-remove-one", "replace-one")
 
 Mechanism = Annotated[str, typer.Option(click_type=click.Choice(MECHANISMS), help="The distribution of the noise.")]
-NoiseMultiplier = Annotated[
-    float | None, typer.Option(help="Noise std / clip norm; laplace: scale / L1 clip norm.", show_default=False)
-]
+NoiseMultiplier = Annotated[float | None, typer.Option(help="Noise std / clip norm; laplace: scale / L1 clip norm.")]
 Sampling = Annotated[
     str, typer.Option(click_type=click.Choice(SAMPLINGS), help="How the clients of a round are chosen; full: all take part.")
 ]
 SamplingRate = Annotated[
-    float | None, typer.Option(help="poisson: the probability with which each client takes part in a round.", show_default=False)
+    float | None, typer.Option(help="poisson: the probability with which each client takes part in a round.")
 ]
-CohortSize = Annotated[int | None, typer.Option(help="fixed-size, round-robin: clients in a round.", show_default=False)]
-NumClients = Annotated[int | None, typer.Option(help="fixed-size, round-robin: clients in all.", show_default=False)]
-Delta = Annotated[
-    float | None, typer.Option(help="Delta of the guarantee; 0 (laplace only) for pure epsilon.", show_default=False)
-]
+CohortSize = Annotated[int | None, typer.Option(help="fixed-size, round-robin: clients in a round.")]
+NumClients = Annotated[int | None, typer.Option(help="fixed-size, round-robin: clients in all.")]
+Delta = Annotated[float | None, typer.Option(help="Delta of the guarantee; 0 (laplace only) for pure epsilon.")]
 RelationOption = Annotated[
     str | None,
     typer.Option(
         click_type=click.Choice(RELATIONS),
         help="Which data sets are neighbours. Default: add-or-remove-one; with fixed-size replace-one.",
-        show_default=False,
     ),
 ]
 RunTarget = Annotated[
@@ -54,25 +50,18 @@ RunTarget = Annotated[
     typer.Argument(
         metavar="[PRESET | METHOD]",
         help="A run of this preset, or of this method with its defaults, with all settings. Default: the options' releases.",
-        show_default=False,
     ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one setting of the run; may be repeated.", show_default=False),
 ]
 BestOf = Annotated[
     float | None,
     typer.Option(
         metavar="MEAN",
         help="Also of the best of K such runs, K random with this mean and secret, against those who see that run alone.",
-        show_default=False,
     ),
 ]
 BestOfShape = Annotated[
     float, typer.Option(help="Of K: 0 logarithmic, 1 geometric, others truncated negative binomial, inf Poisson.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Answer with a JSON object.")]
 
 
 def epsilon(
@@ -108,14 +97,14 @@ def calibrate(
     target: RunTarget = None,
     *,
     setting: Settings = None,
-    epsilon: Annotated[float | None, typer.Option(help="The largest epsilon allowed.", show_default=False)] = None,
+    epsilon: Annotated[float | None, typer.Option(help="The largest epsilon allowed.")] = None,
     noise_multiplier: NoiseMultiplier = None,
     mechanism: Mechanism = "gaussian",
     sampling: Sampling = "full",
     sampling_rate: SamplingRate = None,
     cohort_size: CohortSize = None,
     num_clients: NumClients = None,
-    num_rounds: Annotated[int | None, typer.Option(help="Releases in all, one a round.", show_default=False)] = None,
+    num_rounds: Annotated[int | None, typer.Option(help="Releases in all, one a round.")] = None,
     delta: Delta = None,
     relation: RelationOption = None,
     as_json: AsJson = False,

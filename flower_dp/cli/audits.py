@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flower_dp.cli.errors import refuse
+from flower_dp.cli.options import Settings
 from flower_dp.core.words import beyond_in_words
 
 if TYPE_CHECKING:
@@ -24,37 +25,26 @@ def audit(
         typer.Argument(
             metavar="[METHOD | CASE | PRESET]",
             help="All cases of a method, one of them, or the mechanism of a preset in one round.",
-            show_default=False,
         ),
     ] = None,
     *,
     every: Annotated[bool, typer.Option("--all", help="All cases of all methods.")] = False,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change one setting of the preset; may be repeated.", show_default=False),
-    ] = None,
+    setting: Settings = None,
     trials: Annotated[int, typer.Option(help="Runs without the unit, and as many with it, of each case.")] = 2000,
     canaries: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             help="Run the preset or task once instead, with so many canaries among its clients or records: a one-run audit.",
-            show_default=False,
         ),
     ] = None,
-    canary_seed: Annotated[
-        int | None, typer.Option(min=0, help="Repeats the canaries and their coins, never the noise.", show_default=False)
-    ] = None,
+    canary_seed: Annotated[int | None, typer.Option(min=0, help="Repeats the canaries and their coins, never the noise.")] = None,
     confidence: Annotated[
         float, typer.Option(help="Of each lower bound; a correct method is flagged with probability 1 - confidence at most.")
     ] = 0.999,
     plot: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw false negatives over false positives, with the claimed trade-off curve.",
-            show_default=False,
-        ),
+        typer.Option(metavar="FILE", help="Draw false negatives over false positives, with the claimed trade-off curve."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Answer with a JSON object a line.")] = False,
 ) -> None:
@@ -111,7 +101,7 @@ def _cases(target: str | None, settings: list[str]) -> "list[Case]":
         ValueError: for an unknown one, or a preset without privacy.
     """
     from flower_dp.audit import CASES
-    from flower_dp.audit.presets import case_of
+    from flower_dp.audit.methods import case_of
     from flower_dp.running import apps
 
     found = [case for case in CASES.values() if target in (None, case.method, case.label)]

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from flower_dp.cli.errors import refuse
+from flower_dp.cli.options import FigureFile
 
 
 class Against(StrEnum):
@@ -26,16 +27,8 @@ class Format(StrEnum):
 
 
 def compare(
-    folders: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Run folders, or folders of sweeps.", show_default=False)
-    ],
-    output: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="The figure, of any type that matplotlib writes (.pdf, .svg ...); an existing file is overwritten.",
-        ),
-    ] = "comparison.png",
+    folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders, or folders of sweeps.")],
+    output: FigureFile = "comparison.png",
     metric: Annotated[
         str, typer.Option(metavar="NAME", help="The metric to compare: any number in the runs' metrics.jsonl.")
     ] = "accuracy",

@@ -5,16 +5,15 @@ from typing import Annotated
 import typer
 
 from flower_dp.cli.errors import refuse
+from flower_dp.cli.options import FigureFile
 
 app = typer.Typer(help="Draw a figure of recorded runs.")
 
 
 @app.command()
 def landscape(
-    folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders.", show_default=False)],
-    output: Annotated[
-        str, typer.Option(metavar="FILE", help="The figure, of any type that matplotlib writes; an existing file is overwritten.")
-    ] = "landscape.png",
+    folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders.")],
+    output: FigureFile = "landscape.png",
     resolution: Annotated[int, typer.Option(help="Points a direction, an odd number.")] = 15,
     distance: Annotated[float, typer.Option(help="How far to go; 1: until every filter has moved by its own norm.")] = 1.0,
     records: Annotated[int, typer.Option(help="Test records, drawn at random; more take longer.")] = 200,
@@ -44,10 +43,7 @@ def landscape(
 
 @app.command()
 def update_norms(
-    folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
-    output: Annotated[
-        str, typer.Option(metavar="FILE", help="The figure, of any type that matplotlib writes; an existing file is overwritten.")
-    ] = "update-norms.png",
+    folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.")], output: FigureFile = "update-norms.png"
 ) -> None:
     """Draw the norms of client updates before the clip, by round: NOT PRIVATE.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flower_dp.cli.errors import fail
+from flower_dp.cli.options import AsJson, Settings
 
 if TYPE_CHECKING:
     from flower_dp.planning.planner import Inputs
@@ -16,34 +17,25 @@ if TYPE_CHECKING:
 
 
 def plan(
-    method: Annotated[str, typer.Argument(help="A method that has a planner; see docs/planning.md.", show_default=False)],
+    method: Annotated[str, typer.Argument(help="A method that has a planner; see docs/planning.md.")],
     *,
-    problem: Annotated[
-        str | None, typer.Option(metavar="FILE.toml", help="The problem's keys; see docs/planning.md.", show_default=False)
-    ] = None,
+    problem: Annotated[str | None, typer.Option(metavar="FILE.toml", help="The problem's keys; see docs/planning.md.")] = None,
     estimate_from: Annotated[
         str | None,
         typer.Option(
             metavar="PRESET",
             help="Take keys that the problem does not give from a preset's settings and its clients' data: NOT PRIVATE.",
-            show_default=False,
         ),
     ] = None,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change one setting of the preset; may be repeated.", show_default=False),
-    ] = None,
+    setting: Settings = None,
     l2: Annotated[
         float | None,
         typer.Option(
-            help="L2 coefficient of the loss whose constants are estimated. Default: the preset's weight-decay, or 0.1.",
-            show_default=False,
+            help="L2 coefficient of the loss whose constants are estimated. Default: the preset's weight-decay, or 0.1."
         ),
     ] = None,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE.png", help="Draw the bound around the optimum.", show_default=False)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Answer with a JSON object.")] = False,
+    plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw the bound around the optimum.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Find the best configuration under the convergence bound of a method's paper.
 
@@ -82,7 +74,7 @@ def _estimates(
         ValueError: naming the invalid option, setting or key.
     """
     from flower_dp.core import checks
-    from flower_dp.planning.problem import read_problem
+    from flower_dp.planning.planner import read_problem
     from flower_dp.running import apps
 
     if l2 is not None:

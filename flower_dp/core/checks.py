@@ -2,6 +2,7 @@
 
 import json
 import math
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,29 @@ MOST_COUNT = 2**53
 
 class SettingsError(ValueError):
     """All that is wrong with some settings, a line each; nothing was started or spent."""
+
+
+class BadValue(ValueError):  # noqa: N818 - raised by the name of what is bad
+    """A value that is out of its range. `field` names it, as the message does."""
+
+    def __init__(self, field: str, message: str) -> None:
+        self.field = field
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type["BadValue"], tuple[str, str]]:
+        """Have the error pickled with both of its arguments, as a worker's process sends it."""
+        return type(self), (self.field, str(self))
+
+
+def bad(field: str, value: object, wanted: str) -> BadValue:
+    """Return the error that a field's value is not what is wanted, to be raised.
+
+    Example:
+        >>> from flower_dp.core.checks import bad
+        >>> bad("delta", 2.0, "a finite number < 1")
+        BadValue('delta=2.0: must be a finite number < 1')
+    """
+    return BadValue(field, f"{field}={_shown(value)}: must be {wanted}")
 
 
 class Findings:
@@ -65,29 +89,18 @@ def number(
     """Return `value` as a plain Python float if it is a finite real number within the bounds.
 
     Raises:
-        ValueError: naming the field, the value and the valid range. Booleans are not numbers here.
+        BadValue: naming the field, the value and the valid range. Booleans are not numbers here.
     """
-    bounds = [
-        f"{sign} {bound:g}"
-        for sign, bound in ((">", above), (">=", at_least), ("<", below), ("<=", at_most))
-        if bound is not None
-    ]
-    wanted = "a finite number" + (" " + " and ".join(bounds) if bounds else "")
-    if _is_bool(value) or isinstance(value, str) or not hasattr(value, "__float__"):
-        raise ValueError(f"{name}={_shown(value)}: must be {wanted}")
+    sides = ((">", above, operator.gt), (">=", at_least, operator.ge), ("<", below, operator.lt), ("<=", at_most, operator.le))
+    bounds = [(sign, bound, keeps) for sign, bound, keeps in sides if bound is not None]
     try:
-        result = float(value)
-    except (OverflowError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}={_shown(value)}: must be {wanted}") from error
-    within = (
-        math.isfinite(result)
-        and (above is None or result > above)
-        and (at_least is None or result >= at_least)
-        and (below is None or result < below)
-        and (at_most is None or result <= at_most)
-    )
-    if not within:
-        raise ValueError(f"{name}={_shown(value)}: must be {wanted}")
+        plain = not _is_bool(value) and not isinstance(value, str) and hasattr(value, "__float__")
+        result = float(value) if plain else math.nan
+    except (OverflowError, TypeError, ValueError):
+        result = math.nan
+    if not math.isfinite(result) or not all(keeps(result, bound) for _, bound, keeps in bounds):
+        wanted = " and ".join(f"{sign} {bound:g}" for sign, bound, _ in bounds)
+        raise bad(name, value, f"a finite number {wanted}".rstrip())
     return result
 
 
@@ -100,15 +113,15 @@ def integer(name: str, value: Any, *, at_least: int | None = None, at_most: int 
     """Return `value` as an int if it is a whole number within the bounds.
 
     Raises:
-        ValueError: naming the field, the value and the valid range.
+        BadValue: naming the field, the value and the valid range.
     """
     bounds = [f"{sign} {bound}" for sign, bound in ((">=", at_least), ("<=", at_most)) if bound is not None]
     wanted = "a whole number" + (" " + " and ".join(bounds) if bounds else "")
     if _is_bool(value) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name}={_shown(value)}: must be {wanted}")
+        raise bad(name, value, wanted)
     result = int(value)
     if (at_least is not None and result < at_least) or (at_most is not None and result > at_most):
-        raise ValueError(f"{name}={_shown(value)}: must be {wanted}")
+        raise bad(name, value, wanted)
     return result
 
 
@@ -116,10 +129,10 @@ def one_of(name: str, value: Any, valid: tuple[str, ...]) -> str:
     """Return `value` if it is one of the valid words.
 
     Raises:
-        ValueError: naming the field, the value and the valid words.
+        BadValue: naming the field, the value and the valid words.
     """
     if value not in valid:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(valid)}")
+        raise bad(name, value, f"one of {', '.join(valid)}")
     return str(value)
 
 
@@ -127,10 +140,10 @@ def flag(name: str, value: Any) -> bool:
     """Return `value` if it is True or False. Other types are refused, since a text such as "no" counts as true in Python.
 
     Raises:
-        ValueError: naming the field and the value.
+        BadValue: naming the field and the value.
     """
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={_shown(value)}: must be True or False")
+        raise bad(name, value, "True or False")
     return value
 
 
@@ -140,10 +153,10 @@ def line(name: str, value: Any, *, most: int = MOST_NAME) -> str:
     A name with a line end could forge lines of a statement or of a log.
 
     Raises:
-        ValueError: naming the field and the value.
+        BadValue: naming the field and the value.
     """
     if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > most:
-        raise ValueError(f"{name}={_shown(value)}: must be one line of printable characters, at least 1 and at most {most}")
+        raise bad(name, value, f"one line of printable characters, at least 1 and at most {most}")
     return value
 
 
@@ -151,14 +164,14 @@ def json_object(name: str, content: str | bytes) -> dict[str, Any]:
     """Return the JSON object that a file, or a line of it, holds.
 
     Raises:
-        ValueError: naming the file, if it holds anything else.
+        BadValue: naming the file, if it holds anything else.
     """
     try:
         table = json.loads(content)
     except (ValueError, RecursionError):
         table = None
     if not isinstance(table, dict):
-        raise ValueError(f"{name}: must be a JSON object")
+        raise BadValue(name, f"{name}: must be a JSON object")
     return table
 
 

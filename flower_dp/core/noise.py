@@ -156,7 +156,7 @@ def laplace(like: Array, scale: float, step: float, rng: np.random.Generator) ->
     Arguments, result and errors are those of `gaussian`, but for `rng`, which is NumPy's.
     """
     if not _is_numpy(rng):
-        raise ValueError(f"rng={rng!r}: must be a numpy.random.Generator")
+        raise checks.bad("rng", rng, "a numpy.random.Generator")
     if checks.number("noise_scale", scale, at_least=0) == 0:
         return _zeros(like)
     # The magnitude in half steps, rounded down, is geometric; two half steps around a multiple of the step round to it.
@@ -230,7 +230,7 @@ def _geometric(shape: tuple[int, ...], rate: float, rng: np.random.Generator) ->
 def _check_step(scale: float, step: float) -> float:
     """Return the scale in steps."""
     if not step > 0 or math.frexp(step)[0] != 0.5 or scale < _STEPS_A_SCALE * step:
-        raise ValueError(f"step={step!r}: must be a power of two, at most 1/{_STEPS_A_SCALE} of the noise scale {scale:g}")
+        raise checks.bad("step", step, f"a power of two, at most 1/{_STEPS_A_SCALE} of the noise scale {scale:g}")
     return scale / step
 
 
@@ -242,7 +242,7 @@ def _is_numpy(rng: Generator) -> bool:
     if isinstance(rng, np.random.Generator):
         return True
     if not hasattr(rng, "manual_seed"):
-        raise ValueError(f"rng={rng!r}: must be a numpy.random.Generator or a torch.Generator")
+        raise checks.bad("rng", rng, "a numpy.random.Generator or a torch.Generator")
     return False
 
 

@@ -201,7 +201,7 @@ def check_sampler(sampling: Sampler) -> None:
         ValueError: naming the value.
     """
     if not all(hasattr(sampling, word) for word in ("choose", "event", "largest_cohort", "secret_size")):
-        raise ValueError(f"sampling={sampling!r}: must be a sampler of flower_dp.core.sampling, such as PoissonSampling")
+        raise checks.bad("sampling", sampling, "a sampler of flower_dp.core.sampling, such as PoissonSampling")
 
 
 def _cohort(cohort_size: int, num_clients: int) -> int:

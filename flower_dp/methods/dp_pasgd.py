@@ -17,7 +17,12 @@ METHOD = Method(
         "client_batch_sizes": "",
     },
     planner="flower_dp.planning.dp_pasgd",
-    audit="flower_dp.audit.presets:dp_pasgd",
+    audit="flower_dp.audit.methods:dp_pasgd",
+    cases={
+        "dp-pasgd": {"num_local_steps": 3},
+        "dp-pasgd, Poisson": {"num_local_steps": 1, "batch_sampling": "poisson"},
+        "dp-sgd": {"num_local_steps": 1},
+    },
     canaries="records",
     samplings=("full",),
     reads=("batch_size", "weight_decay"),

@@ -35,7 +35,8 @@ class Method:
             that are no parameter of it.
         renamed: the setting of a parameter whose name a common setting has.
         planner: the module of the paper's planner; empty if there is none.
-        audit: makes the case of a run's settings for `flower-dp audit`.
+        audit: makes a case of `flower-dp audit` from a label and settings, by keyword.
+        cases: the settings of its cases by label, where they are not the audit's own; `rounds` are those of a run.
         canaries: what a one-run audit of it plants: clients, or records where its rows are updates along negative gradients of
             records; empty if it can't.
         samplings: the samplings that it can account for, its default first.
@@ -50,6 +51,7 @@ class Method:
     renamed: Mapping[str, str] = field(default_factory=dict)
     planner: str = ""
     audit: str
+    cases: Mapping[str, Mapping[str, bool | int | float | str]]
     canaries: Literal["clients", "records", ""] = ""
     samplings: tuple[str, ...]
     reads: Collection[str] = TRAINING
@@ -60,6 +62,14 @@ class Method:
         found = import_module(module)
         return attrgetter(name)(found) if name else found
 
+
+# An audit's noise multiplier of noise that clients share: a Gaussian trade-off curve of mu = 2.5 against a participant, who knows
+# a quarter of the variance; 0.4 has the same curve against everybody.
+SHARED_NOISE = 0.4 * (4 / 3) ** 0.5
+DISTRIBUTED: dict[str, float | str] = {"placement": "distributed", "noise_multiplier": SHARED_NOISE}
+# What is post-processed is audited by the bound for every mechanism. It sees nothing of events whose probability is far
+# below 1 / trials: epsilon is claimed at a delta for which the best test makes some ten errors in a thousand trials.
+LARGE_DELTA = 0.2
 
 # The app's defaults of methods with one noised sum; settings of the clip norm are those of an adaptive one.
 ONE_NOISED_SUM: Mapping[str, float] = {

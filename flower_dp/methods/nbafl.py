@@ -9,7 +9,8 @@ METHOD = Method(
     settings="flower_dp.apps.methods.nbafl",
     defaults={"clip_norm": 20.0, "paper_epsilon": 50.0, "delta": 0.01},
     planner="flower_dp.planning.nbafl",
-    audit="flower_dp.audit.presets:nbafl",
+    audit="flower_dp.audit.methods:nbafl",
+    cases={"nbafl": {}},
     samplings=("full", "fixed-size"),
     reads=tuple(name for name in TRAINING if name not in ("engine", "update_keep_ratio")),
 )

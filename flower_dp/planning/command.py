@@ -5,11 +5,10 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from flower_dp.methods import METHODS
-from flower_dp.planning.planner import Plan, Planner
-from flower_dp.planning.problem import ProblemError, read_problem
+from flower_dp.planning.planner import Plan, Planner, ProblemError, read_problem
 
 
 def run(
@@ -52,7 +51,7 @@ def run(
     return 0
 
 
-def make_plan(method: str, problem: Path | str | None = None, *, estimates: Mapping[str, object] | None = None) -> Plan:
+def make_plan(method: str, problem: Path | str | None = None, *, estimates: Mapping[str, object] | None = None) -> Plan[Any, Any]:
     """Return the plan for a problem file, completed by estimates.
 
     Raises:
@@ -80,13 +79,13 @@ def planner_of(method: str) -> Planner:
     return planner
 
 
-def to_text(plan: Plan) -> str:
+def to_text(plan: Plan[Any, Any]) -> str:
     """Return the answer as text: the numbers, the candidates that were compared, and the reasons."""
     lines = [*plan.lines(), "", "Why", *(f"  - {reason}" for reason in plan.reasons)]
     return "\n".join(lines) + "\n"
 
 
-def _draw(plan: Plan, path: Path) -> None:
+def _draw(plan: Plan[Any, Any], path: Path) -> None:
     from flower_dp.planning.plot import figure  # noqa: PLC0415 - matplotlib takes a second to import
 
     if path.suffix.lower() != ".png":

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import minimize
 from scipy.special import logsumexp
 
 from flower_dp.core import checks
-from flower_dp.planning.problem import Floats
+
+Floats = NDArray[np.float64]
 
 NOT_PRIVATE = (
     "the constants were estimated: they are statistics of the clients' data, computed without noise; unless the data are"
@@ -100,30 +101,22 @@ class Constants:
         """
         checks.one_of("mechanism", mechanism, ("laplace", "gaussian"))
         joint = checks.one_of("optima", optima, ("clients", "joint")) == "joint"
-        keys: dict[str, object] = {
-            "num_clients": self.num_clients,
+        keys = self.named("num_clients", "dimension", "strong_convexity", "smoothness", "gradient_bound") | {
             "num_records": list(self.num_records),
-            "dimension": self.dimension,
             "clip_norm": self.l1_norm if mechanism == "laplace" else self.l2_norm,
-            "strong_convexity": self.strong_convexity,
-            "smoothness": self.smoothness,
-            "gradient_bound": self.gradient_bound,
             "heterogeneity": self.heterogeneity if joint else self.heterogeneity_estimate,
             "initial_distance": self.initial_distance if joint else self.initial_distance_estimate,
         }
         return keys | ({"gradient_variance": list(self.gradient_variance)} if mechanism == "gaussian" else {})
 
     def nbafl(self) -> dict[str, object]:
-        """Return the keys of a nbafl problem that data determine. proximal is a choice: see `nbafl_bound.best_proximal`."""
-        return {
-            "num_clients": self.num_clients,
-            "min_records": min(self.num_records),
-            "smoothness": self.smoothness,
-            "lipschitz": self.lipschitz,
-            "pl_constant": self.pl_constant,
-            "dissimilarity": self.dissimilarity,
-            "initial_gap": self.initial_gap,
-        }
+        """Return the keys of a nbafl problem that data determine. proximal is a choice: see `nbafl.best_proximal`."""
+        keys = self.named("num_clients", "smoothness", "lipschitz", "pl_constant", "dissimilarity", "initial_gap")
+        return keys | {"min_records": min(self.num_records)}
+
+    def named(self, *names: str) -> dict[str, object]:
+        """Return some of the constants by name, for a problem that has them as keys."""
+        return {name: getattr(self, name) for name in names}
 
 
 def estimate(clients: Sequence[tuple[ArrayLike, ArrayLike]], *, l2: float, num_classes: int, fit_bias: bool = False) -> Constants:

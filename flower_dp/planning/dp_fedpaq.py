@@ -3,25 +3,290 @@
 Mohammadi, Bai, Fan, Song, Yi, Liu: Differential Privacy Meets Federated Learning under Communication Constraints. In each of K
 rounds M of N clients take E steps, add Gaussian noise to their update and send it quantised (QSGD with s levels). The unit
 of privacy is one record; every message is private on its own (local DP). The paper's epsilon and delta are of one round.
+
+The bound is Theorem 1 (eq. 19) with eq. 12, on the expected squared distance to the optimum after T iterations.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
-from flower_dp.planning.dp_fedpaq_bound import METHOD, Problem
-from flower_dp.planning.dp_fedpaq_plan import Candidate, Plan
-from flower_dp.planning.planner import Data, Inputs
-from flower_dp.planning.problem import Floats, share_above
-
-__all__ = ["METHOD", "Candidate", "Plan", "from_data", "plan"]
+from flower_dp.core import checks, compression
+from flower_dp.core.checks import BadValue
+from flower_dp.core.compression.qsgd import MOST_LEVELS
+from flower_dp.planning import planner
+from flower_dp.planning.planner import Data, Floats, Inputs, Panel, Row, finite, in_parts, real, share_above, whole
+from flower_dp.privacy import accounting
+from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, update_terms
 
 Bound = Callable[[float | Floats, float | Floats, float | Floats], Floats]
+# Up to here the 2 s + 1 values of a coordinate fit into 16 bits, and QSGD is made for no more.
+MAX_LEVELS = MOST_LEVELS
+_NORM_BITS = 32
+# Of clients with different numbers of records so many are accounted; beyond it the run's epsilon is left to `flower-dp epsilon`.
+_MOST_SIZES = 4
+# Of a model whose message is made for its size.
+_MOST_PARAMETERS = 10**7
+# The keys that errors name if the terms of the bound overflow, in their order.
+_KEYS_OF_TERMS = ("initial_distance", "gradient_bound", "gradient_variance", "heterogeneity", "heterogeneity", "epsilon")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem(planner.Problem):
+    """A checked problem. Comments on the fields give the paper's letters."""
+
+    METHOD: ClassVar[str] = "dp-fedpaq"
+
+    num_clients: int = whole()  # N
+    num_iterations: int = whole()  # T
+    bits_budget: float = real(above=0)  # B, of all uplink messages
+    dimension: int = whole(at_most=10**15)  # d
+    num_records: tuple[int, ...] = whole(at_most=10**12, each=True)  # n_i
+    batch_size: int = whole(at_most="num_records")  # b
+    epsilon: Floats = real(above=0, each=True)  # epsilon_i, a round
+    delta: float = real(above=0, below=1)  # a round
+    strong_convexity: float = real(above=0)  # mu
+    smoothness: float = real(at_least="strong_convexity")  # L
+    gradient_bound: float = real(above=0)  # G
+    gradient_variance: float = real(at_least=0)  # sigma^2, of a batch of one
+    heterogeneity: float = real(at_least=0)  # lambda
+    initial_distance: float = real(at_least=0)  # D_0, squared
+    num_local_steps: int | None = whole(at_most=10**15, default=None)  # E, if fixed; see `check`
+    cohort_size: int | None = whole(at_most="num_clients", default=None)  # M, if fixed
+    max_quantization_levels: int = whole(at_most=MAX_LEVELS, default=MAX_LEVELS)
+    quantization_levels: int | None = whole(at_most="max_quantization_levels", default=None)  # s, if fixed
+
+    def check(self) -> None:
+        """Refuse numbers of local steps that the noise formula or the data don't allow, and a bound that overflows."""
+        if self.num_local_steps is not None:
+            checks.integer("num_local_steps", self.num_local_steps, at_least=1, at_most=self._most_local_steps())
+        least, most = self._least_local_steps(), self.num_local_steps or self._most_local_steps()
+        if least > most:
+            raise BadValue(
+                "delta",
+                f"delta={self.delta!r}: the noise formula needs delta <= E b / n_i, the part of a client's records that a round"
+                f" draws; that is num_local_steps >= {least}, and the problem allows {most}",
+            )
+        with np.errstate(all="ignore"):
+            cube = np.float64(self.strong_convexity) ** 3
+            finite("strong_convexity", float(self.smoothness / cube), "smoothness / strong_convexity^3")
+            for key, (name, term) in zip(_KEYS_OF_TERMS, self._terms(most, 1, 1).items(), strict=True):
+                finite(key, float(term), f"the term of the {name}")
+
+    def local_steps(self) -> range:
+        """Return the E that the data and the noise formula allow: E <= T, and delta n_i <= E b <= n_i for every client."""
+        if self.num_local_steps is not None:
+            return range(self.num_local_steps, self.num_local_steps + 1)
+        return range(self._least_local_steps(), self._most_local_steps() + 1)
+
+    def num_rounds(self, num_local_steps: int) -> int:
+        """Return K = floor(T / E)."""
+        return self.num_iterations // num_local_steps
+
+    def message_bits(self, levels: float | Floats) -> Floats:
+        """Return beta = d log2(2 s + 1) + 32, the bits of a message with s levels, elementwise."""
+        return np.asarray(self.dimension * np.log2(2 * np.asarray(levels, dtype=np.float64) + 1) + _NORM_BITS)
+
+    def bits_used(self, num_rounds: int, cohort_size: float | Floats, levels: float | Floats) -> Floats:
+        """Return K M beta (eq. 12), elementwise."""
+        return np.asarray(num_rounds * np.asarray(cohort_size, dtype=np.float64) * self.message_bits(levels))
+
+    def cohorts(self, num_rounds: int) -> tuple[Floats, Floats]:
+        """Return the levels s that the budget allows, and the largest cohort at each: a larger one has a lower bound."""
+        fixed = self.quantization_levels
+        levels = np.arange(1.0, self.max_quantization_levels + 1) if fixed is None else np.asarray([float(fixed)])
+        with np.errstate(over="ignore"):
+            cohort = np.minimum(np.floor(self.bits_budget / (num_rounds * self.message_bits(levels))), self.num_clients)
+            # Rounding may be one off in either direction.
+            cohort -= self.bits_used(num_rounds, cohort, levels) > self.bits_budget
+            more = np.minimum(cohort + 1, self.num_clients)
+            cohort = np.where(self.bits_used(num_rounds, more, levels) <= self.bits_budget, more, cohort)
+        allowed = cohort >= (self.cohort_size or 1)
+        return levels[allowed], cohort[allowed] if self.cohort_size is None else np.full(allowed.sum(), float(self.cohort_size))
+
+    def smallest_bits_budget(self) -> int:
+        """Return the least whole bits_budget for which a point is feasible: with the fewest rounds, clients and levels."""
+        rounds = self.num_rounds(self.local_steps()[-1])
+        return math.ceil(self.bits_used(rounds, self.cohort_size or 1, self.quantization_levels or 1))
+
+    def variance(self, levels: float | Floats) -> Floats:
+        """Return q = min(d / s^2, sqrt(d) / s) of QSGD, E||Q(x) - x||^2 <= q ||x||^2, elementwise."""
+        s = np.asarray(levels, dtype=np.float64)
+        return np.minimum(self.dimension / s**2, math.sqrt(self.dimension) / s)
+
+    def bound(self, steps: float | Floats, cohort: float | Floats, levels: float | Floats) -> Floats:
+        """Return Theorem 1's bound (eq. 19) at (E, M, s), elementwise."""
+        return np.asarray(sum(self._terms(steps, cohort, levels).values()))
+
+    def scaled_bound(self, steps: float | Floats, cohort: float | Floats, levels: float | Floats) -> Floats:
+        """Return the bound with the noise term over mu^2, elementwise.
+
+        Distances don't change when the loss is multiplied by a number. All terms of eq. 19 agree with that but the last one, of
+        the noise, which lacks the 1/mu^2 that its step size brings in.
+        """
+        terms = self._terms(steps, cohort, levels)
+        return np.asarray(sum(terms.values()) + terms["noise"] * (self.strong_convexity**-2 - 1))
+
+    def parts(self, steps: int, cohort: int, levels: int) -> dict[str, float]:
+        """Return the named terms whose sum is the bound."""
+        return {name: float(term) for name, term in self._terms(steps, cohort, levels).items()}
+
+    def _terms(self, steps: float | Floats, cohort: float | Floats, levels: float | Floats) -> dict[str, Floats]:
+        e, m = np.asarray(steps, dtype=np.float64), np.asarray(cohort, dtype=np.float64)
+        q, t, n, b = self.variance(levels), self.num_iterations, self.num_clients, self.batch_size
+        mu, square, spread = self.strong_convexity, np.float64(self.gradient_bound) ** 2, np.float64(self.heterogeneity) ** 2
+        drift = 128 * math.e * spread / m * (e - 1) + 128 * square * (e - 1) ** 2
+        return {
+            "start": 16 * e**2 / t**2 * self.initial_distance,
+            "quantization": 16 / mu**2 * (2 / m + 1 / n) * q * square * e / t,
+            "batch sampling": 16 / mu**2 * self.gradient_variance / b * (4 * math.e / m + 1 / n) / t,
+            "heterogeneity": 48 * self.smoothness * spread / (mu**3 * t) + 0 * m,
+            "local drift": drift / (mu**2 * t),
+            "noise": 4096 * self.dimension * square * b**2 * (1 + q) * self._noise(e) * e**3 / (m * t),
+        }
+
+    def _noise(self, steps: Floats) -> Floats:
+        """The mean over clients of ln(1.25 E b / (n_i delta)) / (n_i epsilon_i)^2."""
+        records = np.asarray(self.num_records, dtype=np.float64)
+        weights = (records * self.epsilon) ** -2.0
+        return np.asarray(
+            np.log(1.25 * steps * self.batch_size / self.delta) * np.mean(weights) - np.mean(weights * np.log(records))
+        )
+
+    def _most_local_steps(self) -> int:
+        return min(self.num_iterations, min(self.num_records) // self.batch_size)
+
+    def _least_local_steps(self) -> int:
+        """The noise formula needs delta / gamma <= 1, gamma = E b / n_i: at a smaller gamma, its delta is no probability."""
+        return max(math.ceil(self.delta * max(self.num_records) / self.batch_size), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate(planner.Candidate):
+    """A feasible point of whole numbers that was compared."""
+
+    num_local_steps: int
+    cohort_size: int
+    quantization_levels: int
+    num_rounds: int
+    bits_used: float
+    bound: float
+    """Theorem 1."""
+    scaled_bound: float
+    """Theorem 1 with the noise term over mu^2; see `Problem.scaled_bound`."""
+
+    @property
+    def place(self) -> str:
+        """The point in the paper's letters."""
+        return f"E={self.num_local_steps}, M={self.cohort_size}, s={self.quantization_levels}"
+
+    def shown(self) -> str:
+        """Return the point and its bound for a reader."""
+        point = f"E={self.num_local_steps} M={self.cohort_size} s={self.quantization_levels} K={self.num_rounds}"
+        return f"{point}  bound {self.bound:.6g}  bits {self.bits_used:.6g}"
+
+
+def _run(problem: Problem, point: Candidate) -> dict[str, Any]:
+    """Return a feasible point as a run of the app: the theorem's step size, the paper's noise, what it costs and sends.
+
+    eta_k = 4 / (mu (k E + 4 E)) is a step size of 1 / (mu E), half as large after 4 E local steps. A record's gradient is
+    clipped to G. Where clients have different epsilons, the least is that of all.
+
+    `settings` are of the app: data, model and output are left to the preset or the user. `num_replies` is the most of a client,
+    `epsilon` is proved for all of them, of the client whom they cost most; None if clients are of too many sizes. `bits_sent` are
+    those of all uplink messages if updates are Gaussian noise; None if there are too many parameters to try.
+    """
+    e, m, s, clients = point.num_local_steps, point.cohort_size, point.quantization_levels, problem.num_clients
+    epsilon, delta, everyone = float(np.min(problem.epsilon)), problem.delta, m == clients
+    steps = FedPAQSteps(
+        learning_rate=1 / (problem.strong_convexity * e),
+        num_local_steps=e,
+        batch_size=problem.batch_size,
+        clip_norm=problem.gradient_bound,
+        sensitivity="per-step",
+        decay_iterations=4.0 * e,
+    )
+    own = {
+        "epsilon": epsilon,
+        "delta": delta,
+        "calibration": "paper",
+        "clip-norm": steps.clip_norm,
+        "num-local-steps": e,
+        "sensitivity": steps.sensitivity,
+        "update-clip-norm": 0.0,
+        "smoothness": 0.0,
+        "decay-iterations": steps.decay_iterations,
+        "quantization-levels": s,
+        "num-replies": 0,
+    }
+    settings = {
+        "method": problem.METHOD,
+        "num-clients": clients,
+        "num-rounds": point.num_rounds,
+        "sampling": "full" if everyone else "fixed-size",
+        "cohort-size": 0 if everyone else m,
+        "batch-size": problem.batch_size,
+        "learning-rate": steps.learning_rate,
+        **{f"{problem.METHOD}.{key}": value for key, value in own.items()},
+    }
+    written = {key: f"{value:.12g}" if isinstance(value, float) else str(value) for key, value in settings.items()}
+    replies = expected_replies(point.num_rounds, m, clients, at_random=True)
+    costs, messages, sent = [], 8 * point.num_rounds * m, None
+    if problem.dimension <= _MOST_PARAMETERS:
+        rng = np.random.default_rng(0)
+        sent = messages * compression.qsgd(rng.standard_normal(problem.dimension), s, rng).num_bytes
+    sizes = sorted(set(problem.num_records))
+    for size in sizes if len(sizes) <= _MOST_SIZES else ():
+        terms = update_terms(
+            steps=steps, epsilon=epsilon, delta=delta, num_replies=replies, num_records=size, calibration="paper"
+        )
+        event = accounting.repeated(terms.event, replies)
+        costs.append(accounting.epsilon(event, delta=delta, relation=terms.release.relation).epsilon)
+    return {
+        "settings": settings,
+        "num_replies": replies,
+        "epsilon": max(costs, default=None),
+        "delta": delta,
+        "bits_sent": sent,
+        "most_bits_sent": messages * compression.qsgd_bytes(problem.dimension, s),
+        "command": " ".join(["flower-dp run PRESET", *(f"--set {key}={value}" for key, value in written.items())]),
+    }
+
+
+def _run_lines(run: Mapping[str, Any]) -> list[str]:
+    proved = "of too many sizes of clients; flower-dp epsilon says it"
+    if run["epsilon"] is not None:
+        number = f"{run['epsilon']:.6g}" if math.isfinite(run["epsilon"]) else "infinite"
+        proved = f"{number}  (proved, {run['num_replies']} replies of a client together, delta {run['delta']:g})"
+    sent = "" if run["bits_sent"] is None else f"{run['bits_sent']:.6g} if updates are Gaussian noise, "
+    bits = f"{sent}at most {run['most_bits_sent']:.6g}"
+    return ["To run it", f"  {run['command']}", f"  epsilon    {proved}", f"  bits sent  {bits}"]
+
+
+class Plan(planner.Plan[Problem, Candidate]):
+    """The answer, with the best point as a run of the app."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the answer as plain values that JSON can hold; null where nothing is feasible."""
+        run = self.best and _run(self.problem, self.best)
+        if run and not math.isfinite(run["epsilon"] or 0):
+            run["epsilon"] = None
+        return super().to_dict() | {"run": run}
+
+    def lines(self) -> list[str]:
+        """Return the answer for a reader, without the reasons."""
+        if self.best is None:
+            return [self.head, "", "  infeasible", f"  smallest_bits_budget  {self.problem.smallest_bits_budget()}"]
+        return [*super().lines(), "", *_run_lines(_run(self.problem, self.best))]
 
 
 def plan(values: Mapping[str, object]) -> Plan:
-    """Return the best point for a problem (a mapping with the fields of `dp_fedpaq_bound.Problem` as keys).
+    """Return the best point for a problem (a mapping with the fields of `Problem` as keys).
 
     The point has the least Theorem 1 bound of all whole E, M and s with floor(T/E) M (d log2(2s+1) + 32) <= bits_budget, E <= T,
     M <= N, s <= max_quantization_levels, and delta n_i <= E b <= n_i for every client; of equals, the one with the fewest bits.
@@ -31,11 +296,48 @@ def plan(values: Mapping[str, object]) -> Plan:
         ProblemError: naming the key that is unknown, missing or impossible.
     """
     problem = Problem.from_mapping(values)
+    budget, smallest = problem.bits_budget, problem.smallest_bits_budget()
     best = _best(problem, "best", problem.bound)
+    candidates = () if best is None else (best, *_others(problem))
+    names = ("num_local_steps", "cohort_size", "quantization_levels", "num_rounds", "bits_used", "bound")
+    notes = {"bound": "expected squared distance to the optimum"}
+    answer = Plan(
+        problem=problem,
+        head=f"{problem.METHOD}, {problem.num_clients} clients, {problem.num_iterations} iterations, {budget:.6g} bits",
+        best=best,
+        rows=tuple(Row(name, best and getattr(best, name), notes.get(name, "")) for name in names),
+        details={
+            "smallest_bits_budget": smallest,
+            "bound_parts": best and problem.parts(best.num_local_steps, best.cohort_size, best.quantization_levels),
+            "candidates": [asdict(candidate) for candidate in candidates],
+        },
+        candidates=candidates,
+        reasons=(),
+    )
     if best is None:
         where = f"E={problem.local_steps()[-1]}, M={problem.cohort_size or 1}, s={problem.quantization_levels or 1}"
-        reason = f"{problem.smallest_bits_budget()} bits are the least that any point needs, and that is {where}"
-        return Plan(problem=problem, best=None, candidates=(), reasons=(reason,))
+        return replace(
+            answer,
+            reasons=(f"{smallest} bits are the least that any point needs, and that is {where}",),
+            infeasible=f"bits_budget={budget:.15g}: nothing is feasible; the smallest feasible bits_budget is {smallest}",
+        )
+    return replace(answer, reasons=tuple(_reasons(problem, *candidates)), panels=_panels(problem, best))
+
+
+def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
+    """Return the keys that the clients' data determine: not the budget, the iterations, batch_size, epsilon and delta."""
+    constants = data.constants
+    values = data.sizes() | constants.named("strong_convexity", "smoothness", "gradient_bound", "initial_distance")
+    values |= {"gradient_variance": max(constants.gradient_variance), "heterogeneity": constants.gradient_dissimilarity}
+    notes = ["heterogeneity is the largest root mean square distance of the clients' gradients from their mean, in the pilot"]
+    if "gradient_bound" not in given:
+        wanted = "where records are clipped, the bound's noise term wants the clip norm"
+        notes.append(f"gradient_bound is a root mean square; {wanted}")
+    return Inputs(values=values, notes=tuple(notes))
+
+
+def _others(problem: Problem) -> list[Candidate]:
+    """Return the best points under the bound with 1/mu^2, without a choice of s, and without local steps."""
     others = [_best(problem, "best with 1/mu^2 in the noise term", problem.scaled_bound)]
     if problem.quantization_levels is None:
         one = replace(problem, quantization_levels=1)
@@ -43,30 +345,7 @@ def plan(values: Mapping[str, object]) -> Plan:
     if problem.num_local_steps is None and problem.local_steps()[0] == 1:
         one = replace(problem, num_local_steps=1)
         others.append(_best(one, "best with E = 1", one.bound))
-    candidates = (best, *(other for other in others if other is not None))
-    return Plan(problem=problem, best=best, candidates=candidates, reasons=tuple(_reasons(problem, candidates)))
-
-
-def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
-    """Return the keys that the clients' data determine: not the budget, the iterations, batch_size, epsilon and delta."""
-    constants, sizes = data.constants, data.num_records
-    values = {
-        "num_clients": len(sizes),
-        "num_records": sizes[0] if len(set(sizes)) == 1 else list(sizes),
-        "dimension": data.dimension,
-        "strong_convexity": constants.strong_convexity,
-        "smoothness": constants.smoothness,
-        "gradient_bound": constants.gradient_bound,
-        "gradient_variance": max(constants.gradient_variance),
-        "heterogeneity": constants.gradient_dissimilarity,
-        "initial_distance": constants.initial_distance,
-    }
-    notes = ["heterogeneity is the largest root mean square distance of the clients' gradients from their mean, in the pilot"]
-    if "gradient_bound" not in given:
-        notes.append(
-            "gradient_bound is a root mean square; where records are clipped, the bound's noise term wants the clip norm"
-        )
-    return Inputs(values=values, notes=tuple(notes))
+    return [other for other in others if other is not None]
 
 
 def _best(problem: Problem, name: str, bound: Bound) -> Candidate | None:
@@ -110,17 +389,15 @@ def _best(problem: Problem, name: str, bound: Bound) -> Candidate | None:
     )
 
 
-def _reasons(problem: Problem, candidates: tuple[Candidate, ...]) -> list[str]:
-    best, *others = candidates
-    reasons = [f"{_at(best)} has the least bound, {best.bound:.4g}"]
+def _reasons(problem: Problem, best: Candidate, *others: Candidate) -> list[str]:
+    reasons = [f"{best.place} has the least bound, {best.bound:.4g}"]
     reasons += [
-        f"{other.name}: {_at(other)} with {other.bound:.4g}, {share_above(other.bound, best.bound)}"
+        f"{other.name}: {other.place} with {other.bound:.4g}, {share_above(other.bound, best.bound)}"
         for other in others[1:]
-        if _at(other) != _at(best) and best.bound > 0
+        if other.place != best.place and best.bound > 0
     ]
     parts = problem.parts(best.num_local_steps, best.cohort_size, best.quantization_levels)
-    shares = sorted(((part / best.bound, name) for name, part in parts.items() if part > 0), reverse=True)
-    reasons.append("parts of the bound: " + ", ".join(f"{name} {100 * share:.0f} %" for share, name in shares))
+    reasons.append(in_parts(parts, best.bound))
     run = best.num_rounds * best.num_local_steps
     if run < problem.num_iterations:
         reasons.append(
@@ -131,7 +408,7 @@ def _reasons(problem: Problem, candidates: tuple[Candidate, ...]) -> list[str]:
         scaled = others[0]
         reasons.append(
             f"the noise term of Theorem 1 lacks a factor 1/mu^2; with it the bound is {best.scaled_bound:.4g} here,"
-            f" and least at {_at(scaled)} with {scaled.scaled_bound:.4g}"
+            f" and least at {scaled.place} with {scaled.scaled_bound:.4g}"
         )
     q = float(problem.variance(best.quantization_levels))
     if q > 1:
@@ -156,5 +433,32 @@ def _reasons(problem: Problem, candidates: tuple[Candidate, ...]) -> list[str]:
     return reasons
 
 
-def _at(point: Candidate) -> str:
-    return f"E={point.num_local_steps}, M={point.cohort_size}, s={point.quantization_levels}"
+def _panels(problem: Problem, best: Candidate) -> tuple[Panel, ...]:
+    """Return the bound over E, over s at the best E, and over M there, the rest chosen as well as the budget allows."""
+    e, s, m, free = best.num_local_steps, best.quantization_levels, best.cohort_size, replace(problem, num_local_steps=None)
+    steps, levels = free.local_steps(), problem.max_quantization_levels
+    last_steps = max(min(steps[-1], max(4 * e, 20)), e)
+
+    def panel(title: str, variable: str, places: tuple[int, int, int], at: Callable[[int], tuple[Problem, int]]) -> Panel:
+        first, optimum, last = places
+        curve = {"Theorem 1": lambda values: np.asarray([_least(*at(int(value))) for value in values])}
+        return Panel(title=title, variable=variable, first=first, last=last, curves=curve, optimum=(optimum, best.bound))
+
+    def at_levels(one: int) -> tuple[Problem, int]:
+        return replace(problem, quantization_levels=one), e
+
+    return (
+        panel("DP-FedPAQ, best M and s", "local steps E", (steps[0], e, last_steps), lambda one: (free, one)),
+        panel(f"at E = {e}, best M", "quantization levels s", (1, s, min(levels, max(4 * s, 20))), at_levels),
+        panel(
+            f"at E = {e}, best s",
+            "cohort size M",
+            (1, m, problem.num_clients),
+            lambda one: (replace(problem, cohort_size=one), e),
+        ),
+    )
+
+
+def _least(problem: Problem, steps: int) -> float:
+    levels, cohort = problem.cohorts(problem.num_rounds(steps))
+    return float(np.min(problem.bound(steps, cohort, levels))) if len(levels) else float("nan")

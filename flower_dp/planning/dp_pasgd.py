@@ -3,57 +3,243 @@
 Hu, Guo, Ratazzi, Gong: Differentially Private Federated Learning for Resource-Constrained Internet of Things. All M devices take
 part in every round: tau steps w <- theta - eta (g + b) on mini-batches, with noise b in each step, then a plain mean. The unit
 of privacy is one record, replaced by another; every message is private on its own (local DP).
+
+The bound is Theorem 1 with Section 7, on the expected gap E[L(theta*) - L*] of the best iterate theta*.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from flower_dp.core import dp
-from flower_dp.planning.dp_pasgd_bound import METHOD, MOST_STEPS, Problem
-from flower_dp.planning.dp_pasgd_plan import Candidate, Plan, relaxed_steps_per_round
-from flower_dp.planning.planner import Data, Inputs
-from flower_dp.planning.problem import Floats, ProblemError, finite
+from flower_dp.core.checks import BadValue
+from flower_dp.core.words import delta_in_words, digits_in_words
+from flower_dp.planning import planner
+from flower_dp.planning.planner import Data, Floats, Inputs, Panel, ProblemError, Row, finite, in_parts, real, whole
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_pasgd import noise_std, paper_epsilon, tight_epsilon, zcdp_budget
 
-__all__ = ["METHOD", "Candidate", "Plan", "from_data", "plan"]
-
 Bound = Callable[[float | Floats, float | Floats], Floats]
-Point = tuple[int, int]  # rounds, steps per round
+Place = tuple[int, int]  # rounds, steps per round
+# No search goes further.
+MOST_STEPS = 10**7
+_NEVER_ENDING = 10**12
 _CHUNK = 10**6
+# How many numbers of rounds a diagram tries for each tau.
+_TRIED = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem(planner.Problem):
+    """A checked problem. Comments on the fields give the paper's letters."""
+
+    METHOD: ClassVar[str] = "dp-pasgd"
+
+    num_clients: int = whole()  # M
+    cost_per_aggregation: float = real(at_least=0)  # c_1
+    cost_per_step: float = real(at_least=0)  # c_2
+    max_cost: float = real(above=0)  # C_th
+    epsilon: float = real(above=0)  # epsilon_th
+    delta: float = real(above=0, below=1)
+    learning_rate: float = real(above=0)  # eta
+    smoothness: float = real(above=0)  # L
+    # A smooth function satisfies Assumption 2, the Polyak-Lojasiewicz condition, for no lambda above L.
+    strong_convexity: float = real(above=0, at_most="smoothness")  # lambda
+    initial_gap: float = real(at_least=0)  # alpha
+    gradient_variance: float = real(at_least=0)  # xi^2
+    dimension: int = whole(at_most=10**15)  # d
+    batch_size: tuple[int, ...] = whole(at_most=10**12, each=True)  # X_m
+    clip_norm: float = real(above=0)  # G
+
+    def check(self) -> None:
+        """Refuse a problem of which no point is feasible, or whose bound overflows."""
+        if not self.step_size_holds(1):
+            least = f"learning_rate * smoothness <= 1, which is learning_rate <= {1 / self.smoothness:.6g}"
+            raise BadValue("learning_rate", f"learning_rate={self.learning_rate!r}: the bound needs {least}")
+        least_cost = self.cost(1, 1)
+        if least_cost > self.max_cost:
+            one = f"one round of one step, cost_per_aggregation + cost_per_step = {least_cost:.6g}"
+            raise BadValue("max_cost", f"max_cost={self.max_cost!r}: must pay for {one}")
+        try:
+            zcdp_budget(epsilon=self.epsilon, delta=self.delta)
+        except ValueError as error:
+            raise BadValue("epsilon", str(error)) from error
+        with np.errstate(all="ignore"):
+            finite("epsilon", float(self.floor(1, 1)), "the noise term of the bound")
+            finite("initial_gap", float(self.mean_bound(1, 1)), "the bound")
+
+    def cost(self, num_rounds: float, num_steps: float) -> float:
+        """Return c1 K/tau + c2 K, a device's cost of K steps in K/tau rounds (eq. 8)."""
+        return self.cost_per_aggregation * num_rounds + self.cost_per_step * num_steps
+
+    def step_size_holds(self, steps_per_round: int) -> bool:
+        """Tell whether eta L + eta^2 L^2 tau (tau - 1) <= 1, the condition of Theorem 1."""
+        step = self.learning_rate * self.smoothness
+        return step + step * step * steps_per_round * (steps_per_round - 1) <= 1
+
+    def most_steps_per_round(self) -> int:
+        """Return the largest tau for which the step-size condition holds."""
+        step = self.learning_rate * self.smoothness
+        if step < 1 / _NEVER_ENDING:
+            return _NEVER_ENDING
+        most = max(int((1 + math.sqrt(1 + 4 * (1 - step) / step**2)) / 2), 1)
+        while not self.step_size_holds(most):
+            most -= 1
+        while self.step_size_holds(most + 1):
+            most += 1
+        return most
+
+    def feasible(self, num_rounds: int, steps_per_round: int) -> bool:
+        """Tell whether a point of whole numbers keeps the budget of costs and the step-size condition."""
+        return self.step_size_holds(steps_per_round) and self.cost(num_rounds, num_rounds * steps_per_round) <= self.max_cost
+
+    def noise_variance(self) -> float:
+        """Return (d/M) sum_m sigma_m^2 of a single step; of K steps it is K times that (eq. 23, with the right sign)."""
+        rho = zcdp_budget(epsilon=self.epsilon, delta=self.delta)
+        mean = float(np.mean(np.asarray(self.batch_size, dtype=np.float64) ** -2.0))
+        return self.dimension * 2 * (self.clip_norm * self.clip_norm) * mean / rho
+
+    def floor(self, num_steps: float | Floats, steps_per_round: float | Floats) -> Floats:
+        """Return B of eq. 13, elementwise: the part from the variance of batches and noise, which no training removes."""
+        steps = np.asarray(num_steps, dtype=np.float64)
+        return np.asarray(self._spread(steps_per_round) * (self.gradient_variance + self.noise_variance() * steps))
+
+    def bound(self, num_steps: float | Floats, steps_per_round: float | Floats) -> Floats:
+        """Return F = (1 - eta lambda)^K (alpha - B)/K + B of Theorem 1 (eq. 12), elementwise."""
+        left, floor = self._left(num_steps), self.floor(num_steps, steps_per_round)
+        return np.asarray(left * self.initial_gap + (1 - left) * floor)
+
+    def mean_bound(self, num_steps: float | Floats, steps_per_round: float | Floats) -> Floats:
+        """Return B + (1 - eta lambda) alpha / (eta lambda K), elementwise: what eqs. 17 and 20 do prove.
+
+        It bounds the mean gap of the K iterates, and with it the gap of the best one. Theorem 1 applies eq. 17 K times, but its
+        two sides average over different iterates, k = 1..K and k = 0..K-1; solved for the mean it gives this.
+        """
+        rate = self.learning_rate * self.strong_convexity
+        steps = np.asarray(num_steps, dtype=np.float64)
+        return np.asarray(self.floor(steps, steps_per_round) + (1 - rate) * self.initial_gap / (rate * steps))
+
+    def parts(self, num_steps: int, steps_per_round: int) -> dict[str, float]:
+        """Return the named terms whose sum is the bound."""
+        left, spread = float(self._left(num_steps)), float(self._spread(steps_per_round))
+        return {
+            "start": left * self.initial_gap,
+            "batch sampling": (1 - left) * spread * self.gradient_variance,
+            "noise": (1 - left) * spread * self.noise_variance() * num_steps,
+        }
+
+    def last_step(self, value: float) -> int:
+        """Return a K beyond which both bounds exceed `value` for every tau, at most the K that the costs allow.
+
+        Both are at least (1 - (1 - eta lambda)^K / K) B(K, 1), which grows with K.
+        """
+        per_step = self.cost_per_aggregation / self.most_steps_per_round() + self.cost_per_step
+        low, high = 1, int(min(self.max_cost / per_step + 1, _NEVER_ENDING)) if per_step > 0 else _NEVER_ENDING
+        while low < high:
+            middle = (low + high + 1) // 2
+            grown = float((1 - self._left(middle)) * self.floor(middle, 1)) <= value
+            low, high = (middle, high) if grown else (low, middle - 1)
+        return low
+
+    def least_steps_per_round(self, num_steps: Floats) -> Floats:
+        """Return, elementwise, a whole tau below which K steps cost too much; infinity where every tau does.
+
+        It is tau* of eq. 22 with a whole number of rounds.
+        """
+        left = (self.max_cost - self.cost_per_step * num_steps) * (1 + 1e-9)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rounds = np.floor(left / self.cost_per_aggregation + 1e-9) if self.cost_per_aggregation > 0 else num_steps
+            least = np.ceil(num_steps / np.minimum(rounds, num_steps))
+        return np.where((left >= 0) & (rounds >= 1) & (least <= self.most_steps_per_round()), least, np.inf)
+
+    def _left(self, num_steps: float | Floats) -> Floats:
+        """The part (1 - eta lambda)^K / K of the initial gap that the bound leaves."""
+        steps = np.asarray(num_steps, dtype=np.float64)
+        return np.asarray((1 - self.learning_rate * self.strong_convexity) ** steps / steps)
+
+    def _spread(self, steps_per_round: float | Floats) -> Floats:
+        """The factor of the variances in eq. 13: it grows with tau."""
+        step = self.learning_rate * self.smoothness
+        more = np.asarray(steps_per_round, dtype=np.float64) - 1
+        return np.asarray((step / self.num_clients + step * step * more) / (2 * self.strong_convexity))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate(planner.Candidate):
+    """A point of whole numbers, or the paper's relaxed point, that was compared; `feasible` tells whether it can be run."""
+
+    num_steps: float
+    steps_per_round: float
+    bound: float
+    """Theorem 1."""
+    mean_bound: float
+    """What the paper's derivation does prove; see `Problem.mean_bound`."""
+    cost: float
+    feasible: bool
+
+    def shown(self) -> str:
+        """Return the point and its bound for a reader."""
+        point = f"K={self.num_steps:.6g} tau={self.steps_per_round:.6g} bound {self.bound:.6g} cost {self.cost:.6g}"
+        return point if self.feasible else f"{point}  (infeasible)"
+
+
+class Plan(planner.Plan[Problem, Candidate]):
+    """The answer of DP-PASGD's planner."""
+
+    __slots__ = ()
 
 
 def plan(values: Mapping[str, object]) -> Plan:
-    """Return the best point for a problem (a mapping with the fields of `dp_pasgd_bound.Problem` as keys).
+    """Return the best point for a problem (a mapping with the fields of `Problem` as keys).
 
     The point has the least Theorem 1 bound of all whole numbers of rounds and tau whose cost is at most max_cost and for
     which the step-size condition holds; of equals, the one with the fewest steps. Every device's noise is that of eq. 9 for its
-    batch size and epsilon, computed for the whole number K.
+    batch size and epsilon, computed for the whole number K. noise_std is a list if batch_size is one.
 
     Raises:
         ProblemError: naming the key that is unknown, missing or impossible.
     """
     problem = Problem.from_mapping(values)
     rounds, tau = _best(problem, problem.bound)
-    noise = {size: _noise(problem, rounds * tau, size) for size in set(problem.batch_size)}
     costs: dict[str, Any] = {"delta": problem.delta, "num_steps": rounds * tau, "clip_norm": problem.clip_norm}
+    noise = {size: noise_std(epsilon=problem.epsilon, batch_size=size, **costs) for size in set(problem.batch_size)}
+    low, high = (finite("epsilon", std, "noise_std") for std in (min(noise.values()), max(noise.values())))
     # Every device has the same noise multiplier, but for rounding.
     size = min(noise, key=lambda one: noise[one] * one)
+    tight = tight_epsilon(noise_std=noise[size], batch_size=size, **costs)
+    paper = max(paper_epsilon(noise_std=std, batch_size=size, **costs) for size, std in noise.items())
+    each = [noise[size] for size in problem.batch_size]
+    several = isinstance(values["batch_size"], list | tuple | np.ndarray)
     candidates = _candidates(problem, (rounds, tau))
+    best = candidates[0]
+    with_delta = f"exact composition, delta {delta_in_words(problem.delta)}"
     return Plan(
         problem=problem,
-        num_rounds=rounds,
-        steps_per_round=tau,
-        noise_std=tuple(noise[size] for size in problem.batch_size),
-        bound=float(problem.bound(rounds * tau, tau)),
-        epsilon=max(paper_epsilon(noise_std=std, batch_size=size, **costs) for size, std in noise.items()),
-        epsilon_tight=tight_epsilon(noise_std=noise[size], batch_size=size, **costs),
+        head=f"{problem.METHOD}, {problem.num_clients} clients",
+        best=best,
+        rows=(
+            Row("num_steps", rounds * tau),
+            Row("steps_per_round", tau),
+            Row("num_rounds", rounds),
+            Row(
+                "noise_std",
+                each if several else each[0],
+                "on every coordinate of a mini-batch gradient",
+                f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}",
+            ),
+            Row("bound", best.bound, "expected gap of the loss"),
+            Row("cost", best.cost, f"of {problem.max_cost:.6g}"),
+            Row("epsilon", paper, "the paper's formula", digits_in_words(paper, 6)),
+            Row("epsilon_tight", tight, with_delta, digits_in_words(tight, 6)),
+        ),
+        details={"bound_parts": problem.parts(rounds * tau, tau), "candidates": [asdict(candidate) for candidate in candidates]},
         candidates=candidates,
         reasons=tuple(_reasons(problem, candidates)),
+        panels=_panels(problem, rounds, tau, best.bound),
     )
 
 
@@ -64,17 +250,9 @@ def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
     loss: the variance of its records over its batch size, and the squared distance of its own mean.
     """
     constants = data.constants
-    values: dict[str, object] = {
-        "num_clients": len(data.num_records),
-        "dimension": data.dimension,
-        "strong_convexity": constants.strong_convexity,
-        "smoothness": constants.smoothness,
-        "initial_gap": constants.initial_gap,
-        "clip_norm": constants.l2_norm,
-    }
-    notes = []
-    if "clip_norm" not in given:
-        notes.append("clip_norm is the largest norm of a record's gradient in the pilot: usually far too much")
+    values = constants.named("strong_convexity", "smoothness", "initial_gap") | {"clip_norm": constants.l2_norm}
+    values |= {"num_clients": len(data.num_records), "dimension": data.dimension}
+    notes = [] if "clip_norm" in given else [planner.PILOTS_CLIP_NORM]
     sizes = given.get("batch_size")
     smallest = min(sizes, default=0) if isinstance(sizes, list) else sizes
     if isinstance(smallest, int) and smallest >= 1:
@@ -86,18 +264,7 @@ def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
     return Inputs(values=values, notes=tuple(notes))
 
 
-def _noise(problem: Problem, num_steps: int, batch_size: int) -> float:
-    std = noise_std(
-        epsilon=problem.epsilon,
-        delta=problem.delta,
-        num_steps=num_steps,
-        clip_norm=problem.clip_norm,
-        batch_size=batch_size,
-    )
-    return finite("epsilon", std, "noise_std")
-
-
-def _best(problem: Problem, bound: Bound) -> Point:
+def _best(problem: Problem, bound: Bound) -> Place:
     """Return the feasible point of least bound. Both bounds grow with tau, so the best tau for a K is the least feasible one."""
     best = _start(problem, bound)
     least = float(bound(best[0] * best[1], best[1]))
@@ -126,7 +293,7 @@ def _best(problem: Problem, bound: Bound) -> Point:
     return best
 
 
-def _start(problem: Problem, bound: Bound) -> Point:
+def _start(problem: Problem, bound: Bound) -> Place:
     """Return a good feasible point, with which the search compares others."""
     found = []
     for tau in _spaced(problem.most_steps_per_round()):
@@ -142,7 +309,7 @@ def _spaced(last: int) -> list[int]:
     return sorted({int(value) for value in np.geomspace(1, max(last, 1), 60)} | set(range(1, min(last, 20) + 1)))
 
 
-def _point(problem: Problem, num_steps: int, least: int) -> Point | None:
+def _point(problem: Problem, num_steps: int, least: int) -> Place | None:
     """Return the point of this K with the least feasible tau, or None."""
     small = np.arange(1, math.isqrt(num_steps) + 1)
     small = small[num_steps % small == 0]
@@ -152,30 +319,19 @@ def _point(problem: Problem, num_steps: int, least: int) -> Point | None:
     return None
 
 
-def _candidates(problem: Problem, best: Point) -> tuple[Candidate, ...]:
+def _candidates(problem: Problem, best: Place) -> tuple[Candidate, ...]:
     """Return the best point, DP-SGD (tau = 1), the best point under the bound that is proved, and the paper's relaxed point."""
     corrected = _best(problem, problem.mean_bound)
     found = [
-        _candidate(problem, "best", *best),
+        _candidate(problem, "best", math.prod(best), best[1]),
         _candidate(problem, "best with tau = 1", _rounds_at_one(problem), 1),
-        _candidate(problem, "best for the mean of the iterates", *corrected),
+        _candidate(problem, "best for the mean of the iterates", math.prod(corrected), corrected[1]),
     ]
-    steps = np.arange(1.0, max(4 * best[0] * best[1], 1000) + 1)
-    tau = relaxed_steps_per_round(problem, steps)
+    steps = np.arange(1.0, max(4 * math.prod(best), 1000) + 1)
+    tau = _relaxed_steps_per_round(problem, steps)
     if np.isfinite(tau).any():
         index = int(np.nanargmin(problem.bound(steps, tau)))
-        k, t = float(steps[index]), float(tau[index])
-        found.append(
-            Candidate(
-                name="the paper's relaxation",
-                num_steps=k,
-                steps_per_round=t,
-                bound=float(problem.bound(k, t)),
-                mean_bound=float(problem.mean_bound(k, t)),
-                cost=problem.cost_per_aggregation * k / t + problem.cost_per_step * k,
-                feasible=t.is_integer() and k % t == 0 and problem.feasible(int(k / t), int(t)),
-            )
-        )
+        found.append(_candidate(problem, "the paper's relaxation", float(steps[index]), float(tau[index])))
     return tuple(found)
 
 
@@ -187,16 +343,16 @@ def _rounds_at_one(problem: Problem) -> int:
     return int(kept[np.argmin(problem.bound(kept, 1.0))])
 
 
-def _candidate(problem: Problem, name: str, num_rounds: int, tau: int) -> Candidate:
-    steps = num_rounds * tau
+def _candidate(problem: Problem, name: str, num_steps: float, tau: float) -> Candidate:
+    rounds = num_steps / tau
     return Candidate(
         name=name,
-        num_steps=steps,
+        num_steps=num_steps,
         steps_per_round=tau,
-        bound=float(problem.bound(steps, tau)),
-        mean_bound=float(problem.mean_bound(steps, tau)),
-        cost=problem.cost(num_rounds, steps),
-        feasible=problem.feasible(num_rounds, tau),
+        bound=float(problem.bound(num_steps, tau)),
+        mean_bound=float(problem.mean_bound(num_steps, tau)),
+        cost=problem.cost(rounds, num_steps),
+        feasible=float(tau).is_integer() and num_steps % tau == 0 and problem.feasible(int(rounds), int(tau)),
     )
 
 
@@ -212,9 +368,7 @@ def _reasons(problem: Problem, candidates: tuple[Candidate, ...]) -> list[str]:
             f"{_at(best)} has the least bound, {best.bound:.4g}; with tau = 1 the costs allow no better than"
             f" {_at(alone)} with {alone.bound:.4g}"
         )
-    parts = problem.parts(int(best.num_steps), int(best.steps_per_round))
-    shares = sorted(((part / best.bound, name) for name, part in parts.items() if part > 0), reverse=True)
-    reasons.append("parts of the bound: " + ", ".join(f"{name} {100 * share:.0f} %" for share, name in shares))
+    reasons.append(in_parts(problem.parts(int(best.num_steps), int(best.steps_per_round)), best.bound))
     reasons.append(
         "in Theorem 1 the term of the initial gap falls like (1 - eta lambda)^K / K, which its proof does not give;"
         f" the proved bound, B + (1 - eta lambda) alpha / (eta lambda K), is {best.mean_bound:.4g} here"
@@ -257,3 +411,45 @@ def _needed(epsilon: float, delta: float) -> str:
 
 def _at(point: Candidate) -> str:
     return f"K={point.num_steps:.6g}, tau={point.steps_per_round:.6g}"
+
+
+def _panels(problem: Problem, rounds: int, tau: int, bound: float) -> tuple[Panel, Panel]:
+    """Return the bound over tau, with the best number of rounds for each, and over K, with the relaxed tau of eq. 22."""
+    reach, steps = problem.most_steps_per_round(), rounds * tau
+    if problem.cost_per_step > 0:
+        reach = min(reach, int((problem.max_cost - problem.cost_per_aggregation) / problem.cost_per_step))
+    return (
+        Panel(
+            title="DP-PASGD, best number of rounds",
+            variable="steps per round tau",
+            last=max(min(reach, max(4 * tau, 20)), tau),
+            curves={"feasible": lambda taus: np.asarray([_least(problem, int(one), rounds) for one in taus])},
+            optimum=(tau, bound),
+        ),
+        Panel(
+            title="DP-PASGD, least tau that the costs allow",
+            variable="steps K",
+            last=max(min(problem.last_step(float("inf")), max(4 * steps, 20)), steps),
+            curves={"relaxed": lambda steps: problem.bound(steps, _relaxed_steps_per_round(problem, steps))},
+            optimum=(steps, bound),
+        ),
+    )
+
+
+def _relaxed_steps_per_round(problem: Problem, num_steps: Floats) -> Floats:
+    """Return tau* = c1 K / (C_th - c2 K) of eq. 22, at least 1; NaN where the step-size condition or the costs forbid it."""
+    left = problem.max_cost - problem.cost_per_step * num_steps
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tau = np.maximum(problem.cost_per_aggregation * num_steps / left, 1.0) if problem.cost_per_aggregation else 1 + 0 * left
+        step = problem.learning_rate * problem.smoothness
+        allowed = (left >= 0) & (tau <= num_steps) & (step + step * step * tau * (tau - 1) <= 1)
+    return np.where(allowed, tau, np.nan)
+
+
+def _least(problem: Problem, tau: int, best_num_rounds: int) -> float:
+    """The least bound at this tau, of some numbers of rounds."""
+    per_round = problem.cost(1, tau)
+    most = problem.max_cost / per_round if per_round > 0 else np.inf
+    tried = np.unique(np.geomspace(1, max(min(most, 10.0 * best_num_rounds), 1.0), _TRIED).round())
+    rounds = [int(count) for count in {*tried, best_num_rounds} if problem.feasible(int(count), tau)]
+    return float(np.min(problem.bound(np.asarray(rounds, dtype=np.float64) * tau, tau))) if rounds else float("nan")

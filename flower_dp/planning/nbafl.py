@@ -5,30 +5,160 @@ Performance Analysis, IEEE TIFS 2020. The unit of privacy is one record, under t
 weights are the mean of the optima of its single records (eq. 4); eavesdroppers see L uploads of a client and all T
 broadcasts. These are the paper's formulas, not proofs: from clipped weights alone a sensitivity of 2 C follows, not 2 C
 / m, and the Gaussian formula holds for epsilon < 1 per exposure.
+
+The bounds are Theorem 2 (all clients) and Theorem 3 (K of N), on the expected excess loss after T rounds. Both are defined
+only for a range of their constants: outside it the functions return NaN and `why_not_...` returns the reason.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
-from flower_dp.planning.nbafl_bound import (
-    BOUND_KEYS,
-    METHOD,
-    Bounds,
-    Problem,
-    best_proximal,
-    read_bounds,
-    read_problem,
+from flower_dp.core import checks
+from flower_dp.planning import planner
+from flower_dp.planning.planner import Data, Floats, Inputs, Panel, ProblemError, Row, finite, keys_of, real, whole
+from flower_dp.privacy.nbafl import (
+    downlink_noise_std,
+    gaussian_c,
+    log_argument,
+    rounds_without_downlink_noise,
+    sampled_log,
+    uplink_noise_std,
 )
-from flower_dp.planning.nbafl_plan import Plan, Point
-from flower_dp.planning.planner import Data, Inputs
-from flower_dp.planning.problem import Floats, ProblemError, Reader, finite, keys_of
-from flower_dp.privacy.nbafl import downlink_noise_std, log_argument, rounds_without_downlink_noise, uplink_noise_std
 
-__all__ = ["METHOD", "Plan", "Point", "from_data", "plan"]
+_OF_THE_UPLINK = ("uplink_exposures", "epsilon", "delta", "clip_norm", "min_records")
+
+
+def best_proximal(*, smoothness: float, dissimilarity: float) -> float:
+    """Return the proximal coefficient mu that makes P of Theorem 2 least: rho (B^2 + 2B), where P = 1 - l/mu.
+
+    lambda_2 = -1/mu + rho B (1 + B/2)/mu^2 is a parabola in 1/mu with its minimum there; for P < 1 at all mu must
+    exceed half of it.
+    """
+    rho, b = checks.number("smoothness", smoothness, above=0), checks.number("dissimilarity", dissimilarity, at_least=1)
+    return rho * (b**2 + 2 * b)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem(planner.Problem):
+    """The values that determine the noise. Comments on the fields give the paper's letters."""
+
+    METHOD: ClassVar[str] = "nbafl"
+
+    num_clients: int = whole()  # N
+    cohort_size: int = whole(at_most="num_clients")  # K
+    num_rounds: int = whole()  # T
+    uplink_exposures: int = whole(at_most="num_rounds")  # L
+    epsilon: float = real(above=0)
+    delta: float = real(above=0, below=1)
+    clip_norm: float = real(above=0)  # C
+    min_records: int = whole(at_most=10**12)  # m
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds(Problem):
+    """A problem with the constants of its bounds on E[F(w(T))] - F*: Theorem 2 for all clients, Theorem 3 for K of N."""
+
+    smoothness: float = real(above=0)  # rho
+    lipschitz: float = real(above=0)  # beta
+    # A rho-smooth function satisfies the Polyak-Lojasiewicz condition for no l above rho, and by Jensen's
+    # inequality no average of squared gradients is below the square of the average: B >= 1.
+    pl_constant: float = real(above=0, at_most="smoothness")  # l
+    proximal: float = real(above=0)  # mu
+    dissimilarity: float = real(at_least=1)  # B
+    initial_gap: float = real(at_least=0)  # Theta
+    max_rounds: int = whole()
+
+    def contraction(self) -> float:
+        """Return P = 1 + 2 l lambda_2 of Theorem 2."""
+        mu, rho, b = self.proximal, self.smoothness, self.dissimilarity
+        return 1 + 2 * self.pl_constant * (-1 / mu + rho * b / mu**2 + rho * b**2 / (2 * mu**2))
+
+    def cohort_contraction(self, cohort_size: int | Floats) -> Floats:
+        """Return Q of Theorem 3, elementwise."""
+        mu, rho, b = self.proximal, self.smoothness, self.dissimilarity
+        k = np.asarray(cohort_size, dtype=np.float64)
+        inner = rho * b**2 / 2 + rho * b + rho * b**2 / k + 2 * rho * b**2 / np.sqrt(k) + mu * b / np.sqrt(k) - mu
+        return np.asarray(1 + 2 * self.pl_constant / mu**2 * inner)
+
+    def all_clients(self, num_rounds: int | Floats) -> Floats:
+        """Return Theorem 2's bound at T, elementwise; not a number where P is outside (0, 1)."""
+        rounds, p = np.asarray(num_rounds, dtype=np.float64), self.contraction()
+        if not 0 < p < 1:
+            return np.full(rounds.shape, np.nan)
+        mu, rho, b = self.proximal, self.smoothness, self.dissimilarity
+        noise, n, epsilon = self._noise(), self.num_clients, self.epsilon
+        kappa_1 = (1 / mu + rho * b / mu) * self.lipschitz * noise / (1 - p) * math.sqrt(2 / (n * math.pi))
+        kappa_0 = rho / 2 * noise**2 / ((1 - p) * n)
+        with np.errstate(over="ignore", invalid="ignore"):
+            price = kappa_1 * rounds / epsilon + kappa_0 * (rounds / epsilon) ** 2
+            return np.asarray(p**rounds * self.initial_gap - np.expm1(rounds * math.log(p)) * price)
+
+    def sampled_clients(self, cohort_size: int | Floats) -> Floats:
+        """Return Theorem 3's bound at K, elementwise; not a number where the logarithm or Q does not allow it."""
+        k, q, t = np.asarray(cohort_size, dtype=np.float64), self.cohort_contraction(cohort_size), self.num_rounds
+        mu, rho, b, n = self.proximal, self.smoothness, self.dissimilarity, self.num_clients
+        alpha_0 = 2 * rho * k / n + rho
+        alpha_1 = 1 + 2 * rho * b / mu + 2 * rho * b * np.sqrt(k) / (mu * n)
+        with np.errstate(all="ignore"):
+            noise = self._noise() / (-k * sampled_log(n, k, t, self.epsilon))
+            price = noise * alpha_1 * self.lipschitz * math.sqrt(2 / math.pi) + noise**2 * alpha_0
+            bound = q**t * self.initial_gap + (1 - q**t) / (1 - q) * price
+        return np.asarray(np.where((q > 0) & (q < 1), bound, np.nan))
+
+    def why_not_all(self) -> str:
+        """Return why Theorem 2 gives no bound."""
+        least = best_proximal(smoothness=self.smoothness, dissimilarity=self.dissimilarity) / 2
+        return _vacuous("P", self.contraction(), f"P < 1 needs proximal > rho B (1 + B/2) = {least:.6g}")
+
+    def why_not_sampled(self, cohort_size: int) -> str:
+        """Return why Theorem 3 gives no bound at K."""
+        n, t, argument = self.num_clients, self.num_rounds, _log_argument(self, cohort_size)
+        if argument <= 0 and cohort_size < n:
+            least = n * -math.expm1(-self.epsilon / t)
+            formula = f"log argument 1 - N/K + (N/K) e^(-epsilon/T) = {argument:.4g} <= 0"
+            return f"{formula} (T={t} and this epsilon need K > {least:.6g})"
+        root, rho, b = math.sqrt(cohort_size), self.smoothness, self.dissimilarity
+        hint = f"Q < 1 needs K > B^2 = {b**2:.6g}"
+        if root > b:
+            least = rho * (b**2 / 2 + b + b**2 / cohort_size + 2 * b**2 / root) / (1 - b / root)
+            hint = f"Q < 1 needs proximal > {least:.6g} at this K"
+        return _vacuous("Q", float(self.cohort_contraction(cohort_size)), hint)
+
+    def _noise(self) -> float:
+        """Return c C / m."""
+        return gaussian_c(self.delta) * self.clip_norm / self.min_records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point(planner.Candidate):
+    """The bound at one (K, T), or why there is none; `last_cohort_size` ends a run of cohort sizes without a bound."""
+
+    cohort_size: int
+    num_rounds: int
+    bound: float | None
+    reason: str | None = None
+    last_cohort_size: int | None = None
+
+    @property
+    def feasible(self) -> bool:
+        """Tell whether the bound says anything here."""
+        return self.bound is not None
+
+    def shown(self) -> str:
+        """Return the point and its bound for a reader."""
+        until = f"..{self.last_cohort_size}" if self.last_cohort_size not in {None, self.cohort_size} else ""
+        value = f"infeasible: {self.reason}" if self.bound is None else f"bound {self.bound:.6g}"
+        return f"K={self.cohort_size}{until} T={self.num_rounds}  {value}"
+
+
+class Plan(planner.Plan[Problem, Point]):
+    """The answer of NbAFL's planner."""
+
+    __slots__ = ()
 
 
 def plan(values: Mapping[str, object]) -> Plan:
@@ -36,38 +166,52 @@ def plan(values: Mapping[str, object]) -> Plan:
 
     best_num_rounds is the least T of least Theorem 2 bound in 1..max_rounds with all clients taking part;
     best_cohort_size is the least K of least Theorem 3 bound in 1..N for the given T; both are found by evaluating every
-    point. The theorems do not agree at K = N, so their bounds are not to be compared with each other.
+    point. The theorems do not agree at K = N, so their bounds are not to be compared with each other. The candidates begin with
+    both of them.
 
     Raises:
         ProblemError: naming the key that is unknown, missing or impossible.
     """
-    read = Reader(values=values, method=METHOD)
-    read.refuse_unknown((*keys_of(Problem), *BOUND_KEYS))
-    problem = read_problem(read)
-    uplink = uplink_noise_std(
-        uplink_exposures=problem.uplink_exposures,
-        epsilon=problem.epsilon,
-        delta=problem.delta,
-        clip_norm=problem.clip_norm,
-        min_records=problem.min_records,
-    )
-    downlink = downlink_noise_std(**asdict(problem))
-    bounds = read_bounds(read, problem) if any(read.has(key) for key in BOUND_KEYS) else None
+    problem = (Problem if set(values) <= set(keys_of(Problem)) else Bounds).from_mapping(values)
+    noise = {key: getattr(problem, key) for key in keys_of(Problem)}
+    downlink = downlink_noise_std(**noise)
+    uplink = uplink_noise_std(**{key: noise[key] for key in _OF_THE_UPLINK})
+    bounds = problem if isinstance(problem, Bounds) else None
     try:
-        candidates = _candidates(bounds, problem) if bounds is not None else ()
+        candidates = _candidates(bounds) if bounds is not None else ()
     except (OverflowError, ZeroDivisionError) as error:
         why = "the bound leaves the range of floating-point numbers; rescale the problem"
         raise ProblemError("proximal", f"proximal={values['proximal']!r}: {why}") from error
-    best_num_rounds, best_cohort_size = candidates[:2] if candidates else (None, None)
+    rows = [
+        Row("uplink_noise_std", finite("epsilon", uplink, "uplink_noise_std")),
+        Row("downlink_noise_std", finite("epsilon", downlink, "downlink_noise_std")),
+    ]
+    infeasible, details = None, {}
+    if bounds is not None:
+        by_rounds, by_cohort = candidates[:2]
+        places = {"best_num_rounds": (by_rounds, by_rounds.num_rounds), "best_cohort_size": (by_cohort, by_cohort.cohort_size)}
+        for name, (point, place) in places.items():
+            found = point.bound is not None
+            rows.append(
+                Row(name, place if found else None, f"bound {point.bound:.6g}" if found else "", "" if found else "infeasible")
+            )
+        details = {
+            "best_num_rounds_bound": by_rounds.bound,
+            "best_cohort_size_bound": by_cohort.bound,
+            "candidates": [asdict(point) for point in candidates if point.feasible],
+            "infeasible": [asdict(point) for point in candidates if not point.feasible],
+        }
+        if not by_rounds.feasible and not by_cohort.feasible:
+            infeasible = f"nothing is feasible: num_rounds: {by_rounds.reason}; cohort_size: {by_cohort.reason}"
     return Plan(
         problem=problem,
-        uplink_noise_std=finite("epsilon", uplink, "uplink_noise_std"),
-        downlink_noise_std=finite("epsilon", downlink, "downlink_noise_std"),
-        bounds=bounds,
-        best_num_rounds=best_num_rounds,
-        best_cohort_size=best_cohort_size,
+        head=f"{problem.METHOD}, {problem.cohort_size} of {problem.num_clients} clients, {problem.num_rounds} rounds",
+        rows=tuple(rows),
+        details=details,
         candidates=candidates,
-        reasons=tuple(_reasons(problem, bounds, candidates)),
+        reasons=(*_reasons_for_noise(problem), *(_reasons_for_optima(bounds, candidates) if bounds is not None else ())),
+        panels=_panels(bounds, *candidates[:2]) if bounds is not None else (),
+        infeasible=infeasible,
     )
 
 
@@ -88,40 +232,38 @@ def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
     return Inputs(values=values, notes=tuple(notes))
 
 
-def _candidates(bounds: Bounds, problem: Problem) -> tuple[Point, ...]:
+def _candidates(bounds: Bounds) -> tuple[Point, ...]:
     """Return the best T, the best K, both bounds at the given point, then the runs of K without a bound."""
-    n, t = problem.num_clients, problem.num_rounds
-    by_rounds = bounds.all_clients(np.arange(1.0, bounds.max_rounds + 1))
-    by_cohort = bounds.sampled_clients(np.arange(1.0, n + 1), t)
-    best_t, best_k = _least(by_rounds), _least(by_cohort)
-    points = [
-        _all_clients(bounds, "all clients, best T", t if best_t is None else best_t),
-        _sampled(bounds, "K of N, best K", problem.cohort_size if best_k is None else best_k, t),
+    n, k, t = bounds.num_clients, bounds.cohort_size, bounds.num_rounds
+    by_cohort = bounds.sampled_clients(np.arange(1.0, n + 1))
+    return (
+        _all_clients(bounds, "all clients, best T", _least(bounds.all_clients(np.arange(1.0, bounds.max_rounds + 1)), t)),
+        _sampled(bounds, "K of N, best K", _least(by_cohort, k)),
         _all_clients(bounds, "all clients, T as given", t),
-        _sampled(bounds, "K and T as given", problem.cohort_size, t),
-    ]
-    return (*points, *_runs(bounds, by_cohort, t))
+        _sampled(bounds, "K and T as given", k),
+        *_runs(bounds, by_cohort),
+    )
 
 
 def _all_clients(bounds: Bounds, name: str, num_rounds: int) -> Point:
     value = float(bounds.all_clients(num_rounds))
     bound, reason = (value, None) if math.isfinite(value) else (None, bounds.why_not_all())
-    return Point(name=name, cohort_size=bounds.problem.num_clients, num_rounds=num_rounds, bound=bound, reason=reason)
+    return Point(name=name, cohort_size=bounds.num_clients, num_rounds=num_rounds, bound=bound, reason=reason)
 
 
-def _sampled(bounds: Bounds, name: str, cohort_size: int, num_rounds: int) -> Point:
-    value = float(bounds.sampled_clients(cohort_size, num_rounds))
-    bound, reason = (value, None) if math.isfinite(value) else (None, bounds.why_not_sampled(cohort_size, num_rounds))
-    return Point(name=name, cohort_size=cohort_size, num_rounds=num_rounds, bound=bound, reason=reason)
+def _sampled(bounds: Bounds, name: str, cohort_size: int) -> Point:
+    value = float(bounds.sampled_clients(cohort_size))
+    bound, reason = (value, None) if math.isfinite(value) else (None, bounds.why_not_sampled(cohort_size))
+    return Point(name=name, cohort_size=cohort_size, num_rounds=bounds.num_rounds, bound=bound, reason=reason)
 
 
-def _least(values: Floats) -> int | None:
-    """Return the place, counted from one, of the least finite value."""
+def _least(values: Floats, given: int) -> int:
+    """Return the place, counted from one, of the least finite value; what is given if there is none."""
     found = np.where(np.isfinite(values), values, np.inf)
-    return int(np.argmin(found)) + 1 if np.isfinite(found).any() else None
+    return int(np.argmin(found)) + 1 if np.isfinite(found).any() else given
 
 
-def _runs(bounds: Bounds, by_cohort: Floats, num_rounds: int) -> list[Point]:
+def _runs(bounds: Bounds, by_cohort: Floats) -> list[Point]:
     """Return one point for each run of neighbouring cohort sizes that have no bound, with the reason at its largest."""
     gone = np.concatenate([[False], ~np.isfinite(by_cohort), [False]])
     starts, ends = np.flatnonzero(gone[1:] & ~gone[:-1]) + 1, np.flatnonzero(gone[:-1] & ~gone[1:])
@@ -130,22 +272,42 @@ def _runs(bounds: Bounds, by_cohort: Floats, num_rounds: int) -> list[Point]:
             name="no bound for these K",
             cohort_size=int(start),
             last_cohort_size=int(end),
-            num_rounds=num_rounds,
+            num_rounds=bounds.num_rounds,
             bound=None,
-            reason=f"at K={end}: {bounds.why_not_sampled(int(end), num_rounds)}",
+            reason=f"at K={end}: {bounds.why_not_sampled(int(end))}",
         )
         for start, end in zip(starts, ends, strict=True)
     ]
 
 
-def _reasons(problem: Problem, bounds: Bounds | None, candidates: tuple[Point, ...]) -> list[str]:
+def _panels(bounds: Bounds, best_t: Point, best_k: Point) -> tuple[Panel, Panel]:
+    """Return Theorem 2 over the rounds, and Theorem 3 over the cohort size."""
+    return (
+        Panel(
+            title="NbAFL, all clients",
+            variable="rounds T",
+            last=bounds.max_rounds if best_t.bound is None else min(bounds.max_rounds, max(4 * best_t.num_rounds, 10)),
+            curves={"Theorem 2": bounds.all_clients},
+            optimum=None if best_t.bound is None else (best_t.num_rounds, best_t.bound),
+        ),
+        Panel(
+            title=f"NbAFL, K of {bounds.num_clients} clients, T = {bounds.num_rounds}",
+            variable="cohort size K",
+            last=bounds.num_clients,
+            curves={"Theorem 3": bounds.sampled_clients},
+            optimum=None if best_k.bound is None else (best_k.cohort_size, best_k.bound),
+        ),
+    )
+
+
+def _reasons_for_noise(problem: Problem) -> list[str]:
     n, k, t, exposures = problem.num_clients, problem.cohort_size, problem.num_rounds, problem.uplink_exposures
     quiet = rounds_without_downlink_noise(n, k, exposures, problem.epsilon)
     what = "L sqrt(N)" if k == n else "epsilon/gamma"
     more = "more than" if t > quiet else "not more than"
     needed = "the server adds downlink noise" if t > quiet else "the uplink noise covers the broadcasts and the server adds none"
     reasons = [f"T={t} is {more} {what} = {quiet:.4g}: {needed}"]
-    argument = log_argument(num_clients=n, cohort_size=k, num_rounds=t, epsilon=problem.epsilon)
+    argument = _log_argument(problem, k)
     if argument <= 0 and k < n:
         reasons.append(
             f"the log argument of b and of Theorem 3 is {argument:.4g} <= 0: by the paper, sampling alone gives this"
@@ -157,9 +319,12 @@ def _reasons(problem: Problem, bounds: Bounds | None, candidates: tuple[Point, .
             f"epsilon/uplink_exposures = {problem.epsilon / exposures:.4g} >= 1: the classical Gaussian formula is not"
             " proved there, so this is the paper's noise and not a proof of the paper's privacy"
         )
-    if bounds is None:
-        return reasons
+    return reasons
+
+
+def _reasons_for_optima(bounds: Bounds, candidates: tuple[Point, ...]) -> list[str]:
     best_t, best_k, given_t, given_k = candidates[:4]
+    n, k, t, reasons = bounds.num_clients, bounds.cohort_size, bounds.num_rounds, []
     if best_t.bound is not None and given_t.bound is not None:
         limit = " = max_rounds, the bound still falls there" if best_t.num_rounds == bounds.max_rounds > 1 else ""
         reasons.append(
@@ -173,11 +338,22 @@ def _reasons(problem: Problem, bounds: Bounds | None, candidates: tuple[Point, .
         )
     if best_k.bound is not None:
         given = f"has {given_k.bound:.4g}" if given_k.bound is not None else "has no bound"
-        reasons.append(f"K of N at T={t}: K={best_k.cohort_size}, bound {best_k.bound:.4g}; K={k} as given {given}")
         least = best_k.cohort_size
-        if 1 < least < n and log_argument(num_clients=n, cohort_size=least - 1, num_rounds=t, epsilon=problem.epsilon) <= 0:
+        reasons.append(f"K of N at T={t}: K={least}, bound {best_k.bound:.4g}; K={k} as given {given}")
+        if 1 < least < n and _log_argument(bounds, least - 1) <= 0:
             reasons.append(
                 f"K={least} is the least K whose logarithm is defined, and the paper's noise goes to 0 there: this optimum may be"
                 " an artefact of the formula"
             )
     return reasons
+
+
+def _log_argument(problem: Problem, cohort_size: int) -> float:
+    n, t, epsilon = problem.num_clients, problem.num_rounds, problem.epsilon
+    return log_argument(num_clients=n, cohort_size=cohort_size, num_rounds=t, epsilon=epsilon)
+
+
+def _vacuous(letter: str, value: float, hint: str) -> str:
+    if 0 < value < 1:
+        return "the bound leaves the range of floating-point numbers"
+    return f"{letter} = {value:.6g} is outside (0, 1), so the bound says nothing; {hint}"

@@ -1,24 +1,29 @@
 """The bound around its optimum, drawn. The only module of the planners that needs matplotlib."""
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from flower_dp.planning.planner import Panel, Plan
+from flower_dp.planning.planner import Panel, Plan, ProblemError
 
 _POINTS = 400
 # Up to this many points the whole numbers are marked on the curve.
 _FEW = 50
 
 
-def figure(plan: Plan) -> Figure:
+def figure(plan: Plan[Any, Any]) -> Figure:
     """Return the bound over what the plan chose, one diagram a variable, with the optimum marked in each.
 
     Raises:
         ProblemError: if the plan has no bound to draw.
     """
-    panels = plan.panels()
+    if not plan.panels:
+        why = plan.infeasible or "the problem gives none of its constants"
+        raise ProblemError("plot", f"plot: there is no bound to draw; {why}")
+    panels = plan.panels
     result = Figure(figsize=(5.5 * len(panels), 4.0), layout="constrained")
     for place, panel in enumerate(panels):
         _fill(result.add_subplot(1, len(panels), place + 1), panel)

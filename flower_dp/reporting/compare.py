@@ -98,17 +98,8 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
     rows, statement = past.rows, past.statement
     values = past.series(metric)
     if not values:
-        there = (
-            ", ".join(
-                dict.fromkeys(
-                    key
-                    for row in rows
-                    for key, value in row.items()
-                    if key not in ("round", "num-rounds") and columns.number(value)
-                )
-            )
-            or "no metric"
-        )
+        numbers = (key for row in rows for key, value in row.items() if columns.number(value))
+        there = ", ".join(dict.fromkeys(key for key in numbers if key not in ("round", "num-rounds"))) or "no metric"
         raise ValueError(f"{folder}: has no {metric} in {run_folders.METRICS}, but {there}: set --metric")
     if not past.finished and not allow_unfinished:
         why = f"no {run_folders.MODEL}" if not (past.folder / run_folders.MODEL).is_file() else "its model is of a checkpoint"

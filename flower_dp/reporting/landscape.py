@@ -91,7 +91,7 @@ def landscapes(
             or that has another model or other test records than the first.
     """
     if checks.integer("--resolution", resolution, at_least=3) % 2 == 0:
-        raise ValueError(f"--resolution={resolution}: must be odd, so that the model itself is a point")
+        raise checks.bad("--resolution", resolution, "odd, so that the model itself is a point")
     checks.number("--distance", distance, above=0)
     checks.integer("--records", num_records, at_least=1)
     checks.integer("--seed", seed, at_least=0)

@@ -10,8 +10,7 @@ from flower_dp.apps.cost import cost
 from flower_dp.audit import CASES, Claim, audit
 from flower_dp.audit.audit import claimed_tradeoff, estimator_of
 from flower_dp.audit.case import Case, Trials, quiet
-from flower_dp.audit.methods import CLIP_NORM, client_level
-from flower_dp.audit.presets import case_of
+from flower_dp.audit.methods import CLIP_NORM, case_of, client_level
 from flower_dp.core import noise
 from flower_dp.methods import METHODS
 from flower_dp.privacy.events import leaves_of

@@ -1,6 +1,7 @@
 """Refusals of configuration values: always a ValueError that names the field and what would be valid."""
 
 import json
+import pickle
 from typing import Any
 
 import numpy as np
@@ -46,3 +47,10 @@ def test_a_flag_is_true_or_false(value):
         checks.flag("trusted_server", value)
     assert checks.flag("trusted_server", True) is True
     assert checks.flag("trusted_server", False) is False
+
+
+def test_a_bad_value_names_its_field_also_where_another_process_raised_it():
+    with pytest.raises(checks.BadValue) as caught:
+        checks.number("delta", 2.0, below=1)
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):  # noqa: S301
+        assert (error.field, str(error)) == ("delta", "delta=2.0: must be a finite number < 1")

@@ -15,8 +15,8 @@ from flower_dp.methods import METHODS
 from flower_dp.planning import ProblemError, fedsgd_dpc, nbafl, read_problem
 from flower_dp.planning.command import run
 from flower_dp.planning.constants import NOT_PRIVATE, estimate
+from flower_dp.planning.planner import share_above
 from flower_dp.planning.plot import figure
-from flower_dp.planning.problem import share_above
 
 LAPLACE: dict[str, Any] = {
     "mechanism": "laplace",

@@ -7,7 +7,7 @@ from scipy.optimize import minimize
 
 from flower_dp.planning import ProblemError, fedsgd_dpc, nbafl
 from flower_dp.planning.constants import NOT_PRIVATE, estimate
-from flower_dp.planning.nbafl_bound import best_proximal
+from flower_dp.planning.nbafl import best_proximal
 
 CLASSES = 3
 L2 = 0.05
@@ -246,8 +246,7 @@ class TestProblems:
         }
         proximal = best_proximal(smoothness=constants.smoothness, dissimilarity=constants.dissimilarity)
         answer = nbafl.plan(keys | rest | {"proximal": proximal})
-        assert answer.best_num_rounds is not None
-        assert answer.best_num_rounds.feasible
+        assert answer.candidates[0].feasible
 
     def test_says_that_it_is_not_private(self):
         assert "not" in NOT_PRIVATE or "neither" in NOT_PRIVATE

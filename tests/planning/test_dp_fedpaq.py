@@ -15,8 +15,7 @@ from flower_dp.apps.server_app import app as server_app
 from flower_dp.cli import plans
 from flower_dp.planning import ProblemError, dp_fedpaq
 from flower_dp.planning.constants import estimate
-from flower_dp.planning.dp_fedpaq import plan
-from flower_dp.planning.dp_fedpaq_bound import MAX_LEVELS, Problem
+from flower_dp.planning.dp_fedpaq import MAX_LEVELS, Problem, plan
 from flower_dp.planning.planner import Data
 from flower_dp.planning.plot import figure
 from flower_dp.running import apps
@@ -286,7 +285,7 @@ class TestPlan:
             curve, star = axes.lines
             assert (star.get_xdata()[0], star.get_ydata()[0]) == (value, answer.best.bound)
             assert np.nanmin(curve.get_ydata()) == pytest.approx(answer.best.bound)
-        with pytest.raises(ProblemError, match=r"^plot: there is nothing to draw; bits_budget=1000"):
+        with pytest.raises(ProblemError, match=r"^plot: there is no bound to draw; bits_budget=1000"):
             figure(plan(PROBLEM | {"bits_budget": 1000}))
 
 
@@ -311,7 +310,7 @@ class TestBadProblems:
     def test_missing(self, key):
         with pytest.raises(ProblemError, match=f"^{key}: missing") as caught:
             plan({name: value for name, value in PROBLEM.items() if name != key})
-        assert caught.value.key == key
+        assert caught.value.field == key
 
     @pytest.mark.parametrize(
         ("key", "value"),
@@ -341,12 +340,14 @@ class TestBadProblems:
             ("cohort_size", 101),
             ("quantization_levels", 0),
             ("max_quantization_levels", 0),
+            ("max_quantization_levels", MAX_LEVELS + 1),
+            ("quantization_levels", MAX_LEVELS + 1),  # QSGD is made for no more: no run could have them
         ],
     )
     def test_impossible(self, key, value):
         with pytest.raises(ProblemError) as caught:
             plan(PROBLEM | {"num_records": 601 if key == "delta" else 600} | {key: value})
-        assert caught.value.key == key
+        assert caught.value.field == key
         assert str(caught.value).startswith(key)
         assert "\n" not in str(caught.value)
 

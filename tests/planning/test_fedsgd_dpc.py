@@ -221,7 +221,7 @@ class TestLaplaceOptimum:
         by_name = {candidate.name: candidate for candidate in answer.candidates}
         assert list(by_name)[:3] == ["b = 1", "b = 10", "T = 0"]
         assert by_name["T = 0"].num_rounds == 0
-        optimum = answer.continuous_optimum()
+        optimum = answer.details["continuous_optimum"]
         assert optimum is not None
         assert optimum["bound"] <= answer.best.bound
         assert optimum["bound"] == pytest.approx(printed_bound(LAPLACE, optimum["num_rounds"], optimum["cohort_size"]), rel=1e-9)
@@ -240,7 +240,7 @@ class TestLaplaceOptimum:
     def test_no_noise_to_speak_of_needs_a_cap(self):
         with pytest.raises(ProblemError, match=r"^max_rounds: missing") as caught:
             plan(LAPLACE | {"epsilon": 1e20})
-        assert caught.value.key == "max_rounds"
+        assert caught.value.field == "max_rounds"
         assert plan(LAPLACE | {"epsilon": 1e20, "max_rounds": 10**6}).best.num_rounds == 10**6
 
     def test_nothing_is_gained_without_distance_heterogeneity_or_variance(self):
@@ -359,7 +359,7 @@ class TestBadProblems:
     def test_missing(self, key):
         with pytest.raises(ProblemError, match=f"^{key}: missing") as caught:
             plan({name: value for name, value in LAPLACE.items() if name != key})
-        assert caught.value.key == key
+        assert caught.value.field == key
 
     @pytest.mark.parametrize("key", ["mechanism", "delta", "sampling_rate", "gradient_variance", "noise_constant"])
     def test_missing_for_gaussian(self, key):
@@ -404,7 +404,7 @@ class TestBadProblems:
     def test_impossible(self, key, value):
         with pytest.raises(ProblemError) as caught:
             plan(LAPLACE | {key: value})
-        assert caught.value.key == key
+        assert caught.value.field == key
         assert str(caught.value).startswith(key)
         assert "\n" not in str(caught.value)
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from flower_dp.planning import ProblemError
-from flower_dp.planning.nbafl import plan
-from flower_dp.planning.nbafl_bound import best_proximal, log_argument
+from flower_dp.planning.nbafl import best_proximal, log_argument, plan
 from flower_dp.privacy.nbafl import downlink_noise_std, uplink_noise_std
 
 NOISE: dict[str, Any] = {
@@ -165,7 +164,7 @@ class TestDownlink:
 class TestPlan:
     def test_noise_alone(self):
         answer = plan(NOISE)
-        assert answer.feasible
+        assert answer.infeasible is None
         content = answer.to_dict()
         assert content["uplink_noise_std"] == pytest.approx(C_AT_ONE_PERCENT * 0.4 / 60, rel=1e-7)
         assert content["downlink_noise_std"] == 0.0
@@ -200,18 +199,17 @@ class TestPlan:
                 "dissimilarity": float(rng.uniform(1, 1.5)),
             }
             answer = plan(problem)
-            assert answer.best_num_rounds is not None
-            assert answer.best_cohort_size is not None
-            by_rounds = [printed_theorem_2(problem, t) for t in range(1, 201)] if answer.best_num_rounds.feasible else []
+            best_num_rounds, best_cohort_size = answer.candidates[:2]
+            by_rounds = [printed_theorem_2(problem, t) for t in range(1, 201)] if best_num_rounds.feasible else []
             if by_rounds:
-                assert answer.best_num_rounds.bound == pytest.approx(min(by_rounds), rel=1e-9)
-                assert by_rounds[answer.best_num_rounds.num_rounds - 1] == pytest.approx(min(by_rounds), rel=1e-9)
-                inside += 1 < answer.best_num_rounds.num_rounds < 200
+                assert best_num_rounds.bound == pytest.approx(min(by_rounds), rel=1e-9)
+                assert by_rounds[best_num_rounds.num_rounds - 1] == pytest.approx(min(by_rounds), rel=1e-9)
+                inside += 1 < best_num_rounds.num_rounds < 200
             by_cohort = {k: value for k in range(1, n + 1) if (value := printed_theorem_3(problem, k)) is not None}
-            assert answer.best_cohort_size.feasible == bool(by_cohort)
+            assert best_cohort_size.feasible == bool(by_cohort)
             if by_cohort:
-                assert answer.best_cohort_size.bound == pytest.approx(min(by_cohort.values()), rel=1e-9)
-                assert by_cohort[answer.best_cohort_size.cohort_size] == pytest.approx(min(by_cohort.values()), rel=1e-9)
+                assert best_cohort_size.bound == pytest.approx(min(by_cohort.values()), rel=1e-9)
+                assert by_cohort[best_cohort_size.cohort_size] == pytest.approx(min(by_cohort.values()), rel=1e-9)
             gone = {
                 k
                 for point in answer.candidates
@@ -224,8 +222,7 @@ class TestPlan:
     def test_an_interior_cohort_can_be_best(self):
         constants = {"lipschitz": 4.0, "pl_constant": 0.14, "proximal": 5.0, "clip_norm": 34.0}
         problem = BOUND | constants | {"num_clients": 20, "epsilon": 0.4, "num_rounds": 40}
-        best = plan(problem).best_cohort_size
-        assert best is not None
+        best = plan(problem).candidates[1]
         assert 1 < best.cohort_size < 20
         around = [printed_theorem_3(problem, best.cohort_size + step) for step in (-1, 0, 1)]
         assert around[1] is not None
@@ -235,14 +232,13 @@ class TestPlan:
     def test_an_optimum_at_the_edge_of_the_logarithm_is_said_to_be_one(self):
         # N (1 - e^(-60/25)) = 45.46
         answer = plan(BOUND)
-        assert answer.best_cohort_size is not None
-        assert answer.best_cohort_size.cohort_size == 46
+        assert answer.candidates[1].cohort_size == 46
         assert any(reason.startswith("K=46 is the least K") for reason in answer.reasons)
 
     def test_nothing_feasible(self):
         # proximal = 1 < rho B (1 + B/2) = 1.5: P = 1 + 2 * 0.8 * (-1 + 1 + 0.5) = 1.8, and Q > P
         answer = plan(BOUND | {"proximal": 1.0})
-        assert not answer.feasible
+        assert answer.infeasible is not None
         content = answer.to_dict()
         assert content["best_num_rounds"] is None
         assert content["best_cohort_size"] is None
@@ -256,10 +252,9 @@ class TestPlan:
     def test_one_of_two_feasible_is_an_answer(self):
         # K <= 4 with B = 2 is never in Q's range; all clients still have a bound.
         answer = plan(BOUND | {"num_clients": 4, "cohort_size": 4, "dissimilarity": 2.0, "proximal": 20.0})
-        assert answer.feasible
-        assert answer.best_cohort_size is not None
-        assert answer.best_cohort_size.reason is not None
-        assert "K > B^2 = 4" in answer.best_cohort_size.reason
+        assert answer.infeasible is None
+        assert answer.candidates[1].reason is not None
+        assert "K > B^2 = 4" in answer.candidates[1].reason
 
     def test_the_hint_about_proximal_is_right(self):
         # At the least proximal that the reason names, Q crosses 1.
@@ -277,8 +272,7 @@ class TestPlan:
 
     def test_all_clients_at_an_epsilon_whose_exponential_underflows(self):
         answer = plan(BOUND | {"epsilon": 1e5, "cohort_size": 50})
-        assert answer.best_cohort_size is not None
-        assert answer.best_cohort_size.cohort_size == 50
+        assert answer.candidates[1].cohort_size == 50
 
 
 class TestBadProblems:
@@ -286,7 +280,7 @@ class TestBadProblems:
     def test_missing(self, key):
         with pytest.raises(ProblemError, match=f"^{key}: missing") as caught:
             plan({name: value for name, value in NOISE.items() if name != key})
-        assert caught.value.key == key
+        assert caught.value.field == key
 
     @pytest.mark.parametrize("key", [key for key in BOUND if key not in NOISE])
     def test_the_bound_needs_all_of_its_constants(self, key):
@@ -320,7 +314,7 @@ class TestBadProblems:
     def test_impossible(self, key, value):
         with pytest.raises(ProblemError) as caught:
             plan(BOUND | {key: value})
-        assert caught.value.key == key
+        assert caught.value.field == key
         assert str(caught.value).startswith(key)
         assert "\n" not in str(caught.value)
 

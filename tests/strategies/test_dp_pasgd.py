@@ -716,14 +716,14 @@ def test_the_planners_answer_can_be_run_as_it_is():
     """Rounds, cost, noise and epsilon are those that the planner says, and no round is missing."""
     answer = plan(PROBLEM)
     shared = {key: PROBLEM[key] for key in ("epsilon", "delta", "learning_rate", "batch_size", "clip_norm")}
-    shared |= {"num_steps": answer.num_steps, "num_local_steps": answer.steps_per_round, "calibration": "zcdp"}
+    shared |= {"num_steps": answer["num_steps"], "num_local_steps": answer["steps_per_round"], "calibration": "zcdp"}
     prices = {key: PROBLEM[key] for key in ("cost_per_aggregation", "cost_per_step", "max_cost")}
     strategy, recipe = DPPASGD(**shared, **prices, num_clients=4), DPPASGDRecipe(**shared)
-    start(strategy, grid_of(recipe, FOUR), answer.num_rounds)
-    assert len(strategy.rounds) == answer.num_rounds > 1
+    start(strategy, grid_of(recipe, FOUR), answer["num_rounds"])
+    assert len(strategy.rounds) == answer["num_rounds"] > 1
     assert not any(line.startswith("ended") for line in strategy.incidents)
-    assert strategy.rounds[-1].numbers["cost-per-device"] == answer.cost
+    assert strategy.rounds[-1].numbers["cost-per-device"] == answer["cost"]
     statement = strategy.statement
-    assert statement.noise["least_noise_std_of_a_mean_gradient"] == pytest.approx(answer.noise_std[0], rel=1e-12)
-    assert statement.paper.epsilon == pytest.approx(answer.epsilon, rel=1e-9)
-    assert statement.epsilon == pytest.approx(answer.epsilon_tight, rel=1e-6)
+    assert statement.noise["least_noise_std_of_a_mean_gradient"] == pytest.approx(answer["noise_std"], rel=1e-12)
+    assert statement.paper.epsilon == pytest.approx(answer["epsilon"], rel=1e-9)
+    assert statement.epsilon == pytest.approx(answer["epsilon_tight"], rel=1e-6)

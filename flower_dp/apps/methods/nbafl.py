@@ -7,7 +7,7 @@ from typing import Any
 from flower_dp.apps.parts import Sizes, cohort_size_of, local_words
 from flower_dp.apps.settings import Settings, default_of
 from flower_dp.core import checks
-from flower_dp.planning.nbafl_bound import best_proximal
+from flower_dp.planning.nbafl import best_proximal
 from flower_dp.planning.planner import Data, Inputs
 
 
