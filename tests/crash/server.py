@@ -409,8 +409,8 @@ def owners_events(charges: list[tuple[int, Charge]]) -> list[dict[DpEvent, int]]
     """What every owner was charged with for training: the statement has evaluations of local placement apart."""
     found: dict[str, Counter[DpEvent]] = {}
     for _, charge in charges:
-        for owner, event in zip(charge.owners, charge.events, strict=True):
-            if charge.unit == "client" or charge.release != EVALUATION:
+        for owner, event in charge.by_owner.items():
+            if charge.scope.unit == "client" or charge.release != EVALUATION:
                 found.setdefault(owner, Counter())[event] += 1
     return [dict(one) for one in {tuple(one.items()) for one in found.values()}]
 

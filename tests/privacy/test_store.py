@@ -11,6 +11,7 @@ import shutil
 import signal
 import sqlite3
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from flower_dp.privacy.budget import JointBudget
 from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.store import Store
+from tests.crash.points import Points
 
 FORK = multiprocessing.get_context("fork")
 GAUSSIAN = GaussianDpEvent(2.0)
@@ -806,7 +808,80 @@ def test_in_a_folder_that_cannot_be_written_a_ledger_is_read_alone():
         path.parent.chmod(0o700)
 
 
+def test_a_reader_that_takes_its_time_holds_up_no_charge_for_good(path):
+    """Another program may read for a while; this package's readers take a copy first."""
+    run = next(iter(filled(path, 1)))
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN")
+    assert other.execute("SELECT count(*) FROM charges").fetchone() == (2,)
+    late = threading.Timer(0.4, other.close)
+    with Store(path) as ledger, Store(path, read_only=True) as reader:
+        late.start()
+        ledger.append(run, charge(2))
+        assert len(reader.read(run)) == 1  # as it was
+    late.join()
+    assert len(content(path)[run]) == 2
+
+
+def test_of_several_charges_all_are_written_or_none(path):
+    with Store(path) as ledger:
+        run = ledger.begin(method="m", delta=DELTA)
+        ledger.append(run, charge(1), charge(2))
+        for wrong in (charge(5), charge(4, kind="another")):
+            with pytest.raises(LedgerError):
+                ledger.append(run, charge(3, ("a",)), wrong)
+        ledger.append(run, charge(3), local(1, ("a", "b")))
+        assert ledger.all.owners(CLIENTS) == [EVERY_CLIENT]
+    assert [len(made) for made in content(path).values()] == [4]
+
+
 # Kill -9
+
+
+def charge_under(path, at, out):
+    """Two runs and some charges, by a process that is killed at a point; it says what it goes on from."""
+    points = Points(path.parent, at, lambda kind: None)
+    points.install()
+    with Store(path) as ledger:
+        for number in (1, 2):
+            run = ledger.begin(method="m", delta=DELTA)
+            for place in (1, 3):
+                ledger.append(run, local(place, (f"c{number}", "d")), local(place + 1, ("d", f"e{place}")))
+                os.write(out, b"..")
+    os.write(out, b"!" if at is None else b"")
+    os.write(out, bytes([points.passed.total()]) if at is None else b"")
+
+
+def killed_at(path, at):
+    """Return what the process went on from, and how many points it has."""
+    inlet, outlet = os.pipe()
+    child = FORK.Process(target=charge_under, args=(path, at, outlet))
+    child.start()
+    os.close(outlet)
+    child.join(60)
+    said = os.read(inlet, 100)
+    os.close(inlet)
+    return said.count(b"."), said[-1] if at is None else 0
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_at_any_statement_leaves_whole_charges(path):
+    """Before and after each statement of SQLite and each call of the system: never fewer charges than it went on from."""
+    whole = path.read_bytes()
+    count, points = killed_at(path, None)
+    assert (count, points > 30) == (8, True)
+    for at in range(1, points + 1):
+        for name in ("", ".mark", "-journal"):
+            path.with_name(path.name + name).unlink(missing_ok=True)
+        path.write_bytes(whole)
+        path.chmod(0o600)
+        gone_on, _ = killed_at(path, at)
+        found = sum(map(len, content(path).values()))
+        assert found - gone_on in (0, 2), at
+        with Store(path) as ledger:
+            run = ledger.begin(method="m", delta=DELTA)
+            ledger.append(run, local(1))
+        assert sum(map(len, content(path).values())) == found + 1
 
 
 def charge_until_killed(path, out):
