@@ -17,7 +17,7 @@ import sqlite3
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -103,7 +103,7 @@ class Store:
         self.all = Charges()
         self._lock: Lock | None = None
         self._count, self._digest = 0, b""
-        with naming(self.path):
+        with naming(self.path), ExitStack() as opened:
             place = self.path.resolve(strict=True)
             status = place.stat()
             if not stat.S_ISREG(status.st_mode):
@@ -116,22 +116,17 @@ class Store:
                 if not os.access(place.parent, os.W_OK):
                     raise LedgerError("is in a folder that this process can't write to, and SQLite must")
                 self._lock = Lock(place, seconds=_LOCK_SECONDS if seconds is None else seconds)
-            try:
-                mark = Lock.mark_of(place) if self._lock is None else self._lock.mark
-                self._db = snapshot(place) if read_only else connect(place, "rw")
-                try:
-                    self._load(mark)
-                    if self._lock is not None:
-                        make_durable(self._db)
-                        self._lock.mark = Mark(number=self._count, digest=self._digest)
-                    self._paths = (place, place.with_name(place.name + ".mark"))
-                    self._files = [] if read_only else self._identities()
-                except BaseException:
-                    self._db.close()
-                    raise
-            except BaseException:
-                self._unlock()
-                raise
+                opened.callback(self._lock.close)
+            mark = Lock.mark_of(place) if self._lock is None else self._lock.mark
+            self._db = snapshot(place) if read_only else connect(place, "rw")
+            opened.callback(self._db.close)
+            self._load(mark)
+            if self._lock is not None:
+                make_durable(self._db)
+                self._lock.mark = Mark(number=self._count, digest=self._digest)
+            self._paths = (place, place.with_name(place.name + ".mark"))
+            self._files = [] if read_only else self._identities()
+            self._opened = opened.pop_all()
 
     @staticmethod
     def create(path: str | os.PathLike[str], budget: JointBudget | None = None, *, clients: Sequence[str] = ()) -> None:
@@ -155,14 +150,9 @@ class Store:
 
     def close(self) -> None:
         """Close the file, and let other processes write."""
+        self._lock = None
         with suppress(sqlite3.Error):
-            self._db.close()
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+            self._opened.close()
 
     @property
     def num_charges(self) -> int:

@@ -210,7 +210,7 @@ def test_a_reply_waits_for_another_process(path, monkeypatch):
 def _charge_many(path, times, results):
     try:
         results.put(sum(not pay(path, {"a": terms(60)})[0] for _ in range(times)))
-    except LedgerError:
+    except Exception:  # of whatever kind: the test must not wait for it
         results.put(-1000)
 
 
