@@ -67,8 +67,24 @@ def text_of(event: dp.DpEvent) -> str:
     return json.dumps(as_json(event), allow_nan=False, default=lambda number: number.item())
 
 
-def charge_of(about: dict[str, Any], owners: tuple[str, ...], which: bytes, events: list[dp.DpEvent]) -> Charge:
+def words_of(charge: Charge) -> str:
+    """Return what a charge says besides owners and events, as the file has it."""
+    words = {
+        "release": charge.release,
+        "number": charge.number,
+        "round": charge.server_round,
+        "kind": charge.kind,
+        "unit": charge.scope.unit,
+        "relation": charge.scope.relation,
+        "shares": charge.shares,
+        "views": list(charge.views),
+    }
+    return json.dumps(words)
+
+
+def charge_of(words: str, owners: tuple[str, ...], which: bytes, events: list[dp.DpEvent]) -> Charge:
     """Return a charge as it was written."""
+    about = json.loads(words)
     views = about["views"]
     size = len(events) // (1 + len(views))
     unit = checks.one_of("unit", about["unit"], ("client", "record"))

@@ -44,6 +44,7 @@ from flower_dp.privacy.ledger_tables import (
     naming,
     snapshot,
     text_of,
+    words_of,
 )
 from flower_dp.privacy.mark import Lock, Mark
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError, check_folder, check_owner
@@ -293,25 +294,15 @@ class Store:
                 if own != digest:
                     raise LedgerError(f"charge {number} has changed since it was written")
                 self._count, self._digest = number, own
-            yield number, runs[run], charge_of(json.loads(about), who, which, [events[one] for one in places])
+            yield number, runs[run], charge_of(about, who, which, [events[one] for one in places])
 
     def _row(self, db: sqlite3.Connection, charge: Charge) -> tuple[str, bytes, bytes, bytes]:
         """Return the columns of a charge; write down its owners and events if they are new."""
         self._number(db, "owners", self._owners, charge.owners)
         texts = [text_of(event) for event in all_events(charge)]
         self._number(db, "events", self._events, texts)
-        about = {
-            "release": charge.release,
-            "number": charge.number,
-            "round": charge.server_round,
-            "kind": charge.kind,
-            "unit": charge.scope.unit,
-            "relation": charge.scope.relation,
-            "shares": charge.shares,
-            "views": list(charge.views),
-        }
         return (
-            json.dumps(about),
+            words_of(charge),
             blob_of([self._owners[name] for name in charge.owners]),
             blob_of(charge.which),
             blob_of([self._events[text] for text in texts]),
@@ -336,12 +327,12 @@ class Store:
         if self._lock is None:
             raise LedgerError("is not open for writing")
         self._check_place()
+        self._uncommitted: list[tuple[dict[str, int], str]] = []
         self._db.execute("BEGIN IMMEDIATE")
         try:
             last = self._db.execute("SELECT id, digest FROM charges ORDER BY id DESC LIMIT 1").fetchone()
             if (last or (0, self._digest)) != (self._count, self._digest):
                 raise LedgerError("was changed by another process while this one had its lock")
-            self._uncommitted: list[tuple[dict[str, int], str]] = []
             yield self._db
             self._db.execute("COMMIT")
         except BaseException:

@@ -216,13 +216,15 @@ def _charge_many(path, times, results):
 
 def test_two_processes_at_once_never_pay_with_one_reply_twice(path):
     """Three times 30 replies are asked for, 60 can be paid: each is paid once."""
-    results = FORK.SimpleQueue()
+    results = FORK.Queue()
     children = [FORK.Process(target=_charge_many, args=(path, 30, results)) for _ in range(3)]
     for child in children:
         child.start()
-    for child in children:
-        child.join(60)
-    assert sum(results.get() for _ in children) == 60
+    try:
+        assert sum(results.get(timeout=90) for _ in children) == 60
+    finally:
+        for child in children:
+            child.kill()
     assert replies(path) == 60
 
 

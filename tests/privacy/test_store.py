@@ -397,12 +397,14 @@ def test_who_writes_without_the_lock_is_noticed(path):
     filled(path, 2)
     with Store(path) as ledger:
         run = next(iter(ledger.runs))
+        ledger.append(run, charge(3, ("else",)))
         db = sqlite3.connect(path)
-        db.execute("INSERT INTO charges SELECT id + 1, run, about, owners, which, events, digest FROM charges WHERE id = 4")
+        db.execute("INSERT INTO charges SELECT id + 1, run, about, owners, which, events, digest FROM charges WHERE id = 5")
         db.commit()
         db.close()
-        with pytest.raises(LedgerError, match="was changed by another process while this one had its lock"):
-            ledger.append(run, charge(3))
+        for _ in range(2):
+            with pytest.raises(LedgerError, match="was changed by another process while this one had its lock"):
+                ledger.append(run, charge(4, ("somebody",)))
 
 
 def test_who_gets_past_the_lock_is_noticed_and_spends_nothing_twice(path):
@@ -943,3 +945,19 @@ def test_a_budget_counts_down_to_its_end(tmp_path, owner):
                 ledger.append(run, charge(most + 1, ("b",)))
         else:
             ledger.append(run, charge(most + 1, ("b",)))
+
+
+def test_a_charge_that_fails_takes_nothing_of_earlier_ones_away(path):
+    """Names and events that were written stay known to the process that goes on."""
+    with Store(path) as ledger:
+        run = ledger.begin(method="m", delta=DELTA)
+        ledger.append(run, local(1, ("a", "b")))
+        other = sqlite3.connect(path)
+        other.execute("BEGIN IMMEDIATE")
+        ledger._db.execute("PRAGMA busy_timeout = 10")
+        with pytest.raises(LedgerError, match="locked"):
+            ledger.append(run, local(2, ("a", "c")))
+        other.close()
+        ledger.append(run, local(2, ("a", "b", "c")))
+        assert [one.owners for one in ledger.read(run)] == [("a", "b"), ("a", "b", "c")]
+    assert content(path) == {run: (local(1, ("a", "b")), local(2, ("a", "b", "c")))}
