@@ -237,8 +237,8 @@ def _other_state(own: Mapping[str, int], numbers: Mapping[str, int]) -> LedgerEr
 
 def _joint(every: Charges, run: str, scope: Scope, delta: float) -> JointEpsilon | None:
     """Return what a run and the others have cost together the client who was charged most; None without others."""
-    others = {(other, charge.scope) for (other, _), charge in every.last.items() if other != run}
-    num_others = Counter(of for _, of in sorted(others, key=str))
+    others = dict.fromkeys((other, charge.scope) for (other, _), charge in every.last.items() if other != run)
+    num_others = Counter(of for _, of in others)
     if not num_others:
         return None
     apart = tuple(f"{number} run{'s' * (number > 1)} {other}" for other, number in num_others.items() if other != scope)
