@@ -126,12 +126,7 @@ class Charge:
             raise LedgerError(f"has charges of {self.release} in this run for something else: {last.kind}, {last.scope}")
 
     def check_next(self, *, release: str, num_charged: int, kind: str) -> None:
-        """Refuse to take this charge for the next one of a release.
-
-        Args:
-            release: its name.
-            num_charged: how often it was charged before.
-            kind: what it charges.
+        """Refuse to take this charge for the next one of a release that was charged so often, and charges this kind.
 
         Raises:
             ValueError: if it is another release's, not the next one, or of another kind: with other noise, for example.

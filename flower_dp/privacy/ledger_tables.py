@@ -124,7 +124,7 @@ def blob_of(numbers: Sequence[int]) -> bytes:
     return np.asarray(numbers, "<i4").tobytes()
 
 
-def connect(path: Path, mode: str) -> sqlite3.Connection:
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
     """Open a database that exists, in SQLite's mode `rw` or `ro`."""
     db = sqlite3.connect(
         f"{path.as_uri()}?mode={mode}", uri=True, isolation_level=None, timeout=_BUSY_SECONDS, check_same_thread=False
@@ -133,18 +133,35 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
     return db
 
 
-def snapshot(path: Path) -> sqlite3.Connection:
+def open_database(path: Path, *, read_only: bool) -> sqlite3.Connection:
+    """Open a ledger, whose tables are then right; to be read, a copy in memory of what it is now.
+
+    Raises:
+        LedgerError: if it is no ledger, of another format, or damaged so that SQLite notices it.
+    """
+    db = _snapshot(path) if read_only else _connect(path, "rw")
+    try:
+        _check_database(db)
+        if not read_only:
+            _make_durable(db)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _snapshot(path: Path) -> sqlite3.Connection:
     """Return a copy in memory of a ledger as it is now: reading it keeps nobody from writing."""
     copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     # What a killed process has left unfinished is undone by whoever reads next, if it may write.
-    with closing(connect(path, "rw" if os.access(path.parent, os.W_OK) and os.access(path, os.W_OK) else "ro")) as db:
+    with closing(_connect(path, "rw" if os.access(path.parent, os.W_OK) and os.access(path, os.W_OK) else "ro")) as db:
         db.execute("BEGIN")
         db.execute("SELECT * FROM sqlite_master LIMIT 1").fetchone()
         db.backup(copy)
     return copy
 
 
-def make_durable(db: sqlite3.Connection) -> None:
+def _make_durable(db: sqlite3.Connection) -> None:
     """Make commits last: a rollback journal that is on the disk first, and the names in the folder too."""
     if db.execute("PRAGMA journal_mode = TRUNCATE").fetchone()[0] != "truncate":
         raise LedgerError("can't be written safely: another process has it open in another mode")
@@ -153,7 +170,7 @@ def make_durable(db: sqlite3.Connection) -> None:
     db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
 
 
-def check_database(db: sqlite3.Connection) -> None:
+def _check_database(db: sqlite3.Connection) -> None:
     """Refuse a database that is no ledger, is of another format, or is damaged so that SQLite notices it."""
     (application,), (version,) = (db.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version"))
     if application != APPLICATION:
@@ -199,8 +216,8 @@ def _write_new(path: Path, about: Mapping[str, Any]) -> None:
     new = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")
     os.close(create_private(new))
     try:
-        with closing(connect(new, "rw")) as db:
-            make_durable(db)
+        with closing(_connect(new, "rw")) as db:
+            _make_durable(db)
             db.execute("BEGIN")
             db.execute(f"PRAGMA application_id = {APPLICATION}")
             db.execute(f"PRAGMA user_version = {FORMAT}")

@@ -1,6 +1,6 @@
 """The file of a ledger, of a server or of a device: charges that are added, and never changed, over crashes and restarts.
 
-It is an SQLite database. A charge is on the disk (synchronous EXTRA, without a -wal file that could be lost) before `append`
+It is an SQLite database. A charge is on the disk (synchronous EXTRA, no -wal file that could be lost) before `append`
 returns, and so before a message of its round leaves. SQLite notices a page that can't be read, not a digit that has changed; so
 each charge has a SHA-256 digest of all that it says and of the digest before it. That is against damage, not against people:
 anyone can compute it. One process writes: it holds a lock on PATH.mark, which also has number and digest of the last charge, so
@@ -36,13 +36,10 @@ from flower_dp.privacy.ledger_tables import (
     all_events,
     blob_of,
     charge_of,
-    check_database,
-    connect,
     create_file,
     digest_of,
-    make_durable,
     naming,
-    snapshot,
+    open_database,
     text_of,
     words_of,
 )
@@ -66,6 +63,7 @@ class Store:
         runs: all runs by their names, in the order in which they began.
         charges: of a server's ledger, the charges of each run.
         all: of a server's ledger, the charges of all runs together.
+        num_charges: number of charges of all runs.
 
     Args:
         path: of a ledger that exists; see `create`. Its folder must be writable by this user alone.
@@ -103,7 +101,7 @@ class Store:
         self.path = Path(path)
         self.all = Charges()
         self._lock: Lock | None = None
-        self._count, self._digest = 0, b""
+        self.num_charges, self._digest = 0, b""
         with naming(self.path), ExitStack() as opened:
             place = self.path.resolve(strict=True)
             status = place.stat()
@@ -119,12 +117,11 @@ class Store:
                 self._lock = Lock(place, seconds=_LOCK_SECONDS if seconds is None else seconds)
                 opened.callback(self._lock.close)
             mark = Lock.mark_of(place) if self._lock is None else self._lock.mark
-            self._db = snapshot(place) if read_only else connect(place, "rw")
+            self._db = open_database(place, read_only=read_only)
             opened.callback(self._db.close)
             self._load(mark)
             if self._lock is not None:
-                make_durable(self._db)
-                self._lock.mark = Mark(number=self._count, digest=self._digest)
+                self._lock.mark = Mark(number=self.num_charges, digest=self._digest)
             self._paths = (place, place.with_name(place.name + ".mark"))
             self._files = [] if read_only else self._identities()
             self._opened = opened.pop_all()
@@ -155,11 +152,6 @@ class Store:
         with suppress(sqlite3.Error):
             self._opened.close()
 
-    @property
-    def num_charges(self) -> int:
-        """Number of charges of all runs."""
-        return self._count
-
     # Writing
 
     def begin(self, name: str = "", *, method: str = "", delta: float = 0.0, private: bool = True) -> str:
@@ -179,9 +171,9 @@ class Store:
             private=private,
         )
         with naming(self.path), self._transaction() as db:
-            values = (len(self.runs) + 1, run.name, about_of(run))
-            db.execute("INSERT INTO runs VALUES (?, ?, ?)", values)
-        self._run_ids[run.name] = values[0]
+            number = len(self.runs) + 1
+            db.execute("INSERT INTO runs VALUES (?, ?, ?)", (number, run.name, about_of(run)))
+        self._run_ids[run.name] = number
         self.runs[run.name], self.charges[run.name] = run, Charges()
         return run.name
 
@@ -204,15 +196,15 @@ class Store:
                 own, every = _after(own, every, of, charge)
             digest = self._digest
             with self._transaction() as db:
-                for number, charge in enumerate(charges, start=self._count + 1):
+                for number, charge in enumerate(charges, start=self.num_charges + 1):
                     row = self._row(db, charge)
                     digest = digest_of(digest, of, row[0], charge.owners, row[2], [text_of(one) for one in all_events(charge)])
                     db.execute("INSERT INTO charges VALUES (?, ?, ?, ?, ?, ?, ?)", (number, self._run_ids[run], *row, digest))
             # They are on the disk: only now does memory follow.
-            self._digest, self._count = digest, self._count + len(charges)
+            self._digest, self.num_charges = digest, self.num_charges + len(charges)
             self.charges[run], self.all = own, every
             if self._lock is not None:
-                self._lock.mark = Mark(number=self._count, digest=digest)
+                self._lock.mark = Mark(number=self.num_charges, digest=digest)
 
     # Reading
 
@@ -231,10 +223,8 @@ class Store:
             self._run(run)
             numbers = self.charges[run].numbers()
             for release, number in known.items():
-                if numbers.get(release, 0) < number:
-                    raise LedgerError(
-                        f"is an older copy: it has {numbers.get(release, 0)} charges of {release}, and there were {number}"
-                    )
+                if (has := numbers.get(release, 0)) < number:
+                    raise LedgerError(f"is an older copy: it has {has} charges of {release}, and there were {number}")
             rows = self._rows("WHERE run = ?", self._run_ids[run])
             return tuple(charge for _, _, charge in rows if charge.number > known.get(charge.release, 0))
 
@@ -248,7 +238,6 @@ class Store:
 
     def _load(self, mark: Mark | None) -> None:
         """Read all of a ledger and check it; what the mark has seen must be there."""
-        check_database(self._db)
         try:
             about = {key: json.loads(value) for key, value in self._db.execute("SELECT key, value FROM about")}
             self.budget = None if about["budget"] is None else JointBudget(**about["budget"])
@@ -260,7 +249,7 @@ class Store:
             self._run_ids = {name: key for key, name, _ in rows}
             self.runs = {name: LedgerRun(name=name, **json.loads(text)) for _, name, text in rows}
             self.charges = {name: Charges() for name in self.runs}
-            self._count, self._digest = 0, hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
+            self.num_charges, self._digest = 0, hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
             marked = self._digest if mark is not None and mark.number == 0 else b""
             for number, run, charge in self._rows(check=True):
                 if not self.clients:
@@ -272,8 +261,8 @@ class Store:
             raise LedgerError(f"is damaged: {error}") from None
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             raise LedgerError(f"is damaged ({type(error).__name__}: {error})") from error
-        if mark is not None and self._count < mark.number:
-            raise LedgerError(f"has {self._count} charges of {mark.number}: it is an older copy")
+        if mark is not None and self.num_charges < mark.number:
+            raise LedgerError(f"has {self.num_charges} charges of {mark.number}: it is an older copy")
         if mark is not None and marked != mark.digest:
             raise LedgerError("is not the one of its .mark file, which remembers the last charge: it is another copy")
 
@@ -288,12 +277,12 @@ class Store:
             who = tuple(names[one] for one in np.frombuffer(owners, "<i4").tolist())
             places = np.frombuffer(said, "<i4").tolist()
             if check:
-                if number != self._count + 1:
-                    raise LedgerError(f"charge {self._count + 1} is missing")
+                if number != self.num_charges + 1:
+                    raise LedgerError(f"charge {self.num_charges + 1} is missing")
                 own = digest_of(self._digest, self.runs[runs[run]], about, who, which, [texts[one] for one in places])
                 if own != digest:
                     raise LedgerError(f"charge {number} has changed since it was written")
-                self._count, self._digest = number, own
+                self.num_charges, self._digest = number, own
             yield number, runs[run], charge_of(about, who, which, [events[one] for one in places])
 
     def _row(self, db: sqlite3.Connection, charge: Charge) -> tuple[str, bytes, bytes, bytes]:
@@ -331,7 +320,7 @@ class Store:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             last = self._db.execute("SELECT id, digest FROM charges ORDER BY id DESC LIMIT 1").fetchone()
-            if (last or (0, self._digest)) != (self._count, self._digest):
+            if (last or (0, self._digest)) != (self.num_charges, self._digest):
                 raise LedgerError("was changed by another process while this one had its lock")
             yield self._db
             self._db.execute("COMMIT")
