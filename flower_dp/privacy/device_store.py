@@ -231,7 +231,7 @@ def _entries(store: Store) -> dict[str, Entry]:
         if not store.clients:
             raise LedgerError("is a server's ledger, and no device's")
         entries = dict.fromkeys(store.clients, _EMPTY)
-        for run, charge in store.every():
+        for run, charge in store.each:
             for owner, event in charge.by_owner.items():
                 account = owner if charge.release == _TRAINING else evaluation_account(owner)
                 entries[account] = entries.get(account, _EMPTY).after(run, charge, event)

@@ -63,6 +63,7 @@ class Store:
         runs: all runs by their names, in the order in which they began.
         charges: of a server's ledger, the charges of each run.
         all: of a server's ledger, the charges of all runs together.
+        each: of a device's ledger, all charges in their order, each with the name of its run.
         num_charges: number of charges of all runs.
 
     Args:
@@ -100,6 +101,7 @@ class Store:
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, seconds: float | None = None) -> None:
         self.path = Path(path)
         self.all = Charges()
+        self.each: list[tuple[str, Charge]] = []
         self._lock: Lock | None = None
         self.num_charges, self._digest = 0, b""
         with naming(self.path), ExitStack() as opened:
@@ -203,6 +205,7 @@ class Store:
             # They are on the disk: only now does memory follow.
             self._digest, self.num_charges = digest, self.num_charges + len(charges)
             self.charges[run], self.all = own, every
+            self.each += [(run, charge) for charge in charges] if self.clients else []
             if self._lock is not None:
                 self._lock.mark = Mark(number=self.num_charges, digest=digest)
 
@@ -228,12 +231,6 @@ class Store:
             rows = self._rows("WHERE run = ?", self._run_ids[run])
             return tuple(charge for _, _, charge in rows if charge.number > known.get(charge.release, 0))
 
-    def every(self) -> Iterator[tuple[str, Charge]]:
-        """Yield all charges in their order, each with the name of its run."""
-        with naming(self.path):
-            for _, run, charge in self._rows():
-                yield run, charge
-
     # Parts
 
     def _load(self, mark: Mark | None) -> None:
@@ -252,7 +249,9 @@ class Store:
             self.num_charges, self._digest = 0, hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
             marked = self._digest if mark is not None and mark.number == 0 else b""
             for number, run, charge in self._rows(check=True):
-                if not self.clients:
+                if self.clients:
+                    self.each.append((run, charge))
+                else:
                     own, self.all = _after(self.charges[run], self.all, self.runs[run], charge)
                     self.charges[run] = own
                 if mark is not None and mark.number == number:

@@ -111,7 +111,7 @@ def test_whatever_a_charge_says_is_shown_or_refused(data: st.DataObject, column:
     else:
         row[column] = data.draw(st.binary(max_size=12))
     with Store(path, read_only=True) as store_of:
-        run, charge = store_of.runs["r"], list(store_of.every())[-1][1]
+        run, charge = store_of.runs["r"], store_of.each[-1][1]
     own = store.digest_of(before, run, row["about"], charge.owners, row["which"], [store.text_of(one) for one in charge.events])
     db.execute("DROP TRIGGER charges_update")
     db.execute(

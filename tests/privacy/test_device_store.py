@@ -122,7 +122,7 @@ def changed(path, change):
     (before,) = db.execute("SELECT digest FROM charges WHERE id = ?", (key - 1,)).fetchone()
     with store.Store(path, read_only=True) as ledger:
         of = list(ledger.runs.values())[run - 1]
-        charge = list(ledger.every())[-1][1]
+        charge = ledger.each[-1][1]
     own = store.digest_of(before, of, about, charge.owners, bytes(4), [store.text_of(charge.events[0])])
     assert own == digest
     own = store.digest_of(before, of, said, charge.owners, bytes(4), [store.text_of(charge.events[0])])
@@ -450,7 +450,7 @@ def test_clients_that_are_charged_alike_share_one_row(path):
         numbered = {name: Numbered(run="r", number=number) for name in names}
         DeviceLedger(path).charge({name: terms(9) for name in names}, numbered)
     with store.Store(path, read_only=True) as ledger:
-        assert [(charge.number, charge.owners) for _, charge in ledger.every()] == [
+        assert [(charge.number, charge.owners) for _, charge in ledger.each] == [
             (1, ("a", "b")),
             (2, ("a", "b")),
             (3, ("b",)),
