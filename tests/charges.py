@@ -1,13 +1,13 @@
 """Charges of a run, kept as a durable ledger would, and compared with the strategy's own ledgers."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
 from flower_dp.core import dp
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, History, Scope
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, History, Scope, frozen
 from flower_dp.privacy.events import leaves_of
 
 
@@ -30,6 +30,13 @@ class Kept:
 
     def close(self) -> None:
         pass
+
+
+def charge_each(events: Mapping[str, dp.DpEvent], **fields: Any) -> Charge:
+    """A charge of one event for each owner; owners may have equal ones."""
+    places: dict[dp.DpEvent, int] = {}
+    which = tuple(places.setdefault(frozen(event), len(places)) for event in events.values())
+    return Charge(owners=tuple(events), events=tuple(places), which=which, **fields)
 
 
 def folded(charges: Iterable[Charge]) -> Charges:

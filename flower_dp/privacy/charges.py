@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -64,9 +63,9 @@ class Charge:
         >>> from flower_dp.privacy.charges import Charge, Scope
         >>> words = {"release": "dp-pasgd", "number": 1, "server_round": 1, "kind": "by the clients' terms"}
         >>> scope = Scope(unit="record", relation="replace-one")
-        >>> charge = Charge.each({"a": GaussianDpEvent(2.0), "b": GaussianDpEvent(2.0)}, scope=scope, **words)
-        >>> charge.owners, charge.events
-        (('a', 'b'), (GaussianDpEvent(noise_multiplier=2.0),))
+        >>> charge = Charge(owners=("a", "b"), events=(GaussianDpEvent(2.0),), scope=scope, **words)
+        >>> charge.by_owner["b"]
+        GaussianDpEvent(noise_multiplier=2.0)
     """
 
     release: str
@@ -94,13 +93,6 @@ class Charge:
         object.__setattr__(self, "views", {view: tuple(map(frozen, events)) for view, events in self.views.items()})
         if any(len(events) != len(self.events) for events in self.views.values()):
             raise ValueError("views: must have one event for each of `events`")
-
-    @classmethod
-    def each(cls, events: Mapping[str, dp.DpEvent], **fields: Any) -> Charge:
-        """Return a charge of one event for each owner; owners may have equal ones."""
-        places: dict[dp.DpEvent, int] = {}
-        which = tuple(places.setdefault(frozen(event), len(places)) for event in events.values())
-        return cls(owners=tuple(events), events=tuple(places), which=which, **fields)
 
     @property
     def by_owner(self) -> dict[str, dp.DpEvent]:

@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.charges import EVERY_CLIENT, Scope
 from flower_dp.privacy.device_store import DeviceLedger, Numbered
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.renyi_filter import order_for
 from flower_dp.privacy.store import Store
+from tests.charges import charge_each
 from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
 
@@ -31,7 +32,7 @@ TOLERANCE = 1e-6
 
 def charge(number, events, *, relation=ADD, release="r", owners=(EVERY_CLIENT,)):
     words = {"release": release, "number": number, "kind": "k", "scope": Scope(unit="client", relation=relation), "shares": 1}
-    return Charge.each(dict(zip(owners, events, strict=True)), server_round=number, **words)
+    return charge_each(dict(zip(owners, events, strict=True)), server_round=number, **words)
 
 
 def divergence(event, order, relation):

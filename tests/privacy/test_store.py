@@ -32,6 +32,7 @@ from flower_dp.privacy.budget import JointBudget
 from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.store import Store
+from tests.charges import charge_each
 from tests.crash.points import Points
 
 FORK = multiprocessing.get_context("fork")
@@ -106,7 +107,7 @@ def test_charges_are_read_back_as_they_were_written(path):
         ComposedDpEvent([GAUSSIAN, SelfComposedDpEvent(LaplaceDpEvent(2.0), 2)]),
     )
     names = tuple(f"client {number} «ü» \n\"'" for number in range(len(events)))
-    first = Charge.each(
+    first = charge_each(
         dict(zip(names, events, strict=True)),
         **{key: getattr(local(), key) for key in ("release", "number", "shares", "scope")},
         kind="Ω" * 900,

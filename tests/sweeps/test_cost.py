@@ -7,10 +7,10 @@ import dp_accounting as dp
 import pytest
 from dp_accounting import GaussianDpEvent, LaplaceDpEvent, NonPrivateDpEvent, NoOpDpEvent, PoissonSampledDpEvent
 
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.charges import EVERY_CLIENT, Scope
 from flower_dp.privacy.store import Store
 from flower_dp.sweeps.cost import Charged, compose, histories_of, statement_of
-from tests.charges import folded
+from tests.charges import charge_each, folded
 
 ONE = GaussianDpEvent(3.0)
 CLIENT = Scope(unit="client", relation="add-or-remove-one")
@@ -19,7 +19,7 @@ RECORD = Scope(unit="record", relation="replace-one")
 
 def charge(number, owners=(EVERY_CLIENT,), events=(ONE,), scope=CLIENT):
     words = {"release": scope.unit, "number": number, "server_round": number, "kind": "b", "scope": scope}
-    return Charge.each(dict(zip(owners, events, strict=True)), **words)
+    return charge_each(dict(zip(owners, events, strict=True)), **words)
 
 
 def charged(*histories):
