@@ -17,7 +17,6 @@ Runs are made by `flower-dp sweep`; with --in-process one after another in this 
 
 import argparse
 import fcntl
-import json
 import logging
 import os
 import platform
@@ -39,7 +38,7 @@ import tomli_w
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY)]
 
-from flower_dp.core.environment import RESUME, RESUMED, RUN_CONFIG, RUN_FOLDER  # noqa: E402
+from flower_dp.core.environment import RESUME, RESUMED, RUN_FOLDER  # noqa: E402
 from flower_dp.reporting import canvas  # noqa: E402
 from flower_dp.reporting.past_run import read_past_run  # noqa: E402
 from flower_dp.reporting.update_norms import read_update_norms  # noqa: E402
@@ -251,13 +250,13 @@ def play(run: PlannedRun, place: Path, *, goes_on: bool) -> None:
     """Make one run in this process, on one node that hosts all clients, as a worker of the simulation does."""
     from flwr.app import Context, RecordDict  # noqa: PLC0415 - a second, and torch another
 
-    from apps.client_app import app as client_app  # noqa: PLC0415
-    from apps.server_app import app as server_app  # noqa: PLC0415
+    from flower_dp.apps.client_app import app as client_app  # noqa: PLC0415
+    from flower_dp.apps.server_app import app as server_app  # noqa: PLC0415
     from tests.grids import LocalGrid  # noqa: PLC0415
 
     config = run.config
     context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config)
-    launched = {RUN_FOLDER: str(place), RUN_CONFIG: json.dumps(config), RESUME: RESUMED if goes_on else ""}
+    launched = {RUN_FOLDER: str(place), RESUME: RESUMED if goes_on else ""}
     # A plot would be a good part of a short run.
     with patch.dict(os.environ, launched), patch("flower_dp.running.plot.png", lambda rows: b""):
         server_app(LocalGrid(client_app, 1, **config), context)

@@ -20,20 +20,18 @@ import platform
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import flwr
 import torch
 from dp_accounting import GaussianDpEvent
-from rounds import COHORT, JOBS, REPOSITORY, pfl_result
+from rounds import COHORT, JOBS, REPOSITORY, begun, pfl_result
 
 from flower_dp.core.sampling import FixedSizeSampling
 from flower_dp.privacy import accounting
-from flower_dp.running.apps import read_app, unpacked
-from flower_dp.running.launch import default_workers, launch
 from flower_dp.running.run_folder import METRICS, STATEMENT_JSON
+from tests.flower.superlink import flwr_run
 
 (JOB,) = (job for job in JOBS if job.name == "mlp")
 DELTA = JOB.num_clients**-1.1
@@ -53,9 +51,9 @@ from flwr.serverapp import Grid, NeighboringRelation, PrivacyConfig, RdpAccounta
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 
 sys.path.insert(0, {repository!r})
-from apps.tasks import load_task
-from apps.tasks.models import make
-from apps.tasks.partitions import partition
+from flower_dp.apps.tasks import load_task
+from flower_dp.apps.tasks.models import make
+from flower_dp.apps.tasks.partitions import partition
 
 
 @cache
@@ -143,10 +141,11 @@ def ours(num_rounds: int, seed: int, data_dir: str, *, poisson: bool) -> dict[st
     if poisson:
         del settings["cohort-size"]
         settings |= {"sampling": "poisson", "sampling-rate": COHORT / JOB.num_clients}
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        app = stack.enter_context(unpacked(read_app(REPOSITORY)))
-        seconds = _launched(app, folder, settings | {"output-dir": str(folder)}, "ray", num_nodes=None)
+    with tempfile.TemporaryDirectory() as place:
+        folder, started = Path(place, "run"), time.monotonic()
+        if begun(REPOSITORY, settings, folder).wait():
+            raise SystemExit("flower-dp run failed")
+        seconds = time.monotonic() - started
         statement = json.loads((folder / STATEMENT_JSON).read_text())
         last = json.loads((folder / METRICS).read_text().splitlines()[-1])
     return {
@@ -159,9 +158,9 @@ def ours(num_rounds: int, seed: int, data_dir: str, *, poisson: bool) -> dict[st
 
 
 def flowers(num_rounds: int, seed: int, data_dir: str) -> dict[str, Any]:
-    """Run the job as a Flower app with Flower's wrapper, on Flower's simulation engine; each client is a SuperNode."""
-    with ExitStack() as stack:
-        folder, app = (Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2))
+    """Run the job as a Flower app with Flower's wrapper, by plain `flwr run`; each client is a SuperNode."""
+    with tempfile.TemporaryDirectory() as place, tempfile.TemporaryDirectory() as folder:
+        app = Path(place)
         result = app / "result.json"
         source = FLOWERS_APP.format(
             repository=str(REPOSITORY),
@@ -178,7 +177,11 @@ def flowers(num_rounds: int, seed: int, data_dir: str) -> dict[str, Any]:
         )
         (app / "flowers_wrapper.py").write_text(source)
         (app / "pyproject.toml").write_text(PROJECT)
-        seconds = _launched(app, folder, {}, "flower", num_nodes=JOB.num_clients)
+        started = time.monotonic()
+        ended = flwr_run(app, Path(folder), {}, num_supernodes=JOB.num_clients, environment={})
+        if ended.status != "completed":
+            raise SystemExit(f"flwr run: {ended.status} {ended.details}")
+        seconds = time.monotonic() - started
         found: dict[str, Any] = json.loads(result.read_text())
     event = FixedSizeSampling(cohort_size=COHORT).event(GaussianDpEvent(NOISE_MULTIPLIER), 1, JOB.num_clients)
     epsilon = accounting.epsilon(accounting.repeated(event, num_rounds), delta=DELTA, relation="replace-one").epsilon
@@ -200,24 +203,6 @@ def pfls(num_rounds: int, seed: int, data_dir: str) -> dict[str, Any]:
         noise_parameter=NOISE_MULTIPLIER,
     )
     return {"accuracy": found["accuracy"], "own_epsilon": spent.epsilon, "our_epsilon": None, "relation": "", "seconds": seconds}
-
-
-def _launched(app: Path, folder: Path, settings: dict[str, Any], engine: Any, *, num_nodes: int | None) -> float:
-    """Run an app, and return the seconds that took."""
-    started = time.monotonic()
-    outcome = launch(
-        app,
-        overrides=settings,
-        output_dir=folder,
-        num_workers=default_workers(),
-        num_supernodes=num_nodes,
-        gpus_per_worker=0.0,
-        on_progress=lambda line: None,
-        engine=engine,
-    )
-    if not outcome.completed:
-        raise SystemExit(f"{app.name}: the run failed: {outcome.details}")
-    return time.monotonic() - started
 
 
 def main() -> None:

@@ -1,19 +1,20 @@
-"""Seconds a round of `flower-dp run`, with both of its engines, against plain PyTorch loops and pfl-research, in the same run.
+"""Seconds a round of `flower-dp run` against plain PyTorch loops and pfl-research, in the same run.
 
     python benchmarks/rounds.py [mlp] [mlp-module] [logistic-1000] [logistic-50000] [logistic-1000000] [--rounds N]
-        [--engines ray flower] [--data-dir DIR] [--json FILE]
+        [--data-dir DIR] [--json FILE]
 
-Prints, for every job, the mean seconds a round of each (start-up apart), the ratios, the memory of all processes of our runs, and
-the seconds from the start to the end of round 1. Rounds of the engine `flower` take a whole number of tenths of a second, some
-one and some two: hence the mean. The plain loop runs before and after: in one process, with one torch thread and with all, and
-in two processes at once, with half of the clients and one thread each (the slower one counts). The fastest of each kind counts.
-pfl-research runs, on two processes, where `pfl` can be imported (`pip install pfl==0.6.0`). `mlp-module` is the same job as
-`mlp`, as an app of somebody's own (`flower_dp.app`) whose model is a hand-written `nn.Module` in place of `nn.Sequential`.
+Prints, for every job, the mean seconds a round of each (start-up apart), the ratios, the memory of all processes of our runs,
+and the seconds from the start to the end of round 1. The plain loop runs before and after: in one process, with one torch
+thread and with all, and in two processes at once, with half of the clients and one thread each (the slower one counts). The
+fastest of each kind counts. pfl-research runs, on two processes, where `pfl` can be imported (`pip install pfl==0.6.0`). `mlp-
+module` is the same job as `mlp`, as an app of somebody's own (`flower_dp.app`) whose model is a hand-written `nn.Module` in
+place of `nn.Sequential`.
 """
 
 import argparse
 import importlib.util
 import json
+import math
 import os
 import platform
 import statistics
@@ -21,12 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import psutil
@@ -38,15 +39,12 @@ sys.path.insert(0, str(REPOSITORY))
 
 from round_times import RoundTimes  # noqa: E402
 
-from apps.tasks import load_task  # noqa: E402
-from apps.tasks.models import make  # noqa: E402
-from apps.tasks.partitions import partition  # noqa: E402
-from flower_dp.running.apps import read_app, unpacked  # noqa: E402
-from flower_dp.running.launch import default_workers, launch  # noqa: E402
+from flower_dp.apps.tasks import load_task  # noqa: E402
+from flower_dp.apps.tasks.models import make  # noqa: E402
+from flower_dp.apps.tasks.partitions import partition  # noqa: E402
 
 WARM_UP = 3
 COHORT = 100
-ENGINES: tuple[Literal["ray", "flower"], ...] = ("ray", "flower")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +100,8 @@ from torch import nn
 import flower_dp
 
 sys.path.insert(0, {repository!r})
-from apps.tasks import load_task
-from apps.tasks.partitions import partition
+from flower_dp.apps.tasks import load_task
+from flower_dp.apps.tasks.partitions import partition
 
 
 class Perceptron(nn.Module):
@@ -210,36 +208,38 @@ def two_processes(job: Job, num_rounds: int, data_dir: str) -> float:
         return max(pool.map(plain_loop, *zip(*[(job, num_rounds, data_dir, COHORT // 2)] * 2, strict=True)))
 
 
-def our_run(job: Job, num_rounds: int, data_dir: str, engine: Literal["ray", "flower"]) -> dict[str, Any]:
-    """Run the job as `flower-dp run` does; return seconds a round and the memory of its processes early and late."""
-    started = time.monotonic()
+def our_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
+    """Run the job by `flower-dp run`; return seconds a round and the memory of its processes early and late."""
     memory: list[tuple[float, float]] = []
-
-    def progress(line: dict[str, Any]) -> None:
-        # Reading the memory of all processes takes some time from them: only twice.
-        if line["round"] in (num_rounds // 4, num_rounds):
-            memory.append(tree_memory())
-
-    with ExitStack() as stack:
-        folder, app = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2))
-        rounds = stack.enter_context(RoundTimes(Path(folder)))
-        outcome = launch(
-            own_app(job, data_dir, Path(app)) if job.own_app else stack.enter_context(unpacked(read_app(REPOSITORY))),
-            overrides=job.overrides(num_rounds, data_dir) | {"output-dir": folder},
-            output_dir=Path(folder),
-            num_workers=default_workers(),
-            gpus_per_worker=0.0,
-            on_progress=progress,
-            engine=engine,
-        )
-    if not outcome.completed:
-        raise SystemExit(f"{job.name}: the run failed: {outcome.details}")
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as app, RoundTimes(Path(folder, "run")) as rounds:
+        started = time.monotonic()
+        target = own_app(job, data_dir, Path(app)) if job.own_app else REPOSITORY
+        process = begun(target, job.overrides(num_rounds, data_dir), Path(folder, "run"))
+        while process.poll() is None:
+            # Reading the memory of all processes takes some time from them: only twice.
+            if len(rounds.ends) > (num_rounds // 4, num_rounds - 1, math.inf)[len(memory)]:
+                memory.append(tree_memory())
+            time.sleep(0.05)
+    if process.returncode:
+        raise SystemExit(f"{job.name}: the run failed")
     return times(rounds.ends) | {
         "first_round_seconds": rounds.ends[1] - started,
         "memory_gb_early": memory[0][0],
         "memory_gb_late": memory[-1][0],
         "memory_gb_summed_rss": memory[-1][1],
     }
+
+
+def begun(target: Path, settings: Mapping[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
+    """Begin `flower-dp run`, which says nothing but errors."""
+    words = [
+        word
+        for key, value in settings.items()
+        for word in ("--set", f"{key}={str(value).lower() if value in (True, False) else value}")
+    ]
+    command = [sys.executable, "-m", "flower_dp.cli.entry", "run", str(target), "--output-dir", str(folder), *words]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
 
 
 def pfl_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
@@ -290,7 +290,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", nargs="*", help="names of jobs; all by default")
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--engines", nargs="*", choices=ENGINES, default=ENGINES)
     parser.add_argument("--data-dir", default="")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
@@ -302,7 +301,7 @@ def main() -> None:
         if options.jobs and job.name not in options.jobs:
             continue
         before = [loops(job, 20, options.data_dir) for loops in (fastest_plain_loop, two_processes)]
-        runs = {engine: our_run(job, options.rounds, options.data_dir, engine) for engine in options.engines}
+        runs = {"flower-dp run": our_run(job, options.rounds, options.data_dir)}
         if importlib.util.find_spec("pfl") is not None and not job.own_app:
             runs["pfl"] = pfl_run(job, options.rounds, options.data_dir)
         after = [loops(job, 20, options.data_dir) for loops in (fastest_plain_loop, two_processes)]

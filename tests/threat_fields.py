@@ -15,14 +15,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 
+import msgspec
 import numpy as np
 import torch
 from dp_accounting import GaussianDpEvent
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
-from apps.device import FUNCTIONS
-from apps.methods import METHODS
 from flower_dp import wire
+from flower_dp.apps.device import FUNCTIONS
 from flower_dp.cli import ledgers
 from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, reasons
 from flower_dp.clients.account import KEY as ACCOUNT_KEY
@@ -31,6 +31,7 @@ from flower_dp.clients.kept import KEY as KEPT_KEY
 from flower_dp.core import columns, environment, stored
 from flower_dp.core.compression import CODECS
 from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.methods import METHODS
 from flower_dp.privacy import ledger_tables, statement
 from flower_dp.privacy.budget import JointBudget
 from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
@@ -63,24 +64,30 @@ ASKS = (
     Ask(promise=PROMISE, placement="central", mask=SentMask.of([0], length=8)),
     Ask(promise=PROMISE, placement="distributed", noise_std=1.0, keep_ratio=0.5, quantization_levels=4),
     Ask(promise=PROMISE, placement="central", indicator=Indicator(clip_norm=0.5, scale=0.1)),
-    Ask(promise=PROMISE, placement="local", own={"a": OwnAsk(weight=1.0, terms="t", noise_multiplier=1.0, number=1)}),
+    Ask(promise=PROMISE, placement="local", own={"a": OwnAsk(weight=1.0, terms="t", noise_multiplier=1.0, number=1, run="r")}),
     Ask(promise=PROMISE, placement="central", metrics=MetricBounds(bounds={"loss": 1.0})),
 )
 # What of a logger writes.
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log", "handle")
-# Dataclasses of `flower_dp.wire` that do not cross themselves: `messages` has what becomes of them.
-NOT_SENT = {"Model", "RecordNames"}
+# Dataclasses and structs of `flower_dp.wire` that do not cross themselves, or stand for one that does.
+NOT_SENT = {"Model", "RecordNames", "Part", "_Protocol", "_Answer"}
 SENT = {"Instruction", "Ask", "Promise", "OwnAsk", "RoundMask", "SentMask", "Indicator", "Answer", "Hosted"}
 
 
 def fields_of(*kinds: type) -> set[str]:
-    """The fields of dataclasses, as `Class.field`."""
-    return {f"{kind.__name__}.{one.name}" for kind in kinds for one in fields(kind)}
+    """The fields of dataclasses and structs, as `Class.field`."""
+    return {f"{kind.__name__}.{name}" for kind in kinds for name in names_of(kind)}
+
+
+def names_of(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass or of a struct."""
+    names: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
+    return names or tuple(one.name for one in fields(kind))
 
 
 def besides(keys: Iterable[str], *kinds: type) -> set[str]:
     """The keys that are no field's name: those that a reader of the page would not find under their field."""
-    return set(keys) - {one.name for kind in kinds for one in fields(kind)}
+    return set(keys) - {name for kind in kinds for name in names_of(kind)}
 
 
 def constants(module: ModuleType) -> set[str]:
@@ -89,11 +96,12 @@ def constants(module: ModuleType) -> set[str]:
 
 
 def wire_dataclasses() -> set[str]:
-    """The dataclasses that modules of `flower_dp.wire` define."""
+    """The dataclasses and structs that modules of `flower_dp.wire` define."""
     modules = [
         value for value in vars(wire).values() if isinstance(value, ModuleType) and value.__name__.startswith(wire.__name__)
     ]
-    kinds = [value for module in modules for value in vars(module).values() if isinstance(value, type) and is_dataclass(value)]
+    kinds = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    kinds = [kind for kind in kinds if is_dataclass(kind) or issubclass(kind, msgspec.Struct)]
     return {kind.__name__ for kind in kinds if kind.__module__.startswith(wire.__name__)}
 
 
@@ -138,7 +146,8 @@ def instruction() -> set[str]:
 
 def ask() -> set[str]:
     kinds = (Ask, Promise, OwnAsk, RoundMask, SentMask, Indicator, MetricBounds)
-    keys = {key for one in ASKS for key in one.to_table(("a",))}
+    tables = [json.loads(instructed(one).to_json())["ask"] for one in ASKS]
+    keys = {key for table in tables for key in (*table, *table.get("mask", {}))}
     return fields_of(*kinds) | besides(keys, *kinds)
 
 
@@ -152,7 +161,7 @@ def run_config() -> set[str]:
 def node_config() -> set[str]:
     """The keys that functions with a node's config name, besides those of the run-config."""
     found = {LEDGER_PATH, "the app's settings"}
-    for folder in (PACKAGE / "clients", ROOT / "apps"):
+    for folder in (PACKAGE / "clients", PACKAGE / "apps"):
         for _, node in everywhere(folder):
             if isinstance(node, ast.FunctionDef) and "node_config" in names_in(node):
                 texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
@@ -280,7 +289,7 @@ def tracker_classes() -> set[str]:
 
 def server_log() -> set[str]:
     rooms = [folder for folder in PACKAGE.iterdir() if folder.is_dir() and folder.name != "clients"]
-    return logging_in(*rooms, ROOT / "apps")
+    return logging_in(*rooms)
 
 
 def environment_variables() -> set[str]:

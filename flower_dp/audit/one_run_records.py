@@ -14,7 +14,6 @@ from flwr.app import Message
 from torch import Tensor
 
 from flower_dp import wire
-from flower_dp.audit.grid import Sent
 from flower_dp.clients import FlatModel, TensorRecords
 from flower_dp.clients.scaffold import ControlVariate
 from flower_dp.clients.training.losses import Loss
@@ -22,6 +21,7 @@ from flower_dp.clients.training.per_record import record_gradients
 from flower_dp.core import compression
 from flower_dp.core.clipping import clip_l2
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
+from flower_dp.simulation.local_grid import Sent
 
 # The length of a canary's inputs in clip norms: the gradient is longer than the clip. Much longer inputs would be fitted at once,
 # by chance, and have no gradient then.

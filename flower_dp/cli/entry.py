@@ -1,6 +1,9 @@
 """The console script: it runs the command line, or names the extra that is not installed."""
 
+import os
 import sys
+from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 _EXTRAS = {
@@ -11,16 +14,61 @@ _EXTRAS = {
     **dict.fromkeys(("datasets", "flwr_datasets", "mlxtend"), "app"),
     "torchvision": "vision",
 }
+# Commands that start processes of Ray; and an app that runs in one of theirs may end or crash it.
+_GUARDED = ("run", "statement", "sweep")
 
 
 def main() -> NoReturn:
     """Run the command line and exit; a package that is not installed ends it with status 1 and one line."""
+    if sys.argv[1:2] and sys.argv[1] in _GUARDED and hasattr(os, "fork"):
+        sys.exit(_guarded())
+    sys.exit(_status(None))
+
+
+def _status(arguments: list[str] | None) -> int:
     try:
         from flower_dp.cli.main import main as run
 
-        run()
+        run(arguments)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:
             raise
-        sys.exit(f"error: {package} is not installed: pip install 'flower-dp[{_EXTRAS[package]}]'")
+        sys.stderr.write(f"error: {package} is not installed: pip install 'flower-dp[{_EXTRAS[package]}]'\n")
+        return 1
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def _guarded() -> int:
+    """Run the command in a process of its own; if that dies, say so, and make the statement of its run before."""
+    from flower_dp.running.guard import STATE_SECONDS, Guard
+
+    guard = Guard()
+    try:
+        status, folder = guard.run(partial(_status, None)), guard.said
+        if status is None and folder:
+            guard.run(partial(_made_statement, folder), STATE_SECONDS)
+    finally:
+        guard.close()
+    if status is not None:
+        return status
+    from flower_dp.cli.runs import tell_died
+
+    return tell_died(folder, guard.came)
+
+
+def _made_statement(folder: str) -> int:
+    """Make the statement of a run whose process has died, if it has none, without a word."""
+    from flower_dp.running.run_folder import lacks_statement
+
+    if not lacks_statement(Path(folder)):
+        return 0
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    return _status(["statement", folder])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,45 +1,23 @@
 """Running an app: flower-dp run | presets."""
 
+import importlib.util
 import shlex
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import click
 import typer
 from click.core import ParameterSource
 
 from flower_dp.cli.errors import fail, refuse
-from flower_dp.cli.screen import echo, shown
+from flower_dp.cli.screen import Screen, own_stream
 
 if TYPE_CHECKING:
     from flower_dp.running.launched import Launched
-    from flower_dp.running.progress import Display
-
-
-# Lines of the log that are always shown: of a node whose clients can't train, and why; of noise that is longer than any mean; of
-# GPUs that the run leaves alone.
-_SHOWN = (
-    "can't train: ",
-    "dry run, first cause: ",
-    "dry run: a row of the data set is ",
-    "dry run: the first record can't be read: ",
-    "one round teaches little",
-    "the model has learnt nothing",
-    "not used by this run: ",
-)
-# In lines that are in the log alone: the traceback of a dry run.
-_TRACEBACK = "dry run | "
-
-
-class Engine(StrEnum):
-    """What runs an app on this machine."""
-
-    RAY = "ray"
-    FLOWER = "flower"
 
 
 def run(
@@ -48,7 +26,8 @@ def run(
         typer.Argument(metavar="[PRESET | TASK | APP_DIR]"),
     ] = None,
     setting: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, or unset it by KEY=; may be repeated."),
     ] = None,
     output_dir: Annotated[
         str | None,
@@ -70,9 +49,6 @@ def run(
         ),
     ] = None,
     gpus_per_worker: Annotated[float, typer.Option(min=0.0, help="The fraction of a GPU that each worker gets.")] = 0.0,
-    engine: Annotated[
-        Engine, typer.Option(help="ray: flower-dp's own, with short rounds; flower: Flower's, by `flwr run`.")
-    ] = Engine.RAY,
     ray_address: Annotated[
         str,
         typer.Option(
@@ -96,10 +72,11 @@ def run(
     """
     if resume is not None:
         if given := _given(target="PRESET") - {"--resume", "--workers", "--ray-address"}:
-            refuse(f"{min(given)}: a run that goes on keeps its app, settings, folder, engine, SuperNodes and GPUs")
+            refuse(f"{min(given)}: a run that goes on keeps its app, settings, folder, SuperNodes and GPUs")
         _go_on(resume, workers, ray_address)
         return
-    from flower_dp.running import apps, launched, plugins, preflight, run_folder
+    _start_ray(workers, ray_address)
+    from flower_dp.running import apps, launched, preflight, run_folder
 
     try:
         what = apps.resolve(target, setting or [])
@@ -108,7 +85,7 @@ def run(
         if output_dir is not None and from_settings:
             raise ValueError(f"--output-dir={output_dir}: output-dir is set as well ({from_settings}); give one of them")
         if ray_address:
-            num_workers = _on_cluster(ray_address, workers, gpus_per_worker, engine)
+            num_workers = _on_cluster(ray_address, workers, gpus_per_worker)
         else:
             num_workers = preflight.workers_of(workers, gpus_per_worker)
         num_supernodes = preflight.nodes_of(what, supernodes, num_workers)
@@ -118,18 +95,10 @@ def run(
     except (ValueError, OSError, ImportError) as error:
         refuse(str(error))
 
-    def check() -> None:
-        preflight.check_settings(what)
-        # Of the data, the other engine checks them while it starts. The defaults are valid.
-        if what.app.check and overrides and engine is Engine.FLOWER:
-            with plugins.loaded(what.app, what.app.check) as own_check:
-                own_check({**what.app.defaults, **overrides})
-
     begun = launched.Launched(
         app="" if what.app.own else str(what.app.folder),
         name=what.name,
         overrides=overrides,
-        engine=engine.value,
         workers=num_workers,
         supernodes=num_supernodes,
         gpus_per_worker=gpus_per_worker,
@@ -143,20 +112,18 @@ def run(
             begun.write(folder)
         except OSError as error:
             refuse(f"--output-dir={folder}: can't be written: {error.strerror}; take another folder")
-        if supernodes is None and num_supernodes > num_workers:
-            typer.echo(f"{num_supernodes} SuperNodes, one per client; --supernodes changes that")
-        if engine is Engine.FLOWER and not ray_address and not gpus_per_worker:
-            _tell_unused_gpus()
-        _launch(begun, folder, check=check)
+        _launch(begun, folder, check=lambda: preflight.check_settings(what))
 
 
-def _tell_unused_gpus() -> None:
-    """Say that a run by Flower's engine leaves this machine's GPUs alone; with the other engine the run's log says it."""
-    from flower_dp.running.preflight import num_gpus
-    from flower_dp.simulation.workers import unused_gpus
+def _start_ray(workers: int | None, ray_address: str) -> None:
+    """Let Ray start while this process finds out what it runs, and imports it; a guard ends it if that is refused."""
+    from flower_dp.running.guard import ray_folder
+    from flower_dp.running.preflight import default_workers
 
-    if line := unused_gpus(num_gpus() or 0, "--gpus-per-worker 1"):
-        typer.echo(line)
+    if (folder := ray_folder()) is not None and not ray_address and importlib.util.find_spec("ray") is not None:
+        from flower_dp.simulation.workers import start_meanwhile
+
+        start_meanwhile(workers or default_workers(), folder)
 
 
 def _given(**arguments: str) -> set[str]:
@@ -167,15 +134,14 @@ def _given(**arguments: str) -> set[str]:
     return {arguments.get(name, options[name]) for name in given}
 
 
-def _on_cluster(ray_address: str, workers: int | None, gpus: float, engine: str) -> int:
+def _on_cluster(ray_address: str, workers: int | None, gpus: float) -> int:
     """Return how many workers run on a cluster: as many as asked for, else all that fit."""
     from flower_dp.simulation import cluster
 
-    if engine == Engine.FLOWER and workers is not None:
-        raise ValueError(f"--workers={workers}: with --engine flower there are as many as fit on the cluster; leave it out")
     fit = cluster.room(ray_address, gpus)
     if fit < (workers or 1):
-        raise ValueError(f"--workers={workers or 1}: {fit} fit on the cluster, with one CPU core and {gpus:g} GPUs each")
+        named = f"--gpus-per-worker={gpus:g}" if gpus and not fit else f"--workers={workers or 1}"
+        raise ValueError(f"{named}: {fit} workers fit on the cluster, with one CPU core and {gpus:g} GPUs each")
     return workers or fit
 
 
@@ -193,8 +159,7 @@ def _go_on(folder: Path, workers: int | None, ray_address: str) -> None:
             return
         begun = replace(begun, workers=workers or begun.workers, ray_address=ray_address or begun.ray_address)
         if begun.ray_address:
-            ray_only = begun.workers if begun.engine == Engine.RAY else None
-            begun = replace(begun, workers=_on_cluster(begun.ray_address, ray_only, begun.gpus_per_worker, begun.engine))
+            begun = replace(begun, workers=_on_cluster(begun.ray_address, begun.workers, begun.gpus_per_worker))
     except (ValueError, OSError, ImportError) as error:
         refuse(str(error))
     _launch(begun, folder, resume=RESUMED)
@@ -220,50 +185,64 @@ def statement(
     _launch(begun, folder, resume=STATED)
 
 
-def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callable[[], None] | None = None) -> None:
+def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callable[[], None] = lambda: None) -> None:
     """Run an app in a folder, unless `check` refuses its settings, and tell how that ended."""
     from flower_dp.core.environment import STATED
-    from flower_dp.running import apps, launch, progress, run_folder, superlink, workplace
-    from flower_dp.running.signals import Interrupted
+    from flower_dp.running import guard, progress, run_folder
+    from flower_dp.running.signals import Interrupted, Signals
+    from flower_dp.simulation import attempt
 
+    states = resume == STATED  # its rounds, and what they logged, have been shown
+    log = folder / run_folder.LOG
+    if not states and importlib.util.find_spec("ray") is None:
+        fail("Ray is not installed: pip install 'flower-dp[simulation]'", 1)
+    guard.tell(str(folder))
     try:
-        app, address = begun.target.app, ""
-        if begun.ray_address and resume != STATED:
-            from flower_dp.simulation import cluster
-
-            address = cluster.address_of(begun.ray_address)
-        with ExitStack() as stack:
-            if not app.own:
-                stack.enter_context(workplace.app_files_linked(folder, app.folder))
-            states = resume == STATED  # its rounds, and what they logged, have been shown
-            screen = _Screen(stack.enter_context(progress.display()), quiet=app.own or states)
-            outcome = launch.launch(
-                app.folder if begun.engine == Engine.RAY else stack.enter_context(apps.unpacked(app, begun.overrides)),
-                overrides=begun.overrides,
-                output_dir=folder,
-                working_dir=None if app.own else folder,
-                num_workers=begun.workers,
-                num_supernodes=begun.supernodes,
-                gpus_per_worker=begun.gpus_per_worker,
-                on_progress=(lambda _: None) if states else screen.show,
-                on_log=screen.tell,
-                engine="flower" if begun.engine == Engine.FLOWER else "ray",
-                ray_address=address,
-                resume=resume,
-                check=check,
-            )
-    except ValueError as error:
+        own = begun.target.app.own
+        with (
+            own_stream() as stream,
+            Signals(raises=True) as signals,
+            progress.display(stream) as display,
+            Screen(display, stream, folder, goes_on=bool(resume), rows=not states, quiet=own or states, interrupt=signals.end),
+        ):
+            if states:
+                ended = attempt.state(begun, folder)
+            else:
+                ended = attempt.on_ray(begun, folder, resume=resume, check=check, started=signals.set_again)
+            if ended.signum:
+                raise Interrupted(ended.signum)
+    except (ValueError, OSError) as error:
         refuse(str(error))
-    except Interrupted as signal:
+    except Interrupted as error:
         where = f"; its folder is {folder}" if folder.exists() else ""
-        fail(f"{signal}; nothing is left running{where}\n{_left(folder)}".rstrip(), 128 + signal.signum)
-    except (superlink.LaunchError, OSError) as error:
-        fail(str(error), 1)
-    if not outcome.completed:
-        what = "no statement was made" if resume == STATED else "the run failed"
-        left = _left(folder, failed=True, only_stated=resume == STATED)
-        fail(f"{what}: {outcome.details}\n{_first_warning(folder)}Flower's log is {folder / run_folder.LOG}\n{left}".rstrip(), 1)
+        fail(f"{error}; nothing is left running{where}\n{_left(folder)}".rstrip(), 128 + error.signum)
+    if ended.status == "refused":
+        if not resume:
+            log.unlink(missing_ok=True)
+        refuse(ended.details)
+    if ended.status != "completed":
+        what = "no statement was made" if states else "the run failed"
+        left = _left(folder, failed=True, only_stated=states)
+        fail(f"{what}: {ended.details}\n{_first_warning(folder)}Flower's log is {log}\n{left}".rstrip(), 1)
     _tell_end(folder)
+
+
+def tell_died(folder: str, signum: int) -> int:
+    """Tell that the process of a run has died, with what it has left; return the exit status."""
+    from flower_dp.running import flower_log, run_folder
+
+    path = Path(folder)
+    if not folder or not (path / run_folder.LOG).exists():
+        what, left = "the process of the command has died; the same command begins anew, or goes on", ""
+    else:
+        log = path / run_folder.LOG
+        what = f"the run failed: {flower_log.of_a_dead_process(log)}\n{_first_warning(path)}Flower's log is {log}"
+        left = _left(path, failed=True)
+    if signum:
+        name = signal.Signals(signum).name
+        what, left = f"interrupted by {name}; nothing is left running; its folder is {folder}", _left(path) if folder else ""
+    typer.echo(f"error: {what}\n{left}".rstrip(), err=True)
+    return 128 + signum if signum else 1
 
 
 def _first_warning(folder: Path) -> str:
@@ -299,23 +278,6 @@ def _left(folder: Path, *, failed: bool = False, only_stated: bool = False) -> s
         return f"{told}It can't go on: {why}"
     goes_on = "Unless its settings are why it failed, it goes on with" if failed else "It goes on with"
     return f"{told}{goes_on}: flower-dp run --resume {shlex.quote(str(folder))}"
-
-
-class _Screen:
-    """Shows the metrics of a run, the app's log until the first metrics appear, and warnings that explain a useless result."""
-
-    def __init__(self, display: "Display", *, quiet: bool) -> None:
-        self._display = display
-        self._quiet = quiet
-
-    def show(self, metrics: Mapping[str, Any]) -> None:
-        self._quiet = True
-        with shown():
-            self._display.show(metrics)
-
-    def tell(self, line: str) -> None:
-        if _TRACEBACK not in line and (not self._quiet or any(text in line for text in _SHOWN)):
-            echo(line)
 
 
 def _remove_if_empty(folder: Path) -> None:

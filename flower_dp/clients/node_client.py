@@ -1,6 +1,5 @@
 """What the clients of a node have in common: they read the instruction, make the dry run, and answer."""
 
-import json
 import logging
 import time
 from abc import abstractmethod
@@ -18,7 +17,7 @@ from flower_dp import wire
 from flower_dp.clients.account import refuse_ledger
 from flower_dp.clients.kept import keep
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, in_own_words, reading
+from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, contained, in_own_words, reading
 from flower_dp.clients.reply.pipeline import failure
 from flower_dp.clients.reply.work import Work, add_up
 from flower_dp.clients.training.devices import default_device, exact_device, reproducible
@@ -109,8 +108,8 @@ class NodeClient(NumPyClient):
 
     def hosts(self, why_unable: str | None) -> str:
         """Return the names of the hosted clients, of the methods that they run, and why none of them can train, if so."""
-        answer = {"clients": sorted(self.clients), "methods": list(self.methods)}
-        return json.dumps(answer if why_unable is None else answer | {"unable": why_unable})
+        names = tuple(sorted(self.clients))
+        return wire.Hosted(names=names, methods=frozenset(self.methods), unable=why_unable or "").to_json()
 
     def why_unable(self) -> str | None:
         """Return why none of the hosted clients can train, in fixed words; None if one can, or nobody knows.
@@ -120,7 +119,8 @@ class NodeClient(NumPyClient):
         found = []
         for name in islice(self.clients, _MOST_TRIED):
             try:
-                records = self.clients[name]
+                with contained():
+                    records = self.clients[name]
             except Exception as error:
                 found.append(failure(name, error, DATA).reason)
                 continue
@@ -135,7 +135,7 @@ class NodeClient(NumPyClient):
         """Return why a client can't train, in fixed words; None if it can, or in doubt."""
         started = time.monotonic()
         try:
-            with reproducible(self.model.device):
+            with contained(), reproducible(self.model.device):
                 return self._why_unfit(records)
         except Exception as error:
             log.warning("client %s: no dry run: %s: %s", name, type(error).__name__, error)

@@ -1,39 +1,79 @@
-"""The log of a run: without colours, its warnings, and why the run failed."""
+"""The log of a run: what this process writes meanwhile, without colours; of its last attempt the warnings, and why it failed."""
 
 import logging
+import os
 import re
-from collections.abc import Sequence
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from flower_dp.running.run_folder import write_whole
-from flower_dp.running.superlink import plain
+from flower_dp.running.run_folder import LOG, RESUMED_LINE, new_log, write_whole
 
-# Of Flower's own, in each run of its engine.
-_FLOWERS = ("Since flwr ",)
-
-
-def without_colours(log: Path) -> None:
-    """Remove a terminal's colours from a log, if there is one."""
-    if log.exists():
-        write_whole(log, plain(log.read_text(encoding="utf-8", errors="replace")).encode())
+# What Ray adds to a line that several workers have written.
+_REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 
 
-def log_without_colours() -> None:
-    """Let Flower's logger write no colours in this process, whose output is a file, also of a run that is killed."""
+@contextmanager
+def logged(folder: Path, *, go_on: bool, resumed: bool = False) -> Iterator[None]:
+    """Let all that this process and its workers write go to the log of a run in this folder; a terminal's colours do not stay.
+
+    Args:
+        folder: of the run.
+        go_on: whether the log has what an earlier process has written.
+        resumed: whether the run goes on, so that its last attempt begins here.
+    """
+    _flush()
+    before = [(stream, os.dup(stream)) for stream in (1, 2)]
+    new_log(folder, go_on=go_on, resumed=resumed).close()
+    write_to(folder / LOG)
+    try:
+        yield
+    finally:
+        _flush()
+        for stream, copy in before:
+            os.dup2(copy, stream)
+            os.close(copy)
+        _remove_colours(folder / LOG)
+
+
+def write_to(log: str | os.PathLike[str]) -> None:
+    """Let all that this process writes from now on be added to a file; Flower's logger writes no colours any more."""
     import flwr.serverapp  # noqa: F401, PLC0415 - it makes the handlers
 
+    with open(log, "ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
     for handler in logging.getLogger("flwr").handlers:
         if hasattr(handler, "colored"):
             handler.colored = False
 
 
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)  # a process that dies leaves what it has written
+        stream.flush()
+
+
+def _remove_colours(log: Path) -> None:
+    if log.exists() and b"\x1b" in (content := log.read_bytes()):
+        write_whole(log, plain(content.decode("utf-8", errors="replace")).encode())
+
+
+def plain(text: str) -> str:
+    """Return a text without terminal colours."""
+    return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
+
+
 def warnings_of(log: Path) -> list[str]:
-    """Return the warnings in a log, once each: those that differ in numbers alone are one. Without a log there are none."""
-    text = plain(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else ""
+    """Return the warnings of a run's last attempt, once each: those that differ in numbers alone are one. None without a log."""
+    text = _last_attempt(plain(log.read_text(encoding="utf-8", errors="replace"))) if log.is_file() else ""
     kinds: dict[str, str] = {}
-    for line in re.findall(r"^(?:\([^()]*\) )?WARNING\s*:\s*(.+)$", text, re.MULTILINE):
-        if not line.startswith(_FLOWERS):
-            kinds.setdefault(re.sub(r"\d+", "0", line), line)
+    for written in re.findall(r"^(?:\([^()]*\) )?WARNING\s*:\s*(.+)$", text, re.MULTILINE):
+        line = _REPEATED.sub("", written)
+        kinds.setdefault(re.sub(r"\d+", "0", line), line)
     return list(kinds.values())
 
 
@@ -42,30 +82,18 @@ def num_warnings(warnings: Sequence[str]) -> str:
     return f"{len(warnings)} warning{'s' * (len(warnings) != 1)}"
 
 
-def why_of(details: str, log_text: str) -> str:
-    """Return why a run failed: Flower's details, and the exception or the last lines of the log."""
-    lines = [line.rstrip() for line in log_text.splitlines() if line.strip()]
-    details = "" if details == "N/A" else details.strip()
-    if (error := _last_error(lines)) is not None:
-        last = [error] if error else []
-        # Flower's details repeat the exception's message without its type.
-        message = last[0].partition(": ")[2] if last else ""
-        return "\n".join(last if message and details.endswith(message) else filter(None, [details, *last]))
-    if details:
-        return details
-    if boxes := [at for at, line in enumerate(lines) if line.startswith("\u256d")]:  # how `flwr` shows its errors
-        return " ".join(" ".join(lines[boxes[-1] + 1 : -1]).replace("\u2502", " ").split())
-    return "\n".join(line.strip() for line in lines[-3:]) or "no reason given"
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception as a traceback has it."""
+    return traceback.format_exception_only(error)[0].strip().partition("\n")[0]
 
 
-def is_refusal(log_text: str) -> bool:
-    """Return whether a run has failed since its settings, or its checkpoint, were refused: it would be refused again."""
-    lines = [line.rstrip() for line in log_text.splitlines() if line.strip()]
-    kind = (_last_error(lines) or "").partition(":")[0].rpartition(".")[2]
-    return kind in ("SettingsError", "CheckpointError")
+def of_a_dead_process(log: Path) -> str:
+    """Return why a run's last attempt was lost with its process, as far as that is known: its log may end in an exception."""
+    text = _last_attempt(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else ""
+    *_, trace = text.rpartition("Traceback (most recent call last)")
+    error = re.search(r"^[A-Za-z_][\w.]*(?:: .*)?$", plain(trace), re.MULTILINE) if trace != text else None
+    return "the process that ran the app ended before the run did" + (f"\n{error.group()}" if error else "")
 
 
-def _last_error(lines: Sequence[str]) -> str | None:
-    """Return the first line of the last exception in a log; None without one, empty if the log ends in its traceback."""
-    traces = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    return next((line for line in lines[traces[-1] + 1 :] if not line[0].isspace()), "") if traces else None
+def _last_attempt(log_text: str) -> str:
+    return log_text.rpartition(f"\n{RESUMED_LINE}\n")[2]

@@ -21,9 +21,8 @@ class Launched:
         app: the app's folder; empty for flower-dp's own.
         name: of the run.
         overrides: settings that differ from the app's.
-        engine: what runs the app.
         workers: worker processes.
-        supernodes: that they simulate.
+        supernodes: that they simulate; None: as many as the app's strategy expects clients.
         gpus_per_worker: the fraction of a GPU of each.
         ray_address: the Ray cluster that they are on, as it was given; "" for none.
     """
@@ -31,9 +30,8 @@ class Launched:
     app: str
     name: str
     overrides: dict[str, Value]
-    engine: str
     workers: int
-    supernodes: int
+    supernodes: int | None
     gpus_per_worker: float
     ray_address: str = ""
 

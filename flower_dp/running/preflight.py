@@ -1,16 +1,11 @@
 """What is known of a run before anything starts: whether its settings fit its method, and its workers and nodes this machine."""
 
-import ast
+import os
 from contextlib import suppress
 from typing import Any
 
 from flower_dp.core import checks
 from flower_dp.running.apps import Target, own_app, own_module
-from flower_dp.running.built import tree_of
-from flower_dp.running.launch import default_workers
-
-# The package whose classes are strategies of methods.
-_STRATEGIES = "flower_dp.strategies"
 
 
 def check_settings(target: Target) -> None:
@@ -45,19 +40,24 @@ def workers_of(workers: int | None, gpus_per_worker: float) -> int:
     return workers or min(default_workers(), fit)
 
 
-def nodes_of(target: Target, nodes: int | None, workers: int) -> int:
-    """Return how many SuperNodes to simulate: as many as asked for, else one per worker, or per client of a stock app.
+def default_workers() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
-    A stock app has one client a node; how many, is read from the call of its strategy, if that says it in so many words.
+
+def nodes_of(target: Target, nodes: int | None, workers: int) -> int | None:
+    """Return how many SuperNodes to simulate: as many as asked for, else one per worker; None: one per client of a stock app.
 
     Raises:
         ValueError: there are more nodes than clients.
     """
-    app, config = target.app, {**target.app.settings(), **target.overrides}
-    if app.own or app.built:
-        return nodes_among(config.get("num-clients"), nodes, workers, option="--supernodes")
-    clients = _num_clients(target, config)
-    return nodes or (clients if _is_count(clients) else workers)
+    app = target.app
+    if not (app.own or app.built):
+        return nodes
+    clients = {**app.settings(), **target.overrides}.get("num-clients")
+    return nodes_among(clients, nodes, workers, option="--supernodes")
 
 
 def nodes_among(clients: Any, nodes: int | None, workers: int, *, option: str) -> int:
@@ -92,33 +92,3 @@ def num_gpus() -> int | None:
         found, visible = manager.get_current_node_num_accelerators(), manager.get_current_process_visible_accelerator_ids()
         return int(found if visible is None else min(found, len(visible)))
     return None
-
-
-def _num_clients(target: Target, config: dict[str, Any]) -> Any:
-    """Return the `num_clients` that an app's ServerApp gives a strategy; None if it isn't a number or a setting."""
-    tree = tree_of(target.app.folder, target.app.server)
-    if tree is None:
-        return None
-    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == _STRATEGIES)
-    names = {one.asname or one.name for node in imports for one in node.names}
-    constants = {
-        name.id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for name in node.targets
-        if isinstance(name, ast.Name)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
-            for word in node.keywords:
-                if word.arg == "num_clients":
-                    return _value(word.value, constants, config)
-    return None
-
-
-def _value(node: ast.expr, constants: dict[str, ast.expr], config: dict[str, Any]) -> Any:
-    if isinstance(node, ast.Name):
-        node = constants.get(node.id, node)
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):  # context.run_config["num-clients"]
-        return config.get(str(node.slice.value))
-    return node.value if isinstance(node, ast.Constant) else None

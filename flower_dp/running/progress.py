@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
@@ -25,19 +25,21 @@ class Display(Protocol):
         """Take one line of `metrics.jsonl`."""
 
 
-def display() -> Display:
-    """Return the display that fits standard output."""
-    console = Console()
+def display(stream: TextIO | None = None) -> Display:
+    """Return the display that fits a stream; None for standard output, which may show other lines above it."""
+    console = Console(file=stream)
     if console.is_jupyter:
         return Notebook()
-    return Bar(console) if console.is_terminal and not console.is_dumb_terminal else Lines()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return Bar(console, among_others=stream is None)
+    return Lines(stream)
 
 
 class Lines:
     """One plain line per round."""
 
-    def __init__(self) -> None:
-        self._pace = Pace()
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._pace, self._stream = Pace(), stream
 
     def __enter__(self) -> Self:
         return self
@@ -51,8 +53,9 @@ class Lines:
         parts = [round_text(metrics), *quantities(metrics)]
         if left is not None:
             parts.append(f"left {clock(left)}")
-        sys.stdout.write("  ".join(parts) + "\n")
-        sys.stdout.flush()
+        stream = self._stream or sys.stdout
+        stream.write("  ".join(parts) + "\n")
+        stream.flush()
 
 
 class Notebook:
@@ -88,8 +91,8 @@ class Notebook:
 class Bar:
     """A progress bar over the rounds, with the newest metrics and epsilon, and the time left."""
 
-    def __init__(self, console: Console) -> None:
-        self._pace = Pace()
+    def __init__(self, console: Console, *, among_others: bool = True) -> None:
+        self._pace, self.console = Pace(), console
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -97,6 +100,8 @@ class Bar:
             TextColumn("{task.fields[numbers]}"),
             console=console,
             expand=True,
+            redirect_stdout=among_others,
+            redirect_stderr=among_others,
         )
         self._task = self._progress.add_task("starting Flower", total=None, numbers="")
         self._newest: dict[str, Any] = {}

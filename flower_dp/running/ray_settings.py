@@ -13,8 +13,6 @@ STARTED = {
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "3000",
     "RAY_worker_register_timeout_seconds": "180",
-    # The input of a raylet's agents is a pipe, as it is by default: `flower_dp.simulation.one_machine` needs it.
-    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
     # Otherwise Ray looks for a `uv run` among the parents of this process.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }

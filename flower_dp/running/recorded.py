@@ -1,11 +1,12 @@
 """Recorded runs: metrics, statement and model of a run in its run folder."""
 
-import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flower_dp.core.checks import SettingsError
-from flower_dp.core.environment import RESUME, RUN_CONFIG, STATED
+from flower_dp.core.environment import RESUME, STATED
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.run_folder import CHECKPOINT, CONFIG, RunFolder
 from flower_dp.running.trained_model import rest_of
@@ -44,6 +45,27 @@ class Watch:
 
 
 WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+
+@contextmanager
+def watched(
+    config: Mapping[str, Any], name: str, on_line: Callable[[Mapping[str, Any]], None] = lambda line: None
+) -> Iterator[Watch]:
+    """Record the run of a ServerApp that is called within this context, also if it starts a strategy of this package itself.
+
+    Args:
+        config: the run's settings.
+        name: the name of the run, used in the name of a new folder.
+        on_line: called with every line of `metrics.jsonl`.
+    """
+    watch = Watch(on_line=on_line)
+    token = WATCH.set(watch)
+    observers = OBSERVERS.set(partial(unasked, config, name))
+    try:
+        yield watch
+    finally:
+        OBSERVERS.reset(observers)
+        WATCH.reset(token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,8 +234,3 @@ def unasked(config: Mapping[str, Any], name: str) -> tuple[Observer, ...]:
         log.warning("this run has no run folder: %s", error)
         return ()
     return (Unfailing(observer=recording, name="the run folder"),)
-
-
-def launched() -> tuple[Observer, ...]:
-    """Return what records such a run under `flower-dp run`, which passes folder and settings in the environment."""
-    return unasked(json.loads(os.environ.get(RUN_CONFIG, "{}")), "run")

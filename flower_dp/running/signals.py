@@ -15,9 +15,14 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """Within this context SIGINT, SIGTERM and SIGHUP are recorded, not raised, so that no step is interrupted."""
+    """Within this context SIGINT, SIGTERM and SIGHUP are recorded, so that no step is interrupted; or the first one is raised.
 
-    def __init__(self) -> None:
+    Args:
+        raises: whether the first one raises Interrupted wherever the main thread is. What is written then is not interrupted.
+    """
+
+    def __init__(self, *, raises: bool = False) -> None:
+        self._raises = raises
         self._came: int | None = None
         self.count = 0
         self._before: dict[int, Any] = {}
@@ -31,6 +36,11 @@ class Signals:
                 self._before[signum] = signal.signal(signum, self._note)
         return self
 
+    def set_again(self) -> None:
+        """Set the handlers again, after Ray has set its own below Python's."""
+        for signum in self._before:
+            signal.signal(signum, self._note)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
@@ -38,8 +48,15 @@ class Signals:
             self.check()  # it came during the last steps: the caller still wants to end
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._came = signum
+        self._came = self._came or signum
         self.count += 1
+        if self._raises and self.count == 1:
+            raise Interrupted(self._came)
+
+    def end(self, signum: int) -> None:
+        """Interrupt the main thread, from another one, as if this signal had come."""
+        self._came = self._came or signum
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def again(self) -> bool:
         """Return whether a second signal came."""

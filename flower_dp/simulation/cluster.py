@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import flower_dp
-from flower_dp.running.apps import App, own_package
+from flower_dp.running.apps import App
 
 # How long an address may take to answer, twice, and a machine to say what it has.
 _ANSWER_SECONDS = 5.0
@@ -134,11 +133,9 @@ def installed() -> dict[str, str]:
 
 def _digest() -> str:
     """Return a digest of flower-dp's code: a clip or a noise of another day has the same version."""
-    package, digest = Path(flower_dp.__file__).parent, hashlib.sha256()
-    for folder in (package, own_package()):
-        for file in sorted(folder.rglob("*.py")):
-            if "_app" not in file.relative_to(folder).parts:
-                digest.update(f"{folder.name}/{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes())
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:8]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import pickle
 import secrets
@@ -14,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 
 from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.core import checks
 from flower_dp.simulation.cluster import installed
-from flower_dp.simulation.identity import CLIENT_APP_CRASHED, NODE_UNAVAILABLE, SERVER_NODE, identify, numbered, run_of
+from flower_dp.simulation.identity import CLIENT_APP_CRASHED, NODE_UNAVAILABLE, numbered
+from flower_dp.simulation.local_grid import SimulatedGrid
 from flower_dp.simulation.placement import Placement
 from flower_dp.simulation.worker import FIRST_NODE, Answer, Value
 from flower_dp.simulation.workers import Workers
@@ -33,6 +34,8 @@ log = logging.getLogger("flwr")
 _SLICE_SECONDS = 0.05
 # A worker that takes twice as long for a message as its round lasts, and longer than so many seconds, hangs.
 _PATIENCE_SECONDS = 60.0
+# So much later such a worker is ended from here: one that is stopped, or imports its app for ever, does not end itself.
+_GRACE_SECONDS = 10.0
 # Clients that a line of the log names.
 _LISTED = 5
 _EMPTY = pickle.dumps(RecordDict())
@@ -61,15 +64,16 @@ class _Call:
         return f"node {self.node}" + (f" (clients {listed})" if names else "")
 
 
-class RayGrid(Grid):
+class RayGrid(SimulatedGrid):
     """A Grid whose nodes run a ClientApp on Ray actors, on this machine or on those of a cluster.
 
     Every node has a context of its own, with `partition-id` and `num-partitions` in its config. Its state is here, between two
     messages: an actor that dies takes nothing with it but the reply that it was working on. That reply becomes an error reply, as
     Flower's runtime sends it for a ClientApp that has crashed, and another actor takes the place of the dead one, as soon as a
     machine has room for it; the others serve its nodes meanwhile. So it is where an actor runs out of memory, or hangs: one that
-    takes twice as long for a message as its round lasts, and more than a minute, writes to its log where it is, and ends. What a
-    ClientApp raises becomes an error reply too; the node's state is then as it was before the message.
+    takes twice as long for a message as its round lasts, and more than a minute, writes to its log where it is, and ends. One
+    that can't do so is ended ten seconds later. What a ClientApp raises becomes an error reply too; the node's state is then as
+    it was before the message.
 
     A node is sent one message at a time, in the order in which they came. A reply that comes after the timeout is dropped; what
     it has left in the node's state stays. Replies are returned in the order of the messages. Methods may be called from several
@@ -81,9 +85,11 @@ class RayGrid(Grid):
         app: the ClientApp, or a function that returns it in a worker. It travels by cloudpickle: what `__main__` or a notebook
             defines goes by value, the rest is imported by name.
         workers: the actors, which serve one grid at a time. They import the app at once, while this process goes on.
-        num_nodes: nodes 2 to num_nodes + 1; node 1 is Flower's server.
+        num_nodes: nodes 2 to num_nodes + 1; node 1 is Flower's server. None: one for each client that the strategy of the run
+            expects, as stock apps have it; in a run without such a strategy one for each worker.
         run_config: the settings that the nodes get.
         node_config: partition -> further settings of that node.
+        log_file: where workers write what they and the app log; "" for Ray's own log, which this process shows.
 
     Raises:
         FlowerVersionError: the installed Flower is not known.
@@ -98,28 +104,29 @@ class RayGrid(Grid):
         ...         return strategy.start(grid, arrays, num_rounds=3)
     """
 
-    # What a strategy may ask a grid: all nodes are there from the start, and none will come later.
-    simulated = True
+    # Seconds that a worker may take for a message that is pushed; None: for ever. A strategy sets it for its first query.
+    patience: float | None = None
 
     def __init__(
         self,
         app: ClientApp | Callable[[], ClientApp],
         workers: Workers,
         *,
-        num_nodes: int,
+        num_nodes: int | None,
         run_config: Mapping[str, Value] | None = None,
         node_config: Callable[[int], Mapping[str, Value]] | None = None,
+        log_file: str = "",
     ) -> None:
         import ray  # noqa: PLC0415  (a third of a second)
 
         dumps: Callable[[Any], bytes] = ray.cloudpickle.dumps
 
-        checks.integer("num_nodes", num_nodes, at_least=1)
-        self._run = run_of(secrets.randbits(62) + 1)
-        identify(self._run.run_id, SERVER_NODE)
-        self._run_config = dict(run_config or {})
-        self._nodes = range(FIRST_NODE, FIRST_NODE + num_nodes)
-        own = {partition: dict(node_config(partition)) for partition in range(num_nodes)} if node_config else {}
+        super().__init__(secrets.randbits(62) + 1, run_config or {})
+        self._made: range | None = None
+        if num_nodes is not None:
+            checks.integer("num_nodes", num_nodes, at_least=1)
+            self._made = range(FIRST_NODE, FIRST_NODE + num_nodes)
+        own = {partition: dict(node_config(partition)) for partition in range(num_nodes or 0)} if node_config else {}
         if workers.away and any(LEDGER_PATH in config for config in own.values()):
             raise ValueError(
                 f"node_config: {LEDGER_PATH} is a file of one machine, and the nodes of a cluster move between machines"
@@ -133,13 +140,15 @@ class RayGrid(Grid):
             "folder": "" if workers.away else str(Path.cwd()),
             "path": () if workers.away else tuple(os.path.abspath(place) for place in sys.path),
             "bytecode": not sys.dont_write_bytecode,
+            "log_file": log_file,
             "versions": installed() if workers.away else {},
         }
         setup_on_machines = ray.put(dumps(setup))  # it may hold data: every machine gets it once
         # Node -> its pickled state, where that has changed, and the actor that has it too.
         self._states: dict[int, bytes] = {}
         self._holders: dict[int, Any] = {}
-        self._running: dict[Any, tuple[int, _Call]] = {}
+        # Ray's reference to an answer -> the worker, what it has, and when it is ended.
+        self._running: dict[Any, tuple[int, _Call, float]] = {}
         self._busy: set[int] = set()
         # Message id -> its reply, None before there is one; without those that nobody waits for any more.
         self._replies: dict[str, Message | None] = {}
@@ -159,31 +168,23 @@ class RayGrid(Grid):
         with self._lock:
             for queue in self._queues:
                 queue.clear()
-            for index, _ in self._running.values():
+            for index, _, _ in self._running.values():
                 self._workers.replace(index)
             self._running.clear()
 
-    def server_context(self) -> Context:
-        """Return the context of a ServerApp that runs with this grid."""
-        config = dict(self._run_config)
-        return Context(run_id=self._run.run_id, node_id=SERVER_NODE, node_config={}, state=RecordDict(), run_config=config)
-
-    # Flower's Grid
-
-    def set_run(self, run: Any) -> None:
-        """Set the run; for Flower's own programs."""
-        self._run = run
+    def expect(self, num_clients: int) -> None:
+        """Make a node for each client that a strategy expects, unless nodes were made already."""
+        if self._made is None:
+            self._made = range(FIRST_NODE, FIRST_NODE + num_clients)
+            log.info("%d SuperNodes, one per client; --supernodes changes that", num_clients)
 
     @property
-    def run(self) -> Any:
-        """Flower's record of the run."""
-        return self._run
+    def _nodes(self) -> range:
+        if self._made is None:
+            self._made = range(FIRST_NODE, FIRST_NODE + len(self._workers.actors))
+        return self._made
 
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        """Return a new message."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+    # Flower's Grid
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes, in the order of their partitions."""
@@ -191,7 +192,7 @@ class RayGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and return their ids."""
-        return self._push(messages, None)
+        return self._push(messages, self.patience)
 
     def _push(self, messages: Iterable[Message], patience: float | None) -> list[str]:
         sent = []
@@ -264,7 +265,8 @@ class RayGrid(Grid):
         state = None if self._holders.get(call.node) is actor else self._states.get(call.node, _EMPTY)
         self._placement.idle.remove(index)
         self._busy.add(call.node)
-        self._running[actor.run.remote(call.message, state, call.patience)] = index, call
+        until = math.inf if call.patience is None else time.monotonic() + call.patience + _GRACE_SECONDS
+        self._running[actor.run.remote(call.message, state, call.patience, len(self._nodes))] = index, call, until
 
     def _advance(self, seconds: float) -> None:
         """Wait until a worker has answered, or another thread has seen to that, for so many seconds at most."""
@@ -272,6 +274,7 @@ class RayGrid(Grid):
             return
         try:
             with self._lock:
+                self._end_hung()
                 self._dispatch()
                 self._placement.check(at_work=bool(self._running), waits=any(self._queues))
                 pending = [*self._running, *self._placement.awaited()]
@@ -288,16 +291,14 @@ class RayGrid(Grid):
 
     def _finish(self, ref: Any) -> None:
         """Take a worker's answer, and hand it the next call."""
-        index, call = self._running.pop(ref)
+        index, call, _ = self._running.pop(ref)
         actor = self._workers.actors[index]
         self._holders.pop(call.node, None)
         try:
             reply = self._taken(call, self._ray.get(ref), actor)
         except Exception as error:
             if self._has_died(error):
-                log.error("a worker has died while it served %s: %s", call, _why(error))
-                self._placement.replace(index)
-                reply = _failed(call.message, CLIENT_APP_CRASHED, "ClientApp stopped responding.")
+                reply = self._replaced(index, call, _why(error))
             else:  # such as an answer that can't be read here
                 log.exception("%s: no answer", call)
                 self._placement.idle.add(index)
@@ -307,6 +308,21 @@ class RayGrid(Grid):
         self._busy.discard(call.node)
         self._settle(call, reply)
         self._dispatch()
+
+    def _end_hung(self) -> None:
+        """End the workers that hang and have not ended themselves."""
+        now = time.monotonic()
+        for ref in [ref for ref, (_, _, until) in self._running.items() if until < now]:
+            index, call, _ = self._running.pop(ref)
+            self._holders.pop(call.node, None)
+            self._busy.discard(call.node)
+            self._settle(call, self._replaced(index, call, "it does not respond"))
+
+    def _replaced(self, index: int, call: _Call, why: str) -> Message:
+        """Let another worker take the place of one, and return the error reply to the message that it had."""
+        log.error("a worker has died while it served %s: %s", call, why)
+        self._placement.replace(index)
+        return _failed(call.message, CLIENT_APP_CRASHED, "ClientApp stopped responding.")
 
     def _has_died(self, error: Exception) -> bool:
         """Whether an error of Ray means that the worker is no more: each does but that of a method that has raised."""

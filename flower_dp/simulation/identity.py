@@ -76,5 +76,5 @@ def _identity() -> Any:
 def _unknown(version: str, why: str) -> FlowerVersionError:
     return FlowerVersionError(
         f"flwr {version}: simulations on Ray without Flower's runtime know flwr {_KNOWN} ({why}); install a release that this "
-        "flower-dp knows, or use Flower's own engine: flower-dp run --engine flower"
+        "flower-dp knows, or run the app with plain `flwr run`"
     )

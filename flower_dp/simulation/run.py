@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,20 +12,21 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import Result
 
 from flower_dp.core import checks
-from flower_dp.core.environment import RESUME, RESUMED, RUN_FOLDER
+from flower_dp.core.environment import RESUMED
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running import progress as screen
-from flower_dp.running.apps import own_module, resolve, with_values
-from flower_dp.running.preflight import nodes_among
-from flower_dp.running.recorded import WATCH, Watch, unasked
+from flower_dp.running.apps import resolve, with_values
+from flower_dp.running.modules import forget
+from flower_dp.running.preflight import default_workers, nodes_among
+from flower_dp.running.recorded import watched
 from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_TEXT, new_folder
+from flower_dp.simulation.attempt import passed
 from flower_dp.simulation.cluster import Cluster, address_of, bundled, check_machines
 from flower_dp.simulation.grid import RayGrid
-from flower_dp.simulation.modules import client_of, components, forget, own_client_app
+from flower_dp.simulation.local_grid import LocalGrid, SimulatedGrid
 from flower_dp.simulation.worker import Value
-from flower_dp.simulation.workers import Workers, default_workers, log_unused_gpus, session_of, start_ray, stop_ray
+from flower_dp.simulation.workers import Workers, log_unused_gpus, session_of, start_ray, stop_ray
 from flower_dp.strategies.checkpoint import CheckpointFolder
-from flower_dp.strategies.journal import OBSERVERS
 
 
 class BothApps(Protocol):
@@ -114,7 +114,7 @@ def simulate(
             for example).
         output_dir: the run folder, new or empty; None for a new one under `~/.flower-dp/runs`.
         resume: the folder of a run that was interrupted, or failed: it goes on from its last checkpoint, with the same app and
-            settings. A run that has ended is not run again.
+            settings. A run that has ended is not run again, and Ray is not started: what is in its folder is returned.
         ray_address: HOST:PORT of a Ray cluster to which this machine belongs, or "auto"; "" for Ray on this machine alone. The
             files of an app's folder travel; what else a ClientApp imports must be installed on every machine, with the same
             versions of Python, Ray, Flower, torch, NumPy and this package. Who can read the cluster's traffic reads what clients
@@ -151,7 +151,10 @@ def simulate(
     with ExitStack() as stack:
         loaded = stack.enter_context(_loaded(app, client_app, values, away=bool(ray_address)))
         nodes_among(loaded.num_clients, num_nodes, 1, option="num_nodes")  # before anything starts
-        stack.enter_context(_run_folder(_folder(output_dir, resume, loaded.name), resume=resume is not None))
+        folder = _folder(output_dir, resume, loaded.name)
+        stack.enter_context(_run_folder(folder, resume=resume is not None))
+        if resume is not None and folder is not None and _has_ended(folder):
+            return _run(loaded, LocalGrid(ClientApp(), 0, loaded.run_config), None)
         try:
             cluster = Cluster(address=address_of(ray_address), bundle=loaded.bundle) if ray_address else None
             workers = warm_workers(cpus=cpus_per_node, gpus=gpus_per_node, at_most=num_nodes, cluster=cluster)
@@ -166,22 +169,17 @@ def simulate(
             raise
 
 
-def _run(loaded: _Loaded, grid: RayGrid, display: screen.Display | None) -> Run:
-    watch = Watch(on_line=display.show if display else lambda line: None)
-    token = WATCH.set(watch)
-    observers = OBSERVERS.set(partial(unasked, loaded.run_config, loaded.name))
-    try:
-        loaded.server(grid, grid.server_context())
-    except (Exception, KeyboardInterrupt) as error:
-        if watch.statement is not None and watch.folder is not None:
-            error.add_note(f"What the run released before is in {watch.folder / STATEMENT_TEXT}")
-            if not isinstance(error, checks.SettingsError) and not CheckpointFolder(watch.folder / CHECKPOINT).why_stuck():
-                failed = "Unless its settings are why it failed, it" if isinstance(error, Exception) else "It"
-                error.add_note(f"{failed} goes on with simulate(..., resume={str(watch.folder)!r})")
-        raise
-    finally:
-        OBSERVERS.reset(observers)
-        WATCH.reset(token)
+def _run(loaded: _Loaded, grid: SimulatedGrid, display: screen.Display | None) -> Run:
+    with watched(loaded.run_config, loaded.name, display.show if display else lambda line: None) as watch:
+        try:
+            loaded.server(grid, grid.server_context())
+        except (Exception, KeyboardInterrupt) as error:
+            if watch.statement is not None and watch.folder is not None:
+                error.add_note(f"What the run released before is in {watch.folder / STATEMENT_TEXT}")
+                if not isinstance(error, checks.SettingsError) and not CheckpointFolder(watch.folder / CHECKPOINT).why_stuck():
+                    failed = "Unless its settings are why it failed, it" if isinstance(error, Exception) else "It"
+                    error.add_note(f"{failed} goes on with simulate(..., resume={str(watch.folder)!r})")
+            raise
     return Run(folder=watch.folder, rounds=tuple(watch.rounds), statement=watch.statement, result=watch.result)
 
 
@@ -212,21 +210,19 @@ def _loaded(app: Any, client_app: ClientApp | None, values: Mapping[str, Value],
 @contextmanager
 def _from_folder(target: str, values: Mapping[str, Value], *, away: bool) -> Iterator[_Loaded]:
     what = resolve(target, [])
-    config = with_values(what, values)
-    if what.app.own:  # the package's own, wherever it is
-        num_clients = config["num-clients"]
-        yield _Loaded(
-            server=own_module("server_app").app, client=own_client_app, run_config=config, name=what.name, num_clients=num_clients
-        )
-        return
-    client = client_of(what.app, away=away)
+    app, config = what.app, with_values(what, values)
     try:
-        files = bundled(what.app) if away else b""
-        server = components(what.app)[1]()
-        count = {**what.app.settings(), **config}["num-clients"] if what.app.built else None
-        yield _Loaded(server=server, client=client, run_config=config, name=what.name, num_clients=count, bundle=files)
+        yield _Loaded(
+            server=app.server_app(),  # the package's own, wherever it is
+            client=app.client_app(away=away),
+            run_config=config,
+            name=what.name,
+            num_clients={**app.settings(), **config}["num-clients"] if app.own or app.built else None,
+            bundle=bundled(app) if away else b"",
+        )
     finally:
-        forget(str(what.app.folder))  # another app may have modules of the same names
+        if not app.own:
+            forget(str(app.folder))  # another app may have modules of the same names
 
 
 def _folder(output_dir: Any, resume: Any, name: str) -> Path | None:
@@ -241,24 +237,21 @@ def _folder(output_dir: Any, resume: Any, name: str) -> Path | None:
     return folder
 
 
+def _has_ended(folder: Path) -> bool:
+    """Return whether the run in a folder has ended: then its ServerApp returns what is there, and sends nothing."""
+    checkpoints = CheckpointFolder(folder / CHECKPOINT)
+    return not checkpoints.is_empty and checkpoints.read().ended
+
+
 @contextmanager
 def _run_folder(folder: Path | None, *, resume: bool) -> Iterator[None]:
-    """Pass a folder to `RunFolder.create`, as `flower-dp run` does."""
-    if folder is None:
-        yield
-        return
-    passed = {RUN_FOLDER: str(folder), RESUME: RESUMED if resume else ""}
-    before = {name: os.environ.get(name) for name in passed}
-    os.environ.update(passed)
     try:
-        yield
+        with nullcontext() if folder is None else passed(folder, RESUMED if resume else ""):
+            yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        with suppress(OSError):
-            folder.rmdir()  # a run that did not begin leaves nothing
+        if folder is not None:
+            with suppress(OSError):
+                folder.rmdir()  # a run that did not begin leaves nothing
 
 
 # The workers of this process
@@ -274,7 +267,8 @@ def warm_workers(*, cpus: float, gpus: float, at_most: int | None, cluster: Clus
         _warm.clear()
         if cluster is not None:
             check_machines(ray, cpus, gpus)
-        _warm[key] = Workers(cpus=cpus, gpus=gpus, at_most=at_most, cluster=cluster)
+        options = ("cpus_per_node", "gpus_per_node")
+        _warm[key] = Workers(cpus=cpus, gpus=gpus, at_most=at_most, cluster=cluster, options=options)
         if not gpus:
             log_unused_gpus(ray, "gpus_per_node=1")
     return _warm[key]

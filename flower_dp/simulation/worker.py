@@ -17,7 +17,7 @@ from typing import Any
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from flower_dp.simulation import modules
+from flower_dp.running import flower_log, modules
 from flower_dp.simulation.cluster import differences, installed
 from flower_dp.simulation.identity import CLIENT_APP_RAISED, LOAD_CLIENT_APP, identify
 
@@ -35,28 +35,32 @@ class Setup:
         run_id: the run.
         app: returns the ClientApp.
         run_config: the run's settings.
-        num_nodes: of the run; node ids are FIRST_NODE, FIRST_NODE + 1, ...
+        num_nodes: of the run; node ids are FIRST_NODE, FIRST_NODE + 1, ... None: every message says it.
         node_config: further settings of nodes, by partition.
         folder: the working directory; "" where the worker's own has the app's files.
         path: where modules are looked for.
         bytecode: whether imports may write files beside the modules.
         versions: what every machine must have installed (`cluster.installed`); empty on the server's own machine.
+        log_file: where what is logged goes; "" for where it goes already.
     """
 
     run_id: int
     app: Callable[[], ClientApp]
     run_config: Mapping[str, Value]
-    num_nodes: int
+    num_nodes: int | None
     node_config: Mapping[int, Mapping[str, Value]]
     folder: str
     path: tuple[str, ...]
     bytecode: bool
     versions: Mapping[str, str]
+    log_file: str = ""
 
-    def context(self, node: int) -> Context:
+    def context(self, node: int, num_nodes: int | None) -> Context:
         """Return the context of a node with an empty state."""
-        partition = node - FIRST_NODE
-        own = {"partition-id": partition, "num-partitions": self.num_nodes, **self.node_config.get(partition, {})}
+        partition, count = node - FIRST_NODE, self.num_nodes or num_nodes
+        if count is None:
+            raise ValueError("num_nodes: neither the run nor the message says how many there are")
+        own = {"partition-id": partition, "num-partitions": count, **self.node_config.get(partition, {})}
         return Context(run_id=self.run_id, node_id=node, node_config=own, state=RecordDict(), run_config=dict(self.run_config))
 
 
@@ -96,6 +100,8 @@ class Worker:
         try:
             # The app may be in a folder that is not known here yet; it is a pickle of its own for that.
             found: dict[str, Any] = pickle.loads(setup)  # noqa: S301  (made by this run's own server)
+            if found.get("log_file"):
+                flower_log.write_to(found["log_file"])
             if other := differences(found["versions"], installed() if found["versions"] else {}):
                 raise RuntimeError(f"machine {socket.gethostname()}: {other}")
             os.chdir(found["folder"] or ".")
@@ -113,28 +119,29 @@ class Worker:
                 raise
             self._failure = traceback.format_exc()
 
-    def run(self, message: Message, state: bytes | None, patience: float | None = None) -> Answer:
+    def run(self, message: Message, state: bytes | None, patience: float | None = None, num_nodes: int | None = None) -> Answer:
         """Run the app on a message.
 
         Args:
             message: to one of the run's nodes.
             state: the node's pickled state; None where this worker has given the node's last answer.
             patience: seconds after which this process writes to its log where it is, and ends; None for never.
+            num_nodes: of the run, if that was not known when it began.
         """
         if patience is None:
-            return self._run(message, state)
+            return self._run(message, state, num_nodes)
         faulthandler.dump_traceback_later(patience, exit=True, file=_STDERR)
         try:
-            return self._run(message, state)
+            return self._run(message, state, num_nodes)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _run(self, message: Message, state: bytes | None) -> Answer:
+    def _run(self, message: Message, state: bytes | None, num_nodes: int | None) -> Answer:
         if self._setup is None or self._app is None:
             arguments = self._failure.strip().splitlines()[-1]
             return Answer(reply=Message(Error(LOAD_CLIENT_APP, arguments), reply_to=message), trace=self._failure)
         number = message.metadata.dst_node_id
-        node = self._node(self._setup, number, state)
+        node = self._node(self._setup.context(number, num_nodes), state)
         identify(self._setup.run_id, number)
         try:
             reply = self._app(message, node.context)
@@ -151,12 +158,11 @@ class Worker:
         changed, node.state = after != node.state, after
         return Answer(reply=reply, state=after if changed else None)
 
-    def _node(self, setup: Setup, number: int, state: bytes | None) -> _Node:
+    def _node(self, fresh: Context, state: bytes | None) -> _Node:
         """Return a node with the state that it has, or is given."""
-        if number not in self._nodes:
-            context = setup.context(number)
-            self._nodes[number] = _Node(context=context, state=pickle.dumps(context.state))
-        node = self._nodes[number]
+        if fresh.node_id not in self._nodes:
+            self._nodes[fresh.node_id] = _Node(context=fresh, state=pickle.dumps(fresh.state))
+        node = self._nodes[fresh.node_id]
         if state is not None:
             node.context.state, node.state = pickle.loads(state), state  # noqa: S301
         return node

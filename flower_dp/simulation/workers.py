@@ -12,15 +12,16 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flower_dp.core import checks
 from flower_dp.running import ray_settings
+from flower_dp.running.guard import short_folder
+from flower_dp.running.preflight import default_workers
 from flower_dp.simulation.cluster import Cluster, fitting
-from flower_dp.simulation.one_machine import lean
 
 # Everything listens on this machine's own address only: Ray asks nobody for a password.
 _ADDRESS = "127.0.0.1"
@@ -39,19 +40,13 @@ class RayStartError(RuntimeError):
     """Ray does not start on this machine: no run has begun."""
 
 
-def default_workers() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None = None) -> Any:
+def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None = None, *, to_screen: bool = True) -> Any:
     """Start Ray on this machine, or join a cluster, unless this process has done that already, and return Ray's module.
 
     Args:
         num_cpus: how many workers of one core may run at once, on this machine.
-        folder: where Ray puts its sockets and logs; None for a new one, which is removed with Ray.
+        folder: where Ray puts its sockets and logs, removed with Ray; None for a new one.
+        to_screen: whether this process shows what workers write.
         cluster: what to join; None to start Ray here. A Ray that `ray.init` has started in this process serves for both.
 
     Raises:
@@ -77,21 +72,29 @@ def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None
             _ours = cluster
             atexit.register(stop_ray)
             return ray
-        own = folder is None
         folder = short_folder() if folder is None else folder
         try:
             if threading.current_thread() is threading.main_thread():
-                _init(ray, num_cpus, folder)
+                _init(ray, num_cpus, folder, to_screen)
             else:
-                _init_in_a_lasting_thread(ray, num_cpus, folder)
+                _init_in_a_lasting_thread(ray, num_cpus, folder, to_screen)
         except BaseException:
-            if own:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
-        if own:
-            _ours = folder
+        _ours = folder
         atexit.register(stop_ray)
         return ray
+
+
+def start_meanwhile(num_cpus: int, folder: Path) -> None:
+    """Begin to start Ray in a thread, as `start_ray`, which then waits for it. If it does not start, `start_ray` says why."""
+    importlib.import_module("ray")  # in one thread: two would wait for each other
+
+    def start() -> None:
+        with suppress(Exception):
+            start_ray(num_cpus, folder)
+
+    threading.Thread(target=start, daemon=True).start()
 
 
 @contextmanager
@@ -137,13 +140,13 @@ def _join(ray: Any, cluster: Cluster) -> None:
         raise ConnectionError(f"ray_address={cluster.address!r}: {str(error).strip()}") from error
 
 
-def _init_in_a_lasting_thread(ray: Any, num_cpus: int, folder: Path) -> None:
+def _init_in_a_lasting_thread(ray: Any, num_cpus: int, folder: Path, to_screen: bool) -> None:
     """Start Ray in a thread that never ends: on Linux its processes end with the thread that has started them."""
     started, errors = threading.Event(), []
 
     def start_and_stay() -> None:
         try:
-            _init(ray, num_cpus, folder)
+            _init(ray, num_cpus, folder, to_screen)
         except BaseException as error:
             errors.append(error)
             started.set()
@@ -157,7 +160,7 @@ def _init_in_a_lasting_thread(ray: Any, num_cpus: int, folder: Path) -> None:
         raise errors[0]
 
 
-def _init(ray: Any, num_cpus: int, folder: Path) -> None:
+def _init(ray: Any, num_cpus: int, folder: Path, to_screen: bool = True) -> None:
     paths = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
     constants = ray._private.ray_constants  # read from the environment when Ray was imported
     among_others, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
@@ -171,6 +174,7 @@ def _init(ray: Any, num_cpus: int, folder: Path) -> None:
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 logging_level=logging.ERROR,
+                log_to_driver=to_screen,
                 _node_ip_address=_ADDRESS,
                 _temp_dir=str(folder),
             )
@@ -216,6 +220,29 @@ def _last_line(text: str) -> str:
 
 
 @contextmanager
+def lean(ray: Any) -> Iterator[None]:
+    """Start Ray within this context without its dashboard and its autoscaler, which one machine does not need.
+
+    `ray.init` has no setting for it: with `include_dashboard=False` too it starts the dashboard's process and waits for it. What
+    is replaced here is private to Ray; a version of Ray without it starts as usual.
+    """
+    node = getattr(getattr(ray._private, "node", None), "Node", object)
+    own = {"start_api_server": _no_dashboard, "start_monitor": lambda node: None}
+    before = {name: getattr(node, name) for name in own if hasattr(node, name)}
+    for name in before:
+        setattr(node, name, own[name])
+    try:
+        yield
+    finally:
+        for name, usual in before.items():
+            setattr(node, name, usual)
+
+
+def _no_dashboard(node: Any, *_: Any, **__: Any) -> None:
+    node._webui_url = ""
+
+
+@contextmanager
 def _sigterm_stays() -> Iterator[None]:
     """Let Ray start within this context, and have SIGTERM do afterwards what it did before; by default it ends this process.
 
@@ -251,7 +278,12 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def stop_ray() -> None:
-    """End the Ray that `start_ray` has started, or leave the cluster, with all workers; a Ray of somebody else goes on."""
+    """End the Ray that `start_ray` has started, or leave the cluster, with all workers; a Ray of somebody else goes on.
+
+    One that another thread starts at this moment goes on, too, and ends with this process.
+    """
+    if _starts.is_set():
+        return
     with _lock:
         if _ours is not None:
             import ray  # noqa: PLC0415
@@ -272,14 +304,6 @@ def _stop(ray: Any) -> None:
     atexit.unregister(stop_ray)
 
 
-def short_folder() -> Path:
-    """Return a new temporary folder with a short name: a socket's path has at most 103 characters on macOS, 107 on Linux."""
-    parent = tempfile.gettempdir()
-    if len(parent) > 12 and os.access("/tmp", os.W_OK):  # noqa: S108
-        parent = "/tmp"  # noqa: S108
-    return Path(tempfile.mkdtemp(prefix="flower-dp-", dir=parent))
-
-
 class Workers:
     """Actors of one kind, each of which runs a ClientApp for one node at a time; a dead one can be replaced.
 
@@ -288,6 +312,7 @@ class Workers:
         cpus: CPU cores of each; torch uses as many threads.
         gpus: the fraction of a GPU that each gets; with 0 it sees no GPU.
         cluster: where they are; None for this machine.
+        options: what the caller's user knows `cpus` and `gpus` as, for errors.
 
     Attributes:
         actors: Ray's handles. One that has been replaced waits in Ray's queue until a machine has room for it.
@@ -307,21 +332,24 @@ class Workers:
         gpus: float = 0.0,
         at_most: int | None = None,
         cluster: Cluster | None = None,
+        options: tuple[str, str] = ("cpus", "gpus"),
     ) -> None:
         if num_workers is not None:
             checks.integer("num_workers", num_workers, at_least=1)
-        checks.number("cpus", cpus, above=0)
-        checks.number("gpus", gpus, at_least=0)
+        checks.number(options[0], cpus, above=0)
+        checks.number(options[1], gpus, at_least=0)
         self._ray = start_ray(max(default_workers(), num_workers or 0), cluster=cluster)
         self._session = session_of(self._ray)
         self.away = cluster is not None
         self._needs = cpus, gpus
-        fit = sum(fitting(node, cpus, gpus) for node in self._ray.nodes())
+        fit, of_cpus = (sum(fitting(node, cpus, each) for node in self._ray.nodes()) for each in (gpus, 0.0))
         if fit < (num_workers or 1):
             there = self._ray.cluster_resources()
+            of_all = f"num_workers={num_workers}" if fit else f"{options[1]}={gpus:g}"
+            named = of_all if of_cpus else f"{options[0]}={cpus:g}"
             raise ValueError(
-                f"num_workers={num_workers or 1}: only {fit} workers with {cpus:g} CPU cores and {gpus:g} GPUs each fit on "
-                f"{there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs"
+                f"{named}: only {fit} workers with {cpus:g} CPU cores and {gpus:g} GPUs each fit on "
+                f"{there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs; {num_workers or 1} must"
             )
         end_idle()
         self._make = self._ray.remote(_worker_class()).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)

@@ -1,8 +1,6 @@
 """The journal of a run: one line of public numbers a round, for a run folder, a screen, or a tracker."""
 
 import logging
-import os
-import pkgutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
-from flower_dp.core import columns, environment
+from flower_dp.core import columns
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
@@ -43,7 +41,7 @@ def place_of(observers: Iterable[Observer]) -> CheckpointPlace | None:
     return next((one for one in found if one is not None), None)
 
 
-# Makes the observers of a run that begins. Without one it is the function that the environment names, as "module:function".
+# Makes the observers of a run that begins.
 OBSERVERS: ContextVar[Callable[[], tuple[Observer, ...]] | None] = ContextVar("observers", default=None)
 
 
@@ -214,6 +212,4 @@ class Journal:
 def observers_of(strategy: "DPStrategy") -> tuple[Observer, ...]:
     """Return who follows the run that a strategy begins."""
     make = OBSERVERS.get()
-    if make is None and (name := os.environ.get(environment.OBSERVERS)):
-        make = pkgutil.resolve_name(name)
     return (*(make() if make else ()), *(() if strategy.on_round is None else (tracker(strategy.on_round),)))

@@ -14,11 +14,10 @@ from flower_dp.core.noise import noise_generator
 from flower_dp.privacy.private_file import sync_folder
 from flower_dp.privacy.selection import NumberOfRuns
 from flower_dp.running.run_folder import is_finished, write_whole
-from flower_dp.running.superlink import LaunchError
 from flower_dp.sweeps.cost import has_charges
 from flower_dp.sweeps.folder import RUNS, SweepFolder
-from flower_dp.sweeps.lanes import Ended
 from flower_dp.sweeps.plan import PlannedRun
+from flower_dp.sweeps.pool import Ended, LaunchError
 
 _FILE = "drawn.json"
 MARK = "choice.json"

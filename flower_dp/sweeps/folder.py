@@ -45,13 +45,13 @@ class SweepFolder:
         return sorted(folder for folder in (self.path / RUNS).glob("*") if (folder / CONFIG).is_file())
 
     @contextmanager
-    def locked(self) -> Iterator[int]:
+    def locked(self) -> Iterator[Path]:
         """Let no other process use the folder, within this context; the folder is made if it is not there.
 
         A sweep that is refused (ValueError) before it began leaves no new folder.
 
         Yields:
-            A descriptor: the folder is locked until all processes that have it open have ended.
+            The file of the lock: no other sweep begins here before all who have a shared lock on it have ended, too.
 
         Raises:
             ValueError: another one does, or the folder holds something else.
@@ -63,11 +63,13 @@ class SweepFolder:
         descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # First alone, then with the processes of its runs, which may outlive this one.
+                for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+                    fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"{self.path}: another sweep runs there, or is about to end") from None
             try:
-                yield descriptor
+                yield self.path / LOCK
             except ValueError:
                 if new and not (self.path / FILE).exists():
                     self._remove()

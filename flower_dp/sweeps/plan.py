@@ -191,7 +191,6 @@ def _run(file: SweepFile, point: Point, seed: int, label: str, workers: int) -> 
             app="" if own else str(target.app.folder),
             name=target.name,
             overrides=dict(target.overrides),
-            engine="ray",
             workers=workers,
             supernodes=nodes,
             gpus_per_worker=file.gpus_per_worker,

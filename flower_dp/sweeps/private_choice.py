@@ -19,17 +19,16 @@ from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.selection import NumberOfRuns, Poisson
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.reporting.past_run import PastRun, read_past_run
-from flower_dp.running import preflight
-from flower_dp.running.launch import default_workers
 from flower_dp.running.planned import outside_of
+from flower_dp.running.preflight import default_workers
 from flower_dp.running.run_folder import STATEMENT_JSON, is_finished, write_whole
 from flower_dp.running.signals import Signals
 from flower_dp.sweeps import plan
 from flower_dp.sweeps.drawn import MARK, Drawn, Mark, Trial
 from flower_dp.sweeps.file import Choice, PrivateChoice, SweepFile, read
 from flower_dp.sweeps.folder import FILE, RUNS, SweepFolder
-from flower_dp.sweeps.lanes import Lanes, how_many
 from flower_dp.sweeps.plan import PlannedRun
+from flower_dp.sweeps.pool import Pool
 from flower_dp.sweeps.shown import publish, same_times, write
 from flower_dp.sweeps.sweep import Tell
 
@@ -171,23 +170,9 @@ class PrivateSweep:
             mark.show()
             self._clear(folder, place)
 
-    def _make(self, left: Sequence[tuple[PlannedRun, Path, bool]], lock: int, at_once: int | None, place: Drawn) -> None:
-        one = left[0][0].launched
-        gpus = preflight.num_gpus() if one.gpus_per_worker else None
-        count = how_many([run for run, _, _ in left], at_once, default_workers(), gpus)
-        with (
-            Signals() as signals,
-            Lanes(
-                count,
-                workers=one.workers,
-                gpus_per_worker=one.gpus_per_worker,
-                gpus=gpus,
-                lock=lock,
-                check=signals.check,
-                again=signals.again,
-            ) as lanes,
-        ):
-            lanes.make(left, place.ended)
+    def _make(self, left: Sequence[tuple[PlannedRun, Path, bool]], lock: Path, at_once: int | None, place: Drawn) -> None:
+        with Signals() as signals, Pool([run for run, _, _ in left], at_once, lock, signals) as pool:
+            pool.make(left, place.ended)
 
     def _run(self, trial: Trial) -> PlannedRun:
         one = replace(self.file, points=(self.candidates[trial.point].run.point,), seeds=(trial.seed,))

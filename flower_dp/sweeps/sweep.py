@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flower_dp.core import checks
 from flower_dp.running import flower_log, preflight
-from flower_dp.running.launch import default_workers
+from flower_dp.running.preflight import default_workers
 from flower_dp.running.progress import clock, quantities, round_text
 from flower_dp.running.run_folder import LOG, forget_statement, is_finished, read_metrics
 from flower_dp.running.signals import Signals
@@ -16,8 +16,8 @@ from flower_dp.sweeps import plan
 from flower_dp.sweeps.cost import NOT_COVERED, statement_of
 from flower_dp.sweeps.file import SweepFile, read
 from flower_dp.sweeps.folder import SweepFolder
-from flower_dp.sweeps.lanes import Ended, Lanes, how_many
 from flower_dp.sweeps.plan import PlannedRun
+from flower_dp.sweeps.pool import Ended, Pool
 from flower_dp.sweeps.results import Results
 
 Tell = Callable[[str], None]
@@ -53,8 +53,10 @@ class Sweep:
             raise ValueError("private-selection: such a file shows one run alone, with --private-selection")
         return cls(path=path, file=file, runs=plan.planned(file, default_workers()))
 
-    def check(self, folder: SweepFolder) -> None:
+    def check(self, folder: SweepFolder | None) -> None:
         """Start nothing, and refuse all that `make` would refuse, and each of its runs when it begins.
+
+        Without a folder, nothing is refused that an earlier sweep in it would be the reason of.
 
         Raises:
             SettingsError: with all that is wrong, a line each.
@@ -63,7 +65,8 @@ class Sweep:
         with findings.noted():
             plan.check(self.runs, forecast=True)
         with findings.noted():
-            folder.check(self.runs)
+            if folder is not None:
+                folder.check(self.runs)
         findings.refuse()
 
     def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> list[Ended]:
@@ -110,34 +113,20 @@ class Sweep:
         ]
 
     def _make(
-        self, left: Sequence[PlannedRun], folder: SweepFolder, lock: int, at_once: int | None, progress: "_Progress"
+        self, left: Sequence[PlannedRun], folder: SweepFolder, lock: Path, at_once: int | None, progress: "_Progress"
     ) -> None:
-        one = left[0].launched
-        gpus = preflight.num_gpus() if one.gpus_per_worker else None
-        count = how_many(left, at_once, default_workers(), gpus)
-        begun = False
+        one, begun = left[0].launched, False
         try:
-            with (
-                Signals() as signals,
-                Lanes(
-                    count,
-                    workers=one.workers,
-                    gpus_per_worker=one.gpus_per_worker,
-                    gpus=gpus,
-                    lock=lock,
-                    check=signals.check,
-                    again=signals.again,
-                ) as lanes,
-            ):
+            with Signals() as signals, Pool(left, at_once, lock, signals) as pool:
                 plan.check(left)  # while they start
                 signals.check()
                 folder.keep(self.path)
                 forget_statement(folder.path)  # which the runs are about to outgrow, and a kill would leave it
                 made, begun = folder.left(left), True
-                progress.begin(count, one.workers, sum(goes_on for _, _, goes_on in made))
+                progress.begin(pool.count, one.workers, sum(goes_on for _, _, goes_on in made))
                 if not one.gpus_per_worker:
                     progress.tell_unused_gpus()
-                lanes.make(made, progress.ended, progress.running)
+                pool.make(made, progress.ended, progress.running)
         finally:
             if begun:
                 self._write(progress.results)

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import math
 import os
@@ -5,19 +6,24 @@ import re
 import signal
 import subprocess
 import sys
-from functools import partial
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
+from flwr.clientapp import ClientApp
 from scipy.stats import norm
 
 import flower_dp
-from flower_dp.running import apps, progress
+from flower_dp.cli import runs
+from flower_dp.core.environment import RUN_FOLDER
+from flower_dp.running import apps, preflight, progress
 from flower_dp.running.launched import Launched
+from flower_dp.running.recorded import Recording
 from flower_dp.running.signals import Interrupted
+from flower_dp.simulation.local_grid import LocalGrid
 from flower_dp.strategies.checkpoint import NEWEST, Checkpoint, CheckpointFolder
 from flower_dp.strategies.run_state import RunState
 
@@ -96,7 +102,7 @@ def test_round_robin_costs_as_many_releases_as_the_client_asked_most_often_takes
 
 
 def test_samplings_are_called_as_in_the_settings():
-    from apps.settings import SAMPLINGS
+    from flower_dp.apps.settings import SAMPLINGS
     from flower_dp.cli import accounting
 
     assert sorted(accounting.SAMPLINGS) == sorted(SAMPLINGS)
@@ -335,7 +341,7 @@ nested.depth = 1
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    presets = tmp_path / "apps" / "presets"
+    presets = tmp_path / "flower_dp" / "apps" / "presets"
     presets.mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
     (presets / "quick.toml").write_text('# Three rounds to look at.\nnum-rounds = 3\nclip-norm = 1\ndata-dir = "d"\n')
@@ -370,7 +376,7 @@ def test_a_preset_changes_settings_and_set_wins(checkout):
 
 @pytest.mark.parametrize(
     ("given", "absolute"),
-    [("x", "HERE/x"), ("how:x", "how:HERE/x"), ("how:/x", "how:/x"), ("how:", "how:"), ("c:x", "HERE/c:x"), ("", "")],
+    [("x", "HERE/x"), ("how:x", "how:HERE/x"), ("how:/x", "how:/x"), ("how:", "how:"), ("c:x", "HERE/c:x")],
 )
 def test_a_folder_may_say_how_it_is_filled(checkout, given, absolute):
     here = str(checkout / "deep" / "er")
@@ -380,29 +386,6 @@ def test_a_folder_may_say_how_it_is_filled(checkout, given, absolute):
 def test_a_relative_ledger_is_where_the_command_is(checkout):
     here = checkout / "deep" / "er"
     assert apps.resolve(None, ["server-ledger=a.sqlite"]).overrides["server-ledger"] == str(here / "a.sqlite")
-
-
-def test_a_checkout_is_bundled_without_what_is_not_the_apps(checkout):
-    """`flwr run` looks at every file of the folder it gets: a virtual environment has thousands."""
-    text = PYPROJECT.replace(
-        "[tool.flwr.app.config]",
-        '[tool.flwr.app]\nfab-include = ["apps/**/*.toml", "flower_dp/**/*.py"]\n\n[tool.flwr.app.config]',
-    )
-    (checkout / "pyproject.toml").write_text(text)
-    for name in ("flower_dp/core/a.py", "flower_dp/notes.txt", ".venv/lib/b.py", "results/run/c.toml"):
-        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-        (checkout / name).write_text("")
-    with apps.unpacked(apps.own_app()) as folder:
-        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-        assert (folder / "pyproject.toml").read_text() == text
-    presets = {f"apps/presets/{name}.toml" for name in ("quick", "odd", "wrong", "broken")}
-    assert found == {"pyproject.toml", "flower_dp/core/a.py", *presets}
-    assert not folder.exists()
-
-
-def test_another_app_is_bundled_where_it_is():
-    with apps.unpacked(apps.resolve(str(TINY), []).app) as folder:
-        assert folder == TINY
 
 
 def test_a_folder_is_an_app(checkout):
@@ -427,7 +410,6 @@ def test_a_folder_is_an_app(checkout):
         (["--set", "verbose"], "--set verbose: must be key=value"),
         (["--set", "output-dir=a", "--output-dir", "b"], "output-dir"),
         (["quick", "--resume", "x"], "PRESET: a run that goes on keeps its app"),
-        (["--resume", "x", "--engine", "ray"], "--engine: a run that goes on keeps its app"),
         (["--resume", "x", "--supernodes", "2"], "--supernodes: a run that goes on keeps its app"),
         (["--resume", "x", "--gpus-per-worker", "0"], "--gpus-per-worker: a run that goes on keeps its app"),
         (["--resume", "x", "--workers", "2", "--ray-address", "auto"], "x: holds no run that `flower-dp run` has begun"),
@@ -473,22 +455,32 @@ def test_presets_are_listed_with_their_first_comment(checkout, call):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Put a function in the place of a real launch; it gets the launch's arguments and may do what an app does."""
-    from flower_dp.running import launch
+    """Put a function in the place of a ServerApp, and no Ray behind it; it gets what it may look at, and may do what an app does."""
+    from flower_dp.simulation import grid, workers
 
     def replace(act):
-        def fake(app_dir, **keywords):
-            if check := keywords.pop("check"):
-                check()
-            before = Path.cwd()
-            os.chdir(keywords["working_dir"] or before)
-            try:
-                act(**keywords)
-            finally:
-                os.chdir(before)
-            return launch.Outcome(status="completed", details="", seconds=1.0)
+        given = {}
 
-        monkeypatch.setattr(launch, "launch", fake)
+        def started(num_workers, *_, **__):
+            given["num_workers"] = num_workers
+
+        def nobody(client, workers, *, num_nodes, run_config):
+            given["num_nodes"] = num_nodes
+            return LocalGrid(ClientApp(), 0, run_config)
+
+        def serve(there, context):
+            act(
+                **given,
+                config=context.run_config,
+                output_dir=Path(os.environ[RUN_FOLDER]),
+                say=lambda line: os.write(1, f"{line}\n".encode()),
+            )
+
+        monkeypatch.setattr(workers, "start_ray", started)
+        monkeypatch.setattr(workers, "Workers", lambda **_: None)
+        monkeypatch.setattr(workers, "log_unused_gpus", lambda *_: None)
+        monkeypatch.setattr(grid, "RayGrid", nobody)
+        monkeypatch.setattr(apps.App, "server_app", lambda app: serve)
 
     return replace
 
@@ -510,107 +502,91 @@ def test_a_foreign_app_works_in_the_runs_folder_and_keeps_its_own_settings(forei
     def act(**keywords):
         got.update(keywords)
         Path("final_model.pt").write_text(Path("iris.csv").read_text())
-        keywords["on_log"]("INFO: the app's own line")
+        keywords["say"]("INFO: the app's own line")
 
     launched(act)
     status, out, err = call("run", str(foreign), "--output-dir", str(tmp_path / "run"))
     assert (status, err) == (0, "")
     assert out == f"INFO: the app's own line\nresults: {tmp_path / 'run'}\n"
-    assert got["overrides"] == {}  # neither its output-dir nor anything else
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["final_model.pt"]
+    assert got["config"] == {"output-dir": "mine", "rounds": 3}
+    assert (got["num_workers"], got["num_nodes"]) == (preflight.default_workers(), None)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["final_model.pt", "flower.log"]
     assert (tmp_path / "run" / "final_model.pt").read_text() == "5.1"
     assert sorted(path.name for path in foreign.iterdir()) == ["iris.csv", "pyproject.toml"]
     call("run", str(foreign), "--set", "output-dir=/there", "--output-dir", str(tmp_path / "second"))
-    assert got["overrides"] == {"output-dir": "/there"}
+    assert got["config"]["output-dir"] == "/there"
 
 
 def test_the_log_is_shown_until_metrics_come(foreign, tmp_path, call, launched):
-    def act(*, on_log, on_progress, **keywords):
-        on_log("INFO: before")
-        on_progress({"round": 1, "num-rounds": 2, "epsilon": 0.5})
-        on_log("INFO: after")
+    def act(*, say, config, **keywords):
+        say("INFO: before")
+        time.sleep(0.5)  # the log is looked at ten times a second
+        recording = Recording.begin(None, config, "run")
+        recording.line({"round": 1, "num-rounds": 2, "epsilon": 0.5})
+        say("INFO: after")
+        say("WARNING :   node 7 can't train: no data")
 
     launched(act)
     _, out, _ = call("run", str(foreign), "--output-dir", str(tmp_path / "run"))
-    assert out.splitlines()[:-1] == ["INFO: before", "round 1/2  epsilon 0.500"]
+    shown = [line for line in out.splitlines() if "The run's folder is" not in line]
+    assert shown[:-2] == ["INFO: before", "round 1/2  epsilon 0.500", "WARNING :   node 7 can't train: no data"]
 
 
 def test_flower_dps_own_app_shows_no_log_and_gets_no_links(checkout, tmp_path, call, launched):
     got = {}
 
     def act(**keywords):
-        got.update(keywords)
-        keywords["on_log"]("INFO: a line")
+        got.update(keywords, here=Path.cwd())
+        keywords["say"]("INFO: a line")
 
     launched(act)
-    status, out, _ = call("run", "--set", "output-dir=x")
+    status, out, _ = call("run", "--set", "output-dir=x", "--workers", "3")
     folder = checkout / "deep" / "er" / "x"
     assert (status, out) == (0, f"results: {folder}\n")
-    assert (got["overrides"], got["working_dir"], got["output_dir"]) == ({}, None, folder)
+    assert (got["config"], got["output_dir"], got["here"]) == (apps.own_app().defaults, folder, Path.cwd())
+    assert (got["num_workers"], got["num_nodes"]) == (3, 3)
 
 
 @pytest.mark.parametrize("existed", [False, True])
-def test_a_refused_launch_leaves_no_folder(foreign, tmp_path, call, launched, existed):
-    from flower_dp.running.superlink import LaunchError
-
-    def act(**keywords):
-        raise LaunchError("Flower's SuperLink did not start")
-
-    launched(act)
+def test_a_refused_launch_leaves_no_folder(foreign, tmp_path, call, monkeypatch, existed):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
     folder = tmp_path / "run"
     if existed:
         folder.mkdir()
     status, _, err = call("run", str(foreign), "--output-dir", str(folder))
-    assert (status, err) == (1, "error: Flower's SuperLink did not start\n")
+    assert (status, err) == (1, "error: Ray is not installed: pip install 'flower-dp[simulation]'\n")
     assert folder.exists() == existed  # a folder of somebody's own stays
     assert not existed or list(folder.iterdir()) == []
 
 
-def test_bad_settings_are_found_before_the_launch(tmp_path, call, launched, monkeypatch):
-    def act(**keywords):
-        raise AssertionError("launched")
-
-    launched(act)
+@pytest.mark.parametrize(("message", "said"), [("rounds=-1: must be >= 0", "rounds=-1: must be >= 0"), ("", "")])
+def test_bad_settings_are_found_before_the_server_app_begins(tmp_path, call, launched, message, said):
+    """By the app's own check, while Ray starts; one that refuses without a word refuses, too."""
+    launched(lambda **_: pytest.fail("begun"))
     app = tmp_path / "app"
     app.mkdir()
     text = '[project]\nname = "mine"\n[tool.flwr.app.config]\nrounds = 3\n[tool.flower-dp]\ncheck = "checked_app:check"\n'
     (app / "pyproject.toml").write_text(text)
     (app / "checked_app.py").write_text(
-        "def check(config):\n    if config['rounds'] < 0:\n        raise ValueError(f'rounds={config[\"rounds\"]}: must be >= 0')\n"
+        f"def check(config):\n    if config['rounds'] < 0:\n        raise ValueError({message!r})\n"
     )
-    options = ["--set", "rounds=-1", "--output-dir", str(tmp_path / "run")]
-    status, out, err = call("run", str(app), "--engine", "flower", *options)
-    assert (status, out, err) == (2, "", "error: rounds=-1: must be >= 0\n")
+    status, out, err = call("run", str(app), "--set", "rounds=-1", "--output-dir", str(tmp_path / "run"))
+    assert (status, out) == (2, "")
+    assert err == (f"error: {said}\n" if said else "")
     assert not (tmp_path / "run").exists()
 
 
-def test_what_the_launched_app_refuses_is_a_bad_option(foreign, tmp_path, call, launched):
-    """With the engine `ray` the app is checked in the process that starts it."""
-
-    def act(**keywords):
-        raise ValueError("rounds=-1: must be >= 0")
-
-    launched(act)
-    status, out, err = call("run", str(foreign), "--set", "rounds=-1", "--output-dir", str(tmp_path / "run"))
-    assert (status, out, err) == (2, "", "error: rounds=-1: must be >= 0\n")
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_engine_is_ray_if_nothing_is_said(foreign, call, launched):
-    got = []
-    launched(lambda **keywords: got.append(keywords["engine"]))
-    for options in ([], ["--engine", "ray"], ["--engine", "flower"]):
-        call("run", str(foreign), *options)
-    assert got == ["ray", "ray", "flower"]
-    status, _, err = call("run", str(foreign), "--engine", "gas")
+def test_there_is_one_engine(foreign, call):
+    status, _, err = call("run", str(foreign), "--engine", "ray")
     assert status == 2
-    assert "'gas' is not one of 'ray', 'flower'" in err
+    assert "No such option '--engine'" in err
 
 
-def test_the_apps_own_settings_are_checked_before_the_launch(call, launched, monkeypatch):
+def test_the_apps_own_settings_are_checked_before_the_server_app_begins(call, launched, monkeypatch):
+    launched(lambda **_: pytest.fail("begun"))
     monkeypatch.chdir(Path(flower_dp.__file__).parents[1])
     for setting, named in (("dp-fedsam.clip-norm=-1", "dp-fedsam.clip-norm=-1.0"), ("data-dir=/nowhere", "data-dir='/nowhere'")):
-        status, _, err = call("run", "--engine", "flower", "--set", setting)
+        status, _, err = call("run", "--set", setting)
         assert (status, err.count("\n")) == (2, 1)
         assert named in err
 
@@ -627,9 +603,7 @@ def test_the_apps_own_settings_are_checked_before_the_launch(call, launched, mon
     ],
 )
 @pytest.mark.parametrize("how", ["failed", "interrupted"])
-def test_how_a_run_goes_on_is_said_only_if_it_can(foreign, tmp_path, call, launched, monkeypatch, how, setting, told):
-    from flower_dp.running import launch
-
+def test_how_a_run_goes_on_is_said_only_if_it_can(foreign, tmp_path, call, launched, how, setting, told):
     def act(*, output_dir, **keywords):
         kept = CheckpointFolder(output_dir / "checkpoint")
         kept.create()
@@ -637,13 +611,9 @@ def test_how_a_run_goes_on_is_said_only_if_it_can(foreign, tmp_path, call, launc
         if setting is None:
             (kept.path / NEWEST).write_bytes((kept.path / NEWEST).read_bytes()[:-1])
         (output_dir / "statement.txt").write_text("said")
-        if how == "interrupted":
-            raise Interrupted(signal.SIGINT)
+        raise Interrupted(signal.SIGINT) if how == "interrupted" else ValueError("no data\nfor you")
 
     launched(act)
-    if how == "failed":
-        outcome = partial(launch.Outcome, status="failed", details="no data", seconds=1.0)
-        monkeypatch.setattr(launch, "Outcome", lambda **_: outcome())
     folder = tmp_path / "run"
     if how == "failed":  # with the same settings it may fail again
         told = told.replace("It goes on", "Unless its settings are why it failed, it goes on")
@@ -651,6 +621,7 @@ def test_how_a_run_goes_on_is_said_only_if_it_can(foreign, tmp_path, call, launc
     assert status == (130 if how == "interrupted" else 1)
     assert f"What it released before is in {folder}/statement.txt\n{told.replace('FOLDER', str(folder))}" in err
     assert err.count("\n") == (3 if how == "interrupted" else 4)
+    assert how == "interrupted" or err.startswith("error: the run failed: ValueError: no data\n")
 
 
 def test_a_run_that_has_ended_is_told_and_not_started_again(foreign, tmp_path, call, launched):
@@ -674,13 +645,29 @@ def test_short_help_and_one_suggestion(call):
 
 
 def test_the_end_says_how_many_warnings_are_in_the_log(foreign, tmp_path, call, launched):
-    def act(**keywords):
-        (keywords["output_dir"] / "flower.log").write_text("WARNING :   node 1: too long\nWARNING :   node 2: too long\n")
+    def act(say, **_):
+        say("WARNING :   node 1: too long\nWARNING :   node 2: too long")
 
     launched(act)
     folder = tmp_path / "run"
     status, out, _ = call("run", str(foreign), "--output-dir", str(folder))
-    assert (status, out) == (0, f"1 warning, in {folder}/flower.log; the first: node 1: too long\nresults: {folder}\n")
+    assert (status, out.splitlines()[2:]) == (
+        0,
+        [f"1 warning, in {folder}/flower.log; the first: node 1: too long", f"results: {folder}"],
+    )
+
+
+def test_a_run_whose_process_has_died_is_told_from_its_folder(tmp_path, capsys):
+    (tmp_path / "flower.log").write_text("INFO : Starting\nTraceback (most recent call last)\n  a\nOSError: full\n")
+    (tmp_path / "statement.txt").write_text("said")
+    assert runs.tell_died(str(tmp_path), 0) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: the run failed: the process that ran the app ended before the run did\nOSError: full\n")
+    assert f"Flower's log is {tmp_path}/flower.log\nWhat it released before is in {tmp_path}/statement.txt\n" in err
+    assert runs.tell_died(str(tmp_path), signal.SIGINT) == 130
+    assert f"error: interrupted by SIGINT; nothing is left running; its folder is {tmp_path}\nWhat it" in capsys.readouterr().err
+    assert runs.tell_died("", 0) == 1
+    assert capsys.readouterr().err == "error: the process of the command has died; the same command begins anew, or goes on\n"
 
 
 # progress

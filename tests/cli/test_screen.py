@@ -3,14 +3,17 @@
 import logging
 import os
 import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from flower_dp.cli import screen
-from flower_dp.cli.runs import _Screen
+from flower_dp.cli.screen import Screen
 from flower_dp.core.sampling import FullSampling
 from flower_dp.running.signals import Interrupted
 from flower_dp.strategies import DPFedAvg, diagnostics
@@ -19,12 +22,16 @@ from flower_dp.wire import MESSAGE_API, Hosted, Model
 from tests.stock import arrays
 
 
+def screen_of(display, folder=Path("nowhere"), **more):
+    return Screen(display, None, folder, **{"goes_on": False, "quiet": True, "interrupt": print} | more)
+
+
 @pytest.fixture
 def shown(caplog, capsys):
     """What a screen that shows rounds already still shows of what was logged."""
 
     def lines():
-        screen = _Screen(SimpleNamespace(), quiet=True)
+        screen = screen_of(SimpleNamespace())
         for record in caplog.records:
             screen.tell(record.getMessage())
         return capsys.readouterr().out
@@ -58,12 +65,35 @@ def test_the_first_cause_of_a_failing_dry_run_is_one_line_and_its_traceback_is_i
     (record,) = caplog.records
     lines = record.getMessage().splitlines()
     assert len(lines) > 3
-    screen = _Screen(SimpleNamespace(), quiet=quiet)
+    screen = screen_of(SimpleNamespace(), quiet=quiet)
     for line in lines:
         screen.tell(f"(Worker pid=1) {line}")
     shown = capsys.readouterr().out.splitlines()
     assert shown == [f"(Worker pid=1) {lines[0]}"]
     assert "fails: RuntimeError: found two devices cuda:0 and cpu (test_screen.py:" in shown[0]
+
+
+SERVERS = [
+    "ERROR :     Simulation raised an exception",
+    "Traceback (most recent call last):",
+    '  File "process.py", line 47, in main',
+    "RuntimeError: no client can train: the model's forward fails",
+    "in two lines",
+    "INFO :      The run did not end.",
+]
+
+
+def test_after_the_first_cause_of_a_dry_run_the_servers_traceback_is_in_the_log_alone(capsys):
+    """It follows from the first cause, and hid it. Of an app that fails for another reason it is shown."""
+    screen = screen_of(SimpleNamespace(), quiet=False)
+    for line in SERVERS:
+        screen.tell(line)
+    assert capsys.readouterr().out.splitlines() == SERVERS
+    for line in ("ERROR :     dry run, first cause: a step fails: AttributeError: no such table (model.py:25)", *SERVERS):
+        screen.tell(line)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].endswith("(model.py:25)")
+    assert shown[1:] == [SERVERS[0], SERVERS[-1]]
 
 
 def test_a_table_that_is_no_data_set_is_named(shown):
@@ -83,7 +113,72 @@ def test_a_reader_that_closes_ends_what_is_made_as_a_signal_does(monkeypatch):
         monkeypatch.setattr(sys, "stdout", closed)
         shows = SimpleNamespace(show=lambda metrics: (closed.write("round 1\n"), closed.flush()))
         with pytest.raises(Interrupted) as ended:
-            _Screen(shows, quiet=True).show({"round": 1})
+            screen_of(shows).show({"round": 1})
         assert ended.value.signum == signal.SIGPIPE
         screen.echo("goes nowhere")
         closed.flush()
+
+
+def test_whole_lines_of_a_log_are_shown_once_while_it_grows(tmp_path, capsys):
+    log, seen = tmp_path / "flower.log", ""
+    with screen_of(SimpleNamespace(), tmp_path, quiet=False), log.open("wb", buffering=0) as file:
+        for content, total in (
+            (b"one\ntw", "one\n"),
+            (b"", "one\n"),
+            ("o\n\x1b[31mthree\x1b[0m é\n".encode(), "one\ntwo\nthree é\n"),
+        ):
+            file.write(content)
+            time.sleep(0.3)
+            seen += capsys.readouterr().out
+            assert seen == total
+        file.write(b"in the end\n")
+    assert capsys.readouterr().out == "in the end\n"
+
+
+def test_what_a_resumed_run_has_logged_before_is_not_shown_again(tmp_path, capsys):
+    log = tmp_path / "flower.log"
+    log.write_text("of the first attempt\n")
+    with screen_of(SimpleNamespace(), tmp_path, quiet=False, goes_on=True), log.open("a") as file:
+        file.write("of this one\n")
+    assert capsys.readouterr().out == "of this one\n"
+
+
+def test_a_reader_of_the_log_that_closes_interrupts_the_run(tmp_path, monkeypatch):
+    log, came = tmp_path / "flower.log", []
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with screen_of(SimpleNamespace(), tmp_path, quiet=False, interrupt=came.append):
+            log.write_text("a line\n")
+    assert came == [signal.SIGPIPE]
+
+
+def test_the_terminal_stays_that_while_a_process_writes_to_a_log(tmp_path):
+    code = (
+        "import os, sys\nfrom flower_dp.cli.screen import own_stream\nwith own_stream() as stream:\n"
+        "    os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 1)\n    print('of the app', flush=True)\n    print('shown', file=stream)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "log"], capture_output=True, text=True, check=True)
+    assert (done.stdout, (tmp_path / "log").read_text()) == ("shown\n", "of the app\n")
+
+
+def test_rounds_of_a_run_folder_are_shown_and_a_broken_line_ends_nothing(tmp_path):
+    rows, metrics = [], tmp_path / "metrics.jsonl"
+    with screen_of(SimpleNamespace(show=rows.append), tmp_path):
+        for line in ('{"round": 1}', "nonsense", "[1]", '{"round": 2}'):
+            with metrics.open("a") as file:
+                file.write(line + "\n")
+        time.sleep(0.3)
+        assert rows == [{"round": 1}, {"round": 2}]
+
+
+def test_a_run_that_goes_on_shows_the_rounds_of_its_new_file(tmp_path):
+    rows, metrics = [], tmp_path / "metrics.jsonl"
+    metrics.write_text('{"round": 1}\n')
+    with screen_of(SimpleNamespace(show=rows.append), tmp_path, goes_on=True):
+        time.sleep(0.3)
+        assert rows == []
+        (tmp_path / "part").write_text('{"round": 1}\n{"round": 2}\n')
+        (tmp_path / "part").replace(metrics)
+    assert rows == [{"round": 1}, {"round": 2}]

@@ -183,7 +183,7 @@ def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
     made.finish({"weight": WEIGHTS, "bias": BIAS})
     with pytest.raises(ValueError, match=r"nor of an app that is known: .* holds no run that `flower-dp run` has begun"):
         landscapes([read_past_run(made.path)])
-    words = {"name": "mine", "overrides": {}, "engine": "ray", "workers": 1, "supernodes": 1, "gpus_per_worker": 0.0}
+    words = {"name": "mine", "overrides": {}, "workers": 1, "supernodes": 1, "gpus_per_worker": 0.0}
     Launched(app=str(app), **words).write(made.path)
     with pytest.raises(ValueError, match=r"mine does not say what it is tested with: add public-test"):
         landscapes([read_past_run(made.path)])

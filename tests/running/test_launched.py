@@ -11,7 +11,7 @@ from flower_dp.running.launched import Launched
 from flower_dp.running.recorded import Recording
 from flower_dp.running.run_folder import CHECKPOINT, RunFolder
 
-BEGUN = Launched(app="", name="run", overrides={"num-rounds": 2}, engine="ray", workers=1, supernodes=2, gpus_per_worker=0.0)
+BEGUN = Launched(app="", name="run", overrides={"num-rounds": 2}, workers=1, supernodes=2, gpus_per_worker=0.0)
 
 
 def test_how_a_run_was_begun_is_read_back(tmp_path):

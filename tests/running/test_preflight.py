@@ -1,7 +1,6 @@
 import pytest
 
 from flower_dp.running import apps, preflight
-from flower_dp.running.built import is_built
 from flower_dp.running.values import suggested
 
 PYPROJECT = """
@@ -12,7 +11,7 @@ serverapp = "my_app:app"
 [tool.flwr.app.config]
 num-clients = 8
 """
-STOCK = "from flower_dp.strategies import DPFedAvg\nMANY = 30\nstrategy = DPFedAvg(clip_norm=1.0, num_clients={})\n"
+BUILT = "import flower_dp\napp = flower_dp.app().server"
 
 
 @pytest.fixture
@@ -28,22 +27,24 @@ def target(tmp_path):
 @pytest.mark.parametrize(
     ("text", "built"),
     [
-        ("import flower_dp\napp = flower_dp.app(model_fn=f)", True),
-        ("import flower_dp as fd\napp = fd.app().server", True),
-        ("from flower_dp import app as make\napp = make()", True),
-        ("import flower_dp\napp = flower_dp.simulate", False),
-        ("import torch\napp = torch.app()", False),
+        ("import flower_dp\napp = flower_dp.app().server", True),
+        ("from flower_dp import app as make\nprint('loading')\napp = getattr(make(), 'server')", True),
+        ("from pathlib import Path\nimport flower_dp\nPath('pyproject.toml').read_text()\napp = flower_dp.app().server", True),
+        ("import flower_dp\nfrom flwr.serverapp import ServerApp\napp = ServerApp()", False),
+        ("import flower_dp\nflower_dp.app()\napp = 3", False),
         ("this is no Python", False),
+        ("raise SystemExit", False),
     ],
 )
-def test_the_text_of_a_module_says_who_makes_the_app(tmp_path, text, built):
-    (tmp_path / "my_app.py").write_text(text)
-    assert is_built(tmp_path, "my_app:app.server") is built
-    assert not is_built(tmp_path, "elsewhere:app")
+def test_an_app_itself_says_who_has_made_it(target, capsys, text, built):
+    made = target(text).app
+    assert made.built is built
+    assert capsys.readouterr().out == ""  # which may be read as JSON
+    assert not (made.folder / "__pycache__").exists()
 
 
 def test_an_app_of_flower_dp_takes_settings_that_its_file_does_not_list(target):
-    made = target("import flower_dp\napp = flower_dp.app()", "learning-rate=0.2", "dp-fedsam.clip-norm=2")
+    made = target(BUILT, "learning-rate=0.2", "dp-fedsam.clip-norm=2")
     assert made.overrides == {"learning-rate": 0.2, "dp-fedsam.clip-norm": 2.0}
     with pytest.raises(ValueError, match=r"learning-rate: unknown setting of mine.* listed under \[tool.flwr.app.config\]"):
         target("app = 3", "learning-rate=0.2")
@@ -51,16 +52,16 @@ def test_an_app_of_flower_dp_takes_settings_that_its_file_does_not_list(target):
 
 def test_another_sampling_leaves_out_the_rate_that_a_preset_or_the_apps_file_sets(target, tmp_path):
     preset = apps.resolve("mnist-nbafl-k-of-n", ["sampling=full"])
-    assert (preset.overrides["sampling"], preset.overrides["cohort-size"]) == ("full", 0)
+    assert preset.overrides["sampling"] == "full"
+    assert "cohort-size" not in preset.overrides
     preflight.check_settings(preset)
-    built = "import flower_dp\napp = flower_dp.app()"
-    made = target(built)
+    made = target(BUILT)
     file = tmp_path / "pyproject.toml"
     file.write_text(file.read_text() + 'method = "dp-fedavg"\nsampling = "poisson"\nsampling-rate = 0.2\n')
     assert apps.resolve(str(made.app.folder), ["num-rounds=2"]).overrides == {"num-rounds": 2}
     given = ["sampling=fixed-size", "cohort-size=5", "dp-fedavg.delta=1e-3"]
     found = apps.resolve(str(made.app.folder), given)
-    assert found.overrides["sampling-rate"] == 0.0
+    assert found.overrides["sampling-rate"] == apps.own_app().defaults["sampling-rate"]
     preflight.check_settings(found)
     # A rate of one's own is not left out: it is refused.
     with pytest.raises(ValueError, match=r"sampling-rate=0\.3: is not read with sampling='fixed-size'"):
@@ -69,31 +70,60 @@ def test_another_sampling_leaves_out_the_rate_that_a_preset_or_the_apps_file_set
     assert "sampling-rate" not in apps.resolve(None, ["method=dp-fedavg", "sampling=full"]).overrides
 
 
-def test_what_flower_bundles_has_the_settings_that_were_added(target):
-    made = target("import flower_dp\napp = flower_dp.app()", "dp-fedsam.clip-norm=2")
-    content = (made.app.folder / "pyproject.toml").read_text()
-    (made.app.folder / "pyproject.toml").write_text(
-        content.replace("[project]", '[project]\nversion = "1.0.0"\n')
-        .replace('serverapp = "my_app:app"', 'serverapp = "my_app:app"\nclientapp = "my_app:app"')
-        .replace("[tool.flwr.app.components]", '[tool.flwr.app]\npublisher = "me"\n[tool.flwr.app.components]')
-    )
-    with apps.unpacked(made.app, made.overrides) as folder:
-        copy = apps.read_app(folder)
-        assert copy.defaults == {"num-clients": 8, "dp-fedsam.clip-norm": 2.0}
-        assert (folder / "my_app.py").is_file()
-    assert "clip-norm" not in (made.app.folder / "pyproject.toml").read_text()
+WITHOUT = {
+    "evaluation.every=0": "evaluation.every = 1\nevaluation.metrics = 'loss=5'\nevaluation.noise-multiplier = 2.0",
+    "blur-strength=0": "blur-strength = 3.0\nblur-bound = 0.5",
+    "dp-fedavg.clip-quantile=0": "dp-fedavg.clip-quantile = 0.5\ndp-fedavg.largest-clip-norm = 9.0",
+    "dp-fedavg.epsilon=4": "dp-fedavg.noise-multiplier = 3.0\ndp-fedavg.target-epsilon = 2.0",
+    "fed-smp.mask=rand-k": "method = 'fed-smp'\nfed-smp.mask = 'top-k'\nfed-smp.random-ratio = 0.2\nfed-smp.delta = 1e-3",
+    "method=nbafl": "momentum = 0.9\nbatch-size = 3\nnbafl.epsilon = 5.0\nnbafl.delta = 1e-3",
+}
 
 
-@pytest.mark.parametrize(
-    ("given", "clients"), [("100", 100), ("MANY", 30), ('context.run_config["num-clients"]', 8), ("len(x)", 2)]
-)
-def test_a_stock_app_has_a_node_per_client(target, given, clients):
-    assert preflight.nodes_of(target(STOCK.format(given)), None, 2) == clients
-    assert preflight.nodes_of(target(STOCK.format(given)), 5, 2) == 5
+@pytest.mark.parametrize("given", WITHOUT)
+def test_a_choice_unsets_what_the_apps_file_sets_and_nothing_reads_beside_it(given, target, tmp_path):
+    made = target(BUILT)
+    file = tmp_path / "pyproject.toml"
+    own = "" if "method =" in WITHOUT[given] else "method = 'dp-fedavg'\ndp-fedavg.delta = 1e-3\n"
+    file.write_text(file.read_text() + own + WITHOUT[given] + "\n")
+    preflight.check_settings(apps.resolve(str(made.app.folder), []))
+    preflight.check_settings(apps.resolve(str(made.app.folder), [given]))
+    # What stands there and is read stays.
+    assert apps.resolve(str(made.app.folder), ["num-rounds=2"]).overrides == {"num-rounds": 2}
+
+
+def test_what_the_apps_file_sets_for_nobody_stays_refused(target, tmp_path):
+    made = target(BUILT)
+    file = tmp_path / "pyproject.toml"
+    file.write_text(file.read_text() + "method = 'dp-fedavg'\nblur-bound = 0.5\n")
+    with pytest.raises(ValueError, match="blur-bound"):
+        preflight.check_settings(apps.resolve(str(made.app.folder), ["sampling=full"]))
+
+
+def test_an_empty_value_unsets_what_a_preset_or_the_apps_file_sets(target, tmp_path):
+    assert apps.resolve("mnist-blur", []).overrides["blur-strength"] == 3.0
+    for given in (["blur-strength=", "blur-bound="], ["blur-strength=0"]):
+        assert "blur-bound" not in apps.resolve("mnist-blur", given).overrides
+    made = target(BUILT)
+    file = tmp_path / "pyproject.toml"
+    file.write_text(file.read_text() + "learning-rate = 0.9\ndata-dir = 'there'\n")
+    found = apps.resolve(str(made.app.folder), ["learning-rate=", "data-dir=", "seed="])
+    assert found.overrides == {"learning-rate": apps.own_app().defaults["learning-rate"], "data-dir": ""}
+    assert found.given == ()
+    with pytest.raises(ValueError, match="num-cleints: unknown setting"):
+        apps.resolve(str(made.app.folder), ["num-cleints="])
+    # The default of an app that flower-dp does not make is what its file says.
+    with pytest.raises(ValueError, match="num-clients=: must be a whole number"):
+        target("app = 3", "num-clients=")
+
+
+def test_a_stock_app_has_as_many_nodes_as_its_strategy_expects(target):
+    assert preflight.nodes_of(target("app = 3"), None, 2) is None
+    assert preflight.nodes_of(target("app = 3"), 5, 2) == 5
 
 
 def test_nodes_of_flower_dps_apps_host_all_clients(target):
-    made = target("import flower_dp\napp = flower_dp.app()", "num-clients=3")
+    made = target(BUILT, "num-clients=3")
     assert (preflight.nodes_of(made, None, 2), preflight.nodes_of(made, None, 16), preflight.nodes_of(made, 3, 2)) == (2, 3, 3)
     with pytest.raises(ValueError, match="--supernodes=4: must be at most num-clients=3"):
         preflight.nodes_of(made, 4, 2)

@@ -12,6 +12,7 @@ from flower_dp import RunFolder, record_run
 from flower_dp.clients import DPPASGDRecipe, FedSGDDPCRecipe, model_arrays
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.reporting.past_run import read_past_run
+from flower_dp.running.recorded import watched
 from flower_dp.strategies import DPPASGD, DPFedAvg, FedSGDDPC
 from tests.grids import LocalGrid
 from tests.local_grids import NAMES, grid_of, linear, records
@@ -95,9 +96,8 @@ def launched(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
     monkeypatch.setenv("FLOWER_DP_RUN_FOLDER", str(folder))
-    monkeypatch.setenv("FLOWER_DP_RUN_CONFIG", '{"num-rounds": 2, "lr": 0.1}')
-    monkeypatch.setenv("FLOWER_DP_OBSERVERS", "flower_dp.running.recorded:launched")
-    return folder
+    with watched({"num-rounds": 2, "lr": 0.1}, "run"):
+        yield folder
 
 
 def started(**words):

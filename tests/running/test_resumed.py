@@ -11,6 +11,7 @@ from flower_dp import record_run
 from flower_dp.core.checks import SettingsError
 from flower_dp.core.sampling import FullSampling
 from flower_dp.running.launched import Launched
+from flower_dp.running.recorded import watched
 from flower_dp.strategies import DPFedAvg, run_checkpoints
 from flower_dp.strategies.started import Stated
 from tests.grids import LocalGrid
@@ -148,11 +149,10 @@ def launched(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
     monkeypatch.setenv("FLOWER_DP_RUN_FOLDER", str(folder))
-    monkeypatch.setenv("FLOWER_DP_RUN_CONFIG", '{"num-rounds": 4}')
-    monkeypatch.setenv("FLOWER_DP_OBSERVERS", "flower_dp.running.recorded:launched")
-    with pytest.raises(KeyboardInterrupt):
-        strategy().start(grid(), model(), num_rounds=4, evaluate_fn=Fails(3))
-    return folder
+    with watched({"num-rounds": 4}, "run"):
+        with pytest.raises(KeyboardInterrupt):
+            strategy().start(grid(), model(), num_rounds=4, evaluate_fn=Fails(3))
+        yield folder
 
 
 def test_an_app_that_starts_a_strategy_itself_goes_on(launched, monkeypatch):
@@ -168,9 +168,11 @@ def test_an_app_that_starts_a_strategy_itself_goes_on(launched, monkeypatch):
 
 def test_an_app_whose_settings_have_changed_begins_no_other_run_instead(launched, monkeypatch):
     monkeypatch.setenv("FLOWER_DP_RESUME", "resume")
-    monkeypatch.setenv("FLOWER_DP_RUN_CONFIG", '{"num-rounds": 5}')
     asked = grid()
-    with pytest.raises(SettingsError, match=r"num-rounds=5: was 4 in .*: it can't change"):
+    with (
+        watched({"num-rounds": 5}, "run"),
+        pytest.raises(SettingsError, match=r"num-rounds=5: was 4 in .*: it can't change"),
+    ):
         strategy().start(asked, model(), num_rounds=5)
     assert not asked.sent
     assert json.loads((launched / "statement.json").read_text())["num_rounds"] == 3
@@ -198,7 +200,7 @@ def test_a_statement_is_made_again_without_a_message(kind, launched, monkeypatch
 
 
 def test_how_a_run_was_begun_is_read_back(tmp_path):
-    words = {"app": "", "name": "x", "overrides": {"seed": 1, "lr": 0.5}, "engine": "ray", "workers": 2, "supernodes": 3}
+    words = {"app": "", "name": "x", "overrides": {"seed": 1, "lr": 0.5}, "workers": 2, "supernodes": 3}
     begun = Launched(**words, gpus_per_worker=0.0)
     begun.write(tmp_path)
     assert Launched.read(tmp_path) == begun

@@ -32,6 +32,7 @@ def app_that(act):
         if not isinstance(answer, dict):
             return answer
         node = {"node": context.node_id, "part": context.node_config["partition-id"], "process": os.getpid()}
+        node["parts"] = context.node_config["num-partitions"]
         return Message(RecordDict({"told": ConfigRecord({"count": count + 1} | node | answer)}), reply_to=message)
 
     return app

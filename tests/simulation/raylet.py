@@ -12,7 +12,7 @@ import ray
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
-from flower_dp.simulation.one_machine import lean
+from flower_dp.simulation.workers import lean
 
 
 def main(port: str, folder: str, role: str) -> None:

@@ -23,8 +23,8 @@ from flwr.clientapp import ClientApp
 import flower_dp
 from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.running.apps import own_app, read_app
-from flower_dp.running.processes import ProcessTree
 from flower_dp.simulation import RayGrid, cluster
+from tests.flower.processes import ProcessTree
 from tests.ports import free_ports
 from tests.torch_free import module
 

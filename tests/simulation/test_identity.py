@@ -41,7 +41,7 @@ def test_a_flower_of_another_release_is_refused_by_its_version(monkeypatch):
     for version in ("1.40.1", "2.0.0", "nightly"):
         with monkeypatch.context() as patch:
             patch.setattr(importlib.metadata, "version", lambda name, version=version: version)
-            with pytest.raises(identity.FlowerVersionError, match=f"flwr {version}.*--engine flower"):
+            with pytest.raises(identity.FlowerVersionError, match=f"flwr {version}.*plain `flwr run`"):
                 identity.identify(1, 1)
 
 

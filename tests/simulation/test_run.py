@@ -21,9 +21,11 @@ from flwr.serverapp import ServerApp
 
 import flower_dp
 from flower_dp.core.checks import SettingsError
-from flower_dp.core.environment import RESUME, RUN_CONFIG, RUN_FOLDER
-from flower_dp.simulation import lane, workers
+from flower_dp.core.environment import RUN_FOLDER
+from flower_dp.running.launched import Launched
 from flower_dp.simulation import run as simulation
+from flower_dp.simulation import workers
+from flower_dp.sweeps import pool
 from tests.simulation.obedient import pair
 from tests.sweeps.conftest import APP, MODULE
 from tests.torch_free import module
@@ -78,7 +80,7 @@ def test_an_app_of_ones_own(home, capsys):
 
 @pytest.mark.flwr_run
 @pytest.mark.usefixtures("ray_here", "home")
-def test_how_a_run_goes_on_is_said_only_if_it_can():
+def test_how_a_run_goes_on_is_said_only_if_it_can(monkeypatch):
     left = [0, 1]
     app = own_app(evaluate=lambda model: {"accuracy": 0.5 / left.pop() if left else 0.5})  # the second call fails
     with pytest.raises(RuntimeError, match="ZeroDivisionError") as failed:
@@ -91,6 +93,16 @@ def test_how_a_run_goes_on_is_said_only_if_it_can():
     assert not hasattr(refused.value, "__notes__")
     run = flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, resume=folder, progress=False)
     assert run.statement.num_rounds == 2
+
+    # Now it has ended: neither Ray nor a round is started, what is there is returned.
+    monkeypatch.setattr(simulation, "warm_workers", lambda **_: pytest.fail("Ray is started"))
+    again = flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, resume=folder, progress=False)
+    assert again.statement.num_rounds == 2
+    assert (again.folder, again.rounds) == (run.folder, run.rounds)
+    for name, array in run.result.arrays.items():
+        assert (again.result.arrays[name].numpy() == array.numpy()).all()
+    with pytest.raises(SettingsError, match="batch-size=2: was 4 in"):
+        flower_dp.simulate(app, run_config=SETTINGS | {"batch-size": 2}, resume=folder, progress=False)
 
 
 @pytest.mark.flwr_run
@@ -131,28 +143,31 @@ def test_a_folder_that_changes_between_two_calls(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("ray_here")
 def test_a_run_of_a_sweep(tmp_path, monkeypatch):
     """Of an app with a model of its own; tests/sweeps has the processes of a whole sweep."""
+    before = sys.dont_write_bytecode
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "pyproject.toml").write_text(APP)
     (tmp_path / "app" / "my_app.py").write_text(MODULE)
     (tmp_path / "run").mkdir()
-    for name in (RUN_FOLDER, RUN_CONFIG, RESUME):
-        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     for handler in logging.getLogger("flwr").handlers:  # as in a process of its own, where pytest captures nothing
         monkeypatch.setattr(handler, "stream", sys.__stderr__)
-    order = lane.Order(
+    begun = Launched(
         app=str(tmp_path / "app"),
+        name="mine",
         overrides={"num-rounds": 2, "learning-rate": 0.2, "seed": 5},
-        num_nodes=1,
-        folder=str(tmp_path / "run"),
-        resume="",
-        outcome="",
+        workers=1,
+        supernodes=1,
+        gpus_per_worker=0.0,
     )
-    made = lane._made(order, simulation.warm_workers(cpus=1.0, gpus=0.0, at_most=1))
+    (tmp_path / "lock").touch()
+    warm = simulation.warm_workers(cpus=1.0, gpus=0.0, at_most=1)
+    outcome, whole = pool._make(begun, tmp_path / "run", "", warm, tmp_path / "lock")
     log = (tmp_path / "run" / "flower.log").read_text()
-    assert made == ("completed", ""), log
+    assert (outcome.status, outcome.details, whole) == ("completed", "", True), log
     assert "[ROUND 2/2]" in log
+    assert (Path.cwd(), sys.dont_write_bytecode, RUN_FOLDER in os.environ) == (tmp_path, before, False)
+    assert not list((tmp_path / "app").glob("__pycache__"))
     config = tomllib.loads((tmp_path / "run" / "run-config.toml").read_text())
     assert (config["learning-rate"], config["seed"], config["num-clients"]) == (0.2, 5, 20)
     assert json.loads((tmp_path / "run" / "statement.json").read_text())["num_rounds"] == 2
@@ -182,7 +197,7 @@ def test_two_apps_on_warm_workers(capsys):
     with pytest.raises(RuntimeError, match="told to fail"):
         flower_dp.simulate(server, client, num_nodes=10, run_config={"fail": True})
     assert {answer["process"] for answer in found[3]} == others[0]
-    with pytest.raises(ValueError, match="num_workers=1: only 0 workers"):
+    with pytest.raises(ValueError, match=r"gpus=1e\+06: only 0 workers"):
         workers.Workers(num_workers=1, gpus=1e6)
     flower_dp.simulate(server, client, num_nodes=10, progress=False)
     assert {answer["process"] for answer in found[4]} == others[0]
@@ -195,6 +210,39 @@ def test_two_apps_on_warm_workers(capsys):
     assert not {answer["process"] for answer in (*found[5], *found[6])} & others[0]
     assert len(found) == 7
     assert capsys.readouterr().out == ""
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    """A machine of two cores without a GPU; Ray is a stub."""
+    there = {"CPU": 2.0}
+    ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": there}], cluster_resources=lambda: there)
+    for place in (workers, simulation):
+        monkeypatch.setattr(place, "start_ray", lambda *_, **__: ray)
+        monkeypatch.setattr(place, "session_of", lambda ray: ("stub",))
+    monkeypatch.setattr(simulation, "_warm", {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"num_workers": 1, "gpus": 1.0}, "gpus=1: only 0 workers"),
+        ({"num_workers": 3}, "num_workers=3: only 2 workers"),
+        ({"cpus": 8.0}, "cpus=8: only 0 workers"),
+    ],
+)
+def test_workers_that_do_not_fit_name_the_argument_that_is_too_large(arguments, named, two_cores):
+    with pytest.raises(ValueError, match=named):
+        workers.Workers(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "named"), [(1.0, 1.0, "gpus_per_node=1: only 0 workers"), (8.0, 0.0, "cpus_per_node=8: only 0 workers")]
+)
+def test_a_simulation_whose_workers_do_not_fit_names_its_own_setting(cpus, gpus, named, two_cores):
+    """It named num_workers, which a simulation has not."""
+    with pytest.raises(ValueError, match=named):
+        simulation.warm_workers(cpus=cpus, gpus=gpus, at_most=None)
 
 
 OWN = flower_dp.app(model_fn=lambda: torch.nn.Linear(3, 2), data_fn=lambda client, num_clients: pytest.fail("asked for data"))
@@ -312,7 +360,7 @@ def test_an_interrupted_script_leaves_no_process(tmp_path):
     started = watched(process, tmp_path, "round 3/2000")
     names = " ".join(" ".join(one.cmdline()) for one in started)
     assert "raylet" in names
-    assert not re.search(r"dashboard/\w+\.py|DashboardAgent|autoscaler", names)
+    assert not re.search(r"dashboard/dashboard\.py|autoscaler", names)
     rooms = set(re.findall(r"/[^ =]*/flower-dp-[^/ ]+", names))
     assert len(rooms) == 1
     process.send_signal(signal.SIGINT)

@@ -5,13 +5,12 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
-from flower_dp.cli import runs
-from flower_dp.cli.main import app
+from flower_dp.cli.screen import Screen
 from flower_dp.running import preflight
 from flower_dp.simulation import run as simulation
 from flower_dp.simulation.workers import unused_gpus
@@ -43,7 +42,7 @@ def test_simulate_says_it_once_for_its_workers(there, gpus, lines, monkeypatch, 
 
 
 def test_the_screen_shows_the_line_when_it_shows_rounds_already(capsys):
-    screen = runs._Screen(SimpleNamespace(), quiet=True)
+    screen = Screen(SimpleNamespace(), None, Path(), goes_on=False, quiet=True, interrupt=print)
     for line in ("INFO :      another line", f"INFO :      {LINE.format('--gpus-per-worker 1')}"):
         screen.tell(line)
     assert capsys.readouterr().out == f"INFO :      {LINE.format('--gpus-per-worker 1')}\n"
@@ -65,7 +64,7 @@ def stock(tmp_path):
 def test_flower_dp_run_says_it_once(stock, tmp_path):
     """Ray believes in a GPU that is not there."""
     done = subprocess.run(
-        [sys.executable, "-m", "flower_dp.cli.main", "run", str(stock), "--workers", "1", "--output-dir", "run"],
+        [sys.executable, "-m", "flower_dp.cli.entry", "run", str(stock), "--workers", "1", "--output-dir", "run"],
         cwd=tmp_path,
         env=os.environ | {"HOME": str(tmp_path), "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": 1})},
         capture_output=True,
@@ -76,23 +75,6 @@ def test_flower_dp_run_says_it_once(stock, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("not used by this run") == done.stdout.count(LINE.format("--gpus-per-worker 1")) == 1
     assert (tmp_path / "run" / "flower.log").read_text().count("not used by this run") == 1
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "options", "lines"),
-    [
-        (1, ["--engine", "flower"], 1),
-        (1, ["--engine", "flower", "--gpus-per-worker", "1"], 0),
-        (0, ["--engine", "flower"], 0),
-        (None, ["--engine", "flower"], 0),
-        (1, ["--engine", "ray"], 0),  # whose log has it
-    ],
-)
-def test_flowers_engine_is_told_before_it_starts(stock, tmp_path, monkeypatch, num_gpus, options, lines):
-    monkeypatch.setattr(preflight, "num_gpus", lambda: num_gpus)
-    monkeypatch.setattr(runs, "_launch", lambda *_, **__: None)
-    done = CliRunner().invoke(app, ["run", str(stock), "--workers", "1", "--output-dir", str(tmp_path / "run"), *options])
-    assert (done.exit_code, done.output.count(LINE.format("--gpus-per-worker 1"))) == (0, lines), done.output
 
 
 @pytest.mark.parametrize(("num_gpus", "lines"), [(2, 1), (0, 0), (None, 0)])

@@ -182,11 +182,11 @@ def test_an_app_whose_defaults_have_changed(folder, runs):
 
 
 def test_nodes_of_a_stock_app_cant_change(folder, runs, own_app):
-    text = "from flower_dp.strategies import DPFedAvg\nstrategy = DPFedAvg(num_clients=20)\nserver = client = None\n"
-    (own_app / "my_app.py").write_text(text)
-    (run,) = runs("app = 'mine'")
+    (own_app / "my_app.py").write_text("from flwr.serverapp import ServerApp\nserver = client = ServerApp()\n")
+    (plain,) = runs("app = 'mine'")
+    assert plain.launched.supernodes is None  # as many as its strategy expects clients
+    (run,) = runs("app = 'mine'\nsupernodes = 20")
     run.launched.write(finish(folder.of(run), run.config))
-    assert run.launched.supernodes == 20
     folder.check([run])
     with pytest.raises(SettingsError, match="was made with 20 SuperNodes, now 10"):
         folder.check(runs("app = 'mine'\nsupernodes = 10"))
@@ -245,7 +245,9 @@ def test_one_sweep_at_a_time_until_the_last_of_its_processes_has_ended(folder):
     with folder.locked() as lock:
         with pytest.raises(ValueError, match="another sweep runs there"), folder.locked():
             pass
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
+        code = f"import fcntl; file = open({str(lock)!r}); fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB); print(1, flush=True); input()"
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        child.stdout.readline()
     with pytest.raises(ValueError, match="another sweep runs there"), folder.locked():
         pass
     child.communicate(os.linesep.encode())

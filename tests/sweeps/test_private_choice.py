@@ -16,11 +16,10 @@ from flower_dp.privacy import selection
 from flower_dp.privacy.selection import Poisson, TruncatedNegativeBinomial
 from flower_dp.running.planned import outside_of
 from flower_dp.running.signals import Interrupted
-from flower_dp.running.superlink import LaunchError
 from flower_dp.sweeps import private_choice
 from flower_dp.sweeps.drawn import Drawn
 from flower_dp.sweeps.folder import SweepFolder
-from flower_dp.sweeps.lanes import Ended
+from flower_dp.sweeps.pool import Ended, LaunchError
 from flower_dp.sweeps.private_choice import PrivateSweep
 from flower_dp.sweeps.sweep import Sweep
 from tests.sweeps.conftest import checkpoint
@@ -42,7 +41,7 @@ learning-rate = [0.1, 0.2, 0.3]
 
 
 class Runs:
-    """Stands for the lanes: runs end at once, with scores in their order; some fail, cost more, or are interrupted."""
+    """Stands for the pool: runs end at once, with scores in their order; some fail, cost more, or are interrupted."""
 
     def __init__(self, sweep, scores, *, interrupt_after=math.inf, dear=()):
         self.sweep, self.scores, self.dear = sweep, list(scores), dear
@@ -388,6 +387,10 @@ def test_a_dry_run_tells_the_cost_and_starts_nothing(write, tmp_path):
     assert result.exit_code == 0
     assert result.stdout.startswith("The best of K runs by private-accuracy (max), each with one of 3 points")
     assert result.stdout.count("flower-dp run mnist-dp-fedavg") == 3
+    assert (
+        CliRunner().invoke(app, ["sweep", str(tmp_path / "sweep.toml"), "--private-selection", "--dry-run"]).stdout
+        == result.stdout
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -20,7 +20,7 @@ from flower_dp.cli.main import app
 from flower_dp.running.run_folder import is_finished, read_metrics
 from flower_dp.sweeps import sweep
 from flower_dp.sweeps.folder import SweepFolder
-from flower_dp.sweeps.lanes import Ended
+from flower_dp.sweeps.pool import Ended
 from flower_dp.sweeps.results import Results
 from flower_dp.sweeps.sweep import Sweep
 from tests.clock import Clock
@@ -38,7 +38,7 @@ def call(tmp_path, monkeypatch):
 
     def begin(*arguments):
         process = subprocess.Popen(
-            [sys.executable, "-m", "flower_dp.cli.main", "sweep", *map(str, arguments)],
+            [sys.executable, "-m", "flower_dp.cli.entry", "sweep", *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -65,10 +65,10 @@ def rows(folder):
 
 # With some learning rates its server fails, or its process dies, or it waits for `HOLD`.
 STOCK = module("""
-import json
 import os
 import signal
 import time
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -77,7 +77,7 @@ calls = Counter()
 
 
 def evaluate(server_round, arrays):
-    config = json.loads(os.environ["FLOWER_DP_RUN_CONFIG"])
+    config = tomllib.loads(Path(os.environ["FLOWER_DP_RUN_FOLDER"], "run-config.toml").read_text())
     calls[config["learning-rate"]] += 1
     while calls[WAITS] > 5 and Path(os.environ.get("HOLD", "/nowhere")).exists():
         time.sleep(0.05)
@@ -233,7 +233,7 @@ def test_a_run_with_warnings_says_so_when_it_ends_and_below_the_table(finished):
 @pytest.fixture
 def no_process(monkeypatch):
     """Let no sweep start one."""
-    monkeypatch.setattr(sweep, "Lanes", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(sweep, "Pool", lambda *_, **__: pytest.fail("started"))
 
 
 def in_this_process(*arguments):
@@ -261,10 +261,11 @@ def test_another_seed_may_be_added_and_other_settings_not(finished, write):
 
 
 class Failing:
-    """Stands for the lanes: all runs fail."""
+    """Stands for the pool: all runs fail."""
 
     status = "failed"
     sweep = None
+    count = 1
 
     def __init__(self, *_, **__):
         pass
@@ -285,7 +286,7 @@ class Failing:
 def test_a_sweep_of_which_runs_fail_says_so_in_the_end(finished, monkeypatch):
     path, folder = finished
     path.write_text(path.read_text().replace("seeds = 2", "seeds = 4"))
-    monkeypatch.setattr(sweep, "Lanes", Failing)
+    monkeypatch.setattr(sweep, "Pool", Failing)
     monkeypatch.setattr(Failing, "sweep", folder.path)
     status, said = in_this_process(path, "--output-dir", folder.path)
     assert status == 1, said
@@ -308,7 +309,7 @@ def test_bad_settings_start_nothing(write, tmp_path, monkeypatch, capsys):
         def make(self, runs, on_end, meanwhile=None):
             pytest.fail("started")
 
-    monkeypatch.setattr(sweep, "Lanes", Starting)
+    monkeypatch.setattr(sweep, "Pool", Starting)
     with pytest.raises(SystemExit, match="2"):
         cli.main(["sweep", str(write("[grid]\nbatch-size = [4, 0]")), "--output-dir", str(tmp_path / "out")])
     assert "error: batch-size=0: must be a whole number >= 1 (point batch-size=0)" in capsys.readouterr().err
@@ -318,10 +319,13 @@ def test_bad_settings_start_nothing(write, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.usefixtures("no_process")
 def test_the_commands_are_shown_without_a_folder(write, tmp_path):
-    status, said = in_this_process(
-        write("seeds = [4]\n[grid]\nnum-rounds = [1, 2]"), "--output-dir", tmp_path / "out", "--dry-run"
-    )
+    file = write("seeds = [4]\n[grid]\nnum-rounds = [1, 2]")
+    status, said = in_this_process(file, "--output-dir", tmp_path / "out", "--dry-run")
     assert status == 0
+    # It writes nothing, and needs no place for it; a sweep does.
+    assert in_this_process(file, "--dry-run") == (status, said)
+    status, missing = in_this_process(file)
+    assert (status, "--output-dir" in missing) == (2, True)
     assert [line for line in said.splitlines() if line.startswith("flower-dp run --set num-rounds=")] == said.splitlines()
     assert len(said.splitlines()) == 2
     assert not (tmp_path / "out").exists()

@@ -139,6 +139,8 @@ class ClientManager:
         out does not count.
         """
         simulation = is_simulation(grid)
+        if callable(expect := getattr(grid, "expect", None)):  # a simulation that makes as many nodes
+            expect(self._num_clients)
         # In a simulation all nodes are the user's own.
         most_names = self._most_per_node or (2**19 if simulation else self._most_clients)
         deadline, seen, settled, enough = time.monotonic() + self._timeout, -1, 0.0, math.inf
@@ -166,7 +168,8 @@ class ClientManager:
             # In a simulation all nodes are there from the start, a moment after the server.
             failing = len(self._query.failures)
             complete = self._hosted or failing if simulation else failing >= max(self._num_clients, len(self._there))
-            if complete and not self._query.waiting and count < self._num_clients and now > settled + _SETTLED_SECONDS:
+            waits = self._query.waiting or self._query.retrying
+            if complete and not waits and count < self._num_clients and now > settled + _SETTLED_SECONDS:
                 where = "simulation has" if simulation else "nodes have"
                 raise ValueError(
                     f"num_clients={self._num_clients}: the {where} {count} clients on {self._num_hosts} nodes{self._failures()}"

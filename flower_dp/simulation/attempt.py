@@ -1,0 +1,193 @@
+"""An attempt at a run of an app in its run folder: in this process, whose output is the run's log meanwhile."""
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, chdir, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flwr.clientapp import ClientApp
+
+from flower_dp.core.checks import SettingsError
+from flower_dp.core.environment import RESUME, RESUMED, RUN_FOLDER, STATED
+from flower_dp.running import plugins
+from flower_dp.running.apps import App
+from flower_dp.running.flower_log import first_line, logged
+from flower_dp.running.guard import ray_folder
+from flower_dp.running.launched import Launched
+from flower_dp.running.modules import forget
+from flower_dp.running.recorded import watched
+from flower_dp.running.values import Value
+from flower_dp.running.workplace import app_files_linked
+from flower_dp.simulation.cluster import Cluster, address_of, bundled
+from flower_dp.simulation.local_grid import LocalGrid, SimulatedGrid
+from flower_dp.strategies.started import Stated
+
+log = logging.getLogger("flwr")
+
+Config = Mapping[str, Value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How an attempt has ended.
+
+    Attributes:
+        status: `refused` is said of settings before anything was spent; `lost` of a process that has died.
+        details: the first line of why it did not complete.
+        signum: the signal that has interrupted it.
+    """
+
+    status: Literal["completed", "failed", "refused", "interrupted", "lost"]
+    details: str = ""
+    signum: int = 0
+
+
+def attempt(
+    begun: Launched,
+    folder: Path,
+    grid: Callable[[App, Config], Callable[[], SimulatedGrid]],
+    *,
+    resume: str = "",
+    check: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Run an app's ServerApp in a run folder, and say how that ended, whatever the app does.
+
+    An app of somebody else works in the run folder, with links to its own files. What ends the run, an interruption too, leaves
+    the statement of what was charged, and a checkpoint.
+
+    Args:
+        begun: what is run.
+        folder: the run folder.
+        grid: begins to make the grid of an app and its run-config, and returns what waits for it.
+        resume: whether the run in the folder goes on (`environment.RESUMED`), or its statement alone is made (`STATED`).
+        check: called meanwhile; ValueError, OSError and ImportError refuse the settings.
+    """
+    with logged(folder, go_on=bool(resume), resumed=resume == RESUMED):
+        try:
+            _run(begun, folder, grid, resume, check)
+        except (SettingsError, _RefusedError) as error:  # before anything was spent
+            return Outcome(status="refused", details=str(error))
+        except KeyboardInterrupt as error:
+            return Outcome(status="interrupted", details=first_line(error), signum=getattr(error, "signum", 0))
+        except Stated:
+            return Outcome(status="completed")
+        except BaseException as error:  # an app may end the process
+            log.error("Simulation raised an exception", exc_info=error)
+            return Outcome(status="failed", details=first_line(error))
+    if resume == STATED:
+        return Outcome(status="failed", details="the app has started no strategy of flower-dp")
+    return Outcome(status="completed")
+
+
+class _RefusedError(Exception):
+    """Settings are refused before the ServerApp begins."""
+
+
+def _run(
+    begun: Launched,
+    folder: Path,
+    grid: Callable[[App, Config], Callable[[], SimulatedGrid]],
+    resume: str,
+    check: Callable[[], None],
+) -> None:
+    app = begun.target.app
+    config = {**app.defaults, **begun.overrides}
+    with ExitStack() as stack:
+        if not app.own:
+            stack.callback(setattr, sys, "dont_write_bytecode", sys.dont_write_bytecode)
+            sys.dont_write_bytecode = True  # somebody else's folder stays as it is
+            stack.callback(forget, str(app.folder))  # another app may have modules of the same names
+            stack.enter_context(app_files_linked(folder, app.folder))
+            stack.enter_context(chdir(folder))
+        made = grid(app, config)
+        try:
+            check()
+        except (ValueError, OSError, ImportError) as error:
+            raise _RefusedError(str(error)) from error
+        server = app.server_app()
+        stack.enter_context(passed(folder, resume))
+        stack.enter_context(watched(config, begun.name))
+        there = stack.enter_context(closing(made()))
+        server(there, there.server_context())
+
+
+def on_ray(
+    begun: Launched,
+    folder: Path,
+    *,
+    resume: str,
+    check: Callable[[], None],
+    started: Callable[[], None],
+) -> Outcome:
+    """Make an attempt on a Ray of its own, which starts while settings are checked and modules are imported, and ends with it.
+
+    Args:
+        begun: what is run, with how many workers, and where they are.
+        folder: the run folder.
+        resume: see `attempt`.
+        check: see `attempt`; the app's own check follows it.
+        started: called when Ray is there, before the ServerApp begins.
+    """
+    threads = ThreadPoolExecutor(1)
+
+    def made(app: App, config: Config) -> SimulatedGrid:
+        from flower_dp.simulation.grid import RayGrid  # noqa: PLC0415  (while other modules are imported)
+        from flower_dp.simulation.workers import Workers, log_unused_gpus, start_ray  # noqa: PLC0415
+
+        cluster = Cluster(address=address_of(begun.ray_address), bundle=bundled(app)) if begun.ray_address else None
+        ray = start_ray(begun.workers, ray_folder(), cluster)
+        workers = Workers(num_workers=begun.workers, gpus=begun.gpus_per_worker, cluster=cluster)
+        if not begun.gpus_per_worker and not resume:  # a run that goes on can't change it
+            log_unused_gpus(ray, "--gpus-per-worker 1")
+        return RayGrid(app.client_app(away=cluster is not None), workers, num_nodes=begun.supernodes, run_config=config)
+
+    def begin(app: App, config: Config) -> Callable[[], SimulatedGrid]:
+        importlib.import_module("ray")  # in one thread: two would wait for each other
+        found = threads.submit(made, app, config)
+
+        def there() -> SimulatedGrid:
+            grid = found.result()
+            started()
+            return grid
+
+        return there
+
+    def checked() -> None:
+        check()
+        app = begun.target.app
+        if app.check and begun.overrides:  # the defaults are valid
+            with plugins.loaded(app, app.check) as own:
+                own({**app.defaults, **begun.overrides})
+
+    try:
+        return attempt(begun, folder, begin, resume=resume, check=checked)
+    finally:
+        threads.shutdown(wait=False)
+        if "flower_dp.simulation.workers" in sys.modules:
+            sys.modules["flower_dp.simulation.workers"].stop_ray()
+
+
+def state(begun: Launched, folder: Path) -> Outcome:
+    """Make the statement of what the run in a folder was charged; nothing is sent."""
+    return attempt(begun, folder, lambda app, config: lambda: LocalGrid(ClientApp(), 0, config), resume=STATED)
+
+
+@contextmanager
+def passed(folder: Path, resume: str) -> Iterator[None]:
+    """Pass a run folder to `RunFolder.create` within this context."""
+    values = {RUN_FOLDER: str(folder), RESUME: resume}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -1,0 +1,119 @@
+"""The log of a run."""
+
+import subprocess
+import sys
+
+import pytest
+
+from flower_dp.core.checks import SettingsError
+from flower_dp.running import flower_log, run_folder
+
+CODE = """
+import logging, os, sys
+from pathlib import Path
+from flower_dp.running.flower_log import logged
+print("before")
+with logged(Path(sys.argv[1]), go_on=sys.argv[2:] == ["go on"]):
+    import flwr.serverapp
+    logging.getLogger("flwr").warning("of Flower")
+    print("of the app")
+    os.system("echo of a program")
+    sys.stderr.write("\\x1b[31mred\\x1b[0m")
+    written = (Path(sys.argv[1]) / "flower.log").read_text()
+    assert "WARNING" in written and "of the app" in written, written  # a process that is killed leaves it
+print("after")
+"""
+
+
+def test_all_that_a_process_writes_meanwhile_is_in_the_log_without_colours(tmp_path):
+    log = tmp_path / "flower.log"
+    log.write_text("of another run\n")
+    for more, count in (([], 1), (["go on"], 2)):
+        done = subprocess.run([sys.executable, "-c", CODE, tmp_path, *more], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "before\nafter\n", "")
+        written = log.read_text()
+        assert [written.count(text) for text in ("of Flower", "of the app", "of a program", "red")] == [count] * 4
+        assert "\x1b" not in written
+        assert "of another run" not in written
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+TRACE = """INFO : Starting
+ERROR : Simulation raised an exception
+Traceback (most recent call last):
+  File "a.py", line 1, in run
+    raise KeyError("x")
+KeyError: 'x'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "b.py", line 2, in run
+    app()
+    ^^^^^
+{error}
+ERROR : Exit Code: 700
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [
+        (TRACE.format(error="ValueError: no data"), "\nValueError: no data"),
+        (TRACE.format(error="\x1b[31mKeyError\x1b[0m"), "\nKeyError"),
+        ("a\n\nb: c\n d\n", ""),
+        ("", ""),
+    ],
+)
+def test_how_the_log_of_a_process_ends_that_has_died(tmp_path, log, why):
+    (tmp_path / "flower.log").write_text(log)
+    told = "the process that ran the app ended before the run did"
+    assert flower_log.of_a_dead_process(tmp_path / "flower.log") == told + why
+    assert flower_log.of_a_dead_process(tmp_path / "nowhere") == told
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("no data\nfor you"), "ValueError: no data"),
+        (SettingsError("seed=1: was 2"), "flower_dp.core.checks.SettingsError: seed=1: was 2"),
+        (SystemExit(3), "SystemExit: 3"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_the_first_line_of_an_error(error, line):
+    assert flower_log.first_line(error) == line
+
+
+def test_warnings_of_a_log_once_each(tmp_path):
+    log = tmp_path / "flower.log"
+    assert flower_log.warnings_of(log) == []
+    log.write_text(
+        "INFO :      WARNING is no warning\n"
+        "\x1b[93mWARNING \x1b[0m:   node 3: reply refused: too long\n"
+        "(Worker pid=7) WARNING :   client 'c01': what it has kept is damaged\n"
+        "(Worker pid=8) WARNING :   client 'c01': what it has kept is damaged [repeated 12x across cluster] (Ray deduplicates)\n"
+        "WARNING :   node 14: reply refused: too long\n"
+        "WARNING :   the evaluation of round 1 was left out: no client has answered\n"
+    )
+    assert flower_log.warnings_of(log) == (
+        found := [
+            "node 3: reply refused: too long",
+            "client 'c01': what it has kept is damaged",
+            "the evaluation of round 1 was left out: no client has answered",
+        ]
+    )
+    assert [flower_log.num_warnings(found), flower_log.num_warnings(found[:1])] == ["3 warnings", "1 warning"]
+
+
+def test_a_resumed_run_has_the_warnings_and_the_error_of_its_last_attempt_alone(tmp_path):
+    log = tmp_path / "flower.log"
+    with run_folder.new_log(tmp_path) as file:
+        file.write(b"WARNING :   of the first attempt\n" + TRACE.format(error="KeyError: 1").encode())
+    for resumed, kept in ((False, True), (True, False)):  # not resumed: its statement is made once more
+        run_folder.new_log(tmp_path, go_on=True, resumed=resumed).close()
+        assert flower_log.warnings_of(log) == (["of the first attempt"] if kept else [])
+        assert flower_log.of_a_dead_process(log).endswith("KeyError: 1") is kept
+    with run_folder.new_log(tmp_path, go_on=True) as file:
+        file.write(b"WARNING :   of the second attempt\n")
+    assert flower_log.warnings_of(log) == ["of the second attempt"]
