@@ -56,6 +56,14 @@ def ledger(
             help="With --budget: it holds also if settings of a run are chosen by what earlier ones released. Fewer rounds fit.",
         ),
     ] = False,
+    renyi_order: Annotated[
+        float | None,
+        typer.Option(
+            help="With --fully-adaptive: the order of the Renyi divergences that are added up. By default the best one for noise "
+            "without sampling; flower_dp.privacy.renyi_filter.order_for computes that for what will be charged.",
+            show_default=False,
+        ),
+    ] = None,
     delta: Annotated[
         float | None,
         typer.Option(
@@ -81,10 +89,12 @@ def ledger(
             raise ValueError("--budget: is of a server's ledger; add --create-server")
         if fully_adaptive and not create_server:
             raise ValueError("--fully-adaptive: is of a server's ledger; add --create-server")
+        if renyi_order is not None and not fully_adaptive:
+            raise ValueError("--renyi-order: is of a fully adaptive budget; add --fully-adaptive")
         if create and create_server:
             raise ValueError("--create: is of a device's ledger; leave out --create-server")
         if create_server:
-            _create_server(path, budget, delta, fully_adaptive=fully_adaptive)
+            _create_server(path, budget, delta, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
         told, lines = _read(path, create, delta)
     except ValueError as error:
         refuse(str(error))
@@ -95,7 +105,15 @@ def ledger(
         typer.echo(line)
 
 
-def _create_server(path: str, budget: float | None, delta: float | None, *, fully_adaptive: bool) -> None:
+def _create_server(
+    path: str, budget: float | None, delta: float | None, *, fully_adaptive: bool, renyi_order: float | None
+) -> None:
+    """Create a server's ledger.
+
+    Raises:
+        ValueError: if it can't be created, a budget lacks its delta, or nothing would fit at the order of a fully adaptive one.
+    """
+    from flower_dp.privacy import renyi, renyi_filter
     from flower_dp.privacy.budget import JointBudget
     from flower_dp.privacy.store import Store
 
@@ -105,7 +123,9 @@ def _create_server(path: str, budget: float | None, delta: float | None, *, full
         raise ValueError("--fully-adaptive: is of a budget; add --budget")
     limit = None
     if budget is not None and delta is not None:
-        limit = JointBudget(epsilon=budget, delta=delta, fully_adaptive=fully_adaptive)
+        limit = JointBudget(epsilon=budget, delta=delta, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
+        if (order := limit.renyi_order) and (order > renyi.ORDERS[-1] or renyi_filter.allowance(budget, delta, order) <= 0):
+            raise ValueError(f"--renyi-order={order:g}: is above 1024, or nothing fits into {limit}")
     Store.create(path, limit)
 
 
