@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
-from flower_dp.privacy.charge import EVERY_CLIENT, Charge
-from flower_dp.privacy.server_ledger import JointBudget, ServerLedger
+from flower_dp.privacy.budget import JointBudget
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.store import Store
 
 EVENT = PoissonSampledDpEvent(0.01, GaussianDpEvent(2.0))
 
@@ -30,11 +31,11 @@ def charge(number: int, owners: tuple[str, ...]) -> Charge:
     return Charge(
         release="dp-pasgd",
         number=number,
+        server_round=number,
         kind="a benchmark",
-        unit="client",
-        relation="add-or-remove-one",
+        scope=Scope(unit="client", relation="add-or-remove-one"),
         owners=owners,
-        events=(EVENT,) * len(owners),
+        events=(EVENT,),
     )
 
 
@@ -57,10 +58,10 @@ def timed(call: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - started, time.process_time() - busy
 
 
-def charged(ledger: ServerLedger, run: str, cohorts: list[tuple[str, ...]], first: int) -> Times:
+def charged(ledger: Store, run: str, cohorts: list[tuple[str, ...]], first: int) -> Times:
     """Charge cohorts, one after the other, and return how long each took."""
     made = [charge(number, names) for number, names in enumerate(cohorts, start=first)]
-    return [timed(partial(ledger.charge, run, one, one.number)) for one in made]
+    return [timed(partial(ledger.append, run, one)) for one in made]
 
 
 def fsyncs(folder: Path, count: int) -> Times:
@@ -92,16 +93,16 @@ def main() -> None:
         told("one write of 4 KiB with fsync", fsyncs(folder, words.rounds))
         for what, budget in (("", None), (", with a budget", JointBudget(epsilon=50.0, delta=1e-6))):
             path = folder / f"every{bool(budget)}.sqlite"
-            ServerLedger.create(path, budget)
-            with ServerLedger(path) as ledger:
-                run = ledger.begin_run(method="benchmark", delta=1e-6)
+            Store.create(path, budget)
+            with Store(path) as ledger:
+                run = ledger.begin(method="benchmark", delta=1e-6)
                 told(f"a round of a client-level run{what}", charged(ledger, run, [(EVERY_CLIENT,)] * words.rounds, 1))
         for what, budget in (("", None), (", with a budget", JointBudget(epsilon=50.0, delta=1e-6))):
             path = folder / f"books{bool(budget)}.sqlite"
-            ServerLedger.create(path, budget)
+            Store.create(path, budget)
             names = [f"client-{number:07d}" for number in rng.permutation(words.clients)]
-            with ServerLedger(path) as ledger:
-                run = ledger.begin_run(method="benchmark", delta=1e-6)
+            with Store(path) as ledger:
+                run = ledger.begin(method="benchmark", delta=1e-6)
                 parts = [tuple(names[start : start + 50_000]) for start in range(0, len(names), 50_000)]
                 charged(ledger, run, parts, 1)
                 cohorts = [
@@ -110,7 +111,7 @@ def main() -> None:
                 ]
                 times = charged(ledger, run, cohorts, len(parts) + 1)
                 told(f"a round of {words.cohort:,} of {words.clients:,} clients{what}", times)
-            seconds, busy = timed(lambda path=path: ServerLedger(path).close())  # type: ignore[misc]
+            seconds, busy = timed(lambda path=path: Store(path).close())  # type: ignore[misc]
             size = path.stat().st_size / 1e6
             print(f"  opened again, every charge checked: {seconds:.1f} s, processor {busy:.1f} s, {size:.0f} MB")
 

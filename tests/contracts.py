@@ -24,9 +24,9 @@ from flower_dp.clients import (
 from flower_dp.core import dp
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.privacy import accounting
+from flower_dp.privacy.charges import History
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.events import Relation
-from flower_dp.privacy.ledger import Ledger
 from flower_dp.strategies import (
     DPPASGD,
     AdaptiveClip,
@@ -83,7 +83,7 @@ class Charge:
         rounds_late: rounds that may go by between a message and the charge: 1 where the model that the *next* round sends is charged.
     """
 
-    ledgers: Callable[[Any], Sequence[Ledger]]
+    ledgers: Callable[[Any], Sequence[History]]
     event: Callable[[Words], dp.DpEvent]
     rounds_late: int = 0
 

@@ -24,8 +24,8 @@ import pytest
 import yaml
 from flwr.app import Context, RecordDict
 
-from flower_dp.privacy.ledger_file import LedgerFile
-from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy.device_store import DeviceLedger
+from flower_dp.privacy.store import Store
 from flower_dp.running.run_folder import read_metrics
 from tests.grids import LocalGrid, asks_to_train
 from tests.ports import free_ports
@@ -123,7 +123,7 @@ class Deployment:
         return (self.folder / f"{label}{device}.log").read_text()
 
     def replies(self, device):
-        return json.loads((self.folder / "devices" / device / "ledger.json").read_text())["clients"][device]["replies"]
+        return DeviceLedger(self.folder / "devices" / device / "ledger.sqlite").read()[device].replies
 
     def post(self, port, path, context):
         connection = HTTPSConnection("localhost", port, timeout=30, context=context)
@@ -361,7 +361,7 @@ def test_the_containers_can_do_no_more_than_they_must():
         assert not service.get("privileged"), name
         sources = [volume.split(":")[0] for volume in service["volumes"]]
         for source in sources:
-            assert not source.endswith(("ca.key", "docker.sock", "ledger.json")), name
+            assert not source.endswith(("ca.key", "docker.sock", "ledger.sqlite")), name
             assert source.removeprefix("./").split("/")[0] in (
                 "certs",
                 "devices",
@@ -424,9 +424,9 @@ def devices_app(tmp_path, monkeypatch):
         (folder := tmp_path / name).mkdir(mode=0o700)
         subprocess.run([sys.executable, EXAMPLE / "make_data.py", name, folder / "records.csv"], check=True, timeout=100)
         if name != "public":
-            LedgerFile.create(folder / "ledger.json", [name])
+            DeviceLedger.create(folder / "ledger.sqlite", [name])
             own = {"name": name, "epsilon": 3.0, "num-replies": 6, "clip-norm": 1.0}
-            paths = {"data-path": str(folder / "records.csv"), "ledger-path": str(folder / "ledger.json")}
+            paths = {"data-path": str(folder / "records.csv"), "ledger-path": str(folder / "ledger.sqlite")}
             grid.contexts[node].node_config = own | paths
     defaults = tomllib.loads((EXAMPLE / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     own = {"output-dir": str(tmp_path / "run"), "test-data": str(tmp_path / "public" / "records.csv")}
@@ -456,8 +456,8 @@ def test_the_guides_run_is_on_the_disk_when_it_dies_and_goes_on(devices_app, mon
         with pytest.raises(Killed):
             made.play()
     # Rounds 1 and 2 were answered, and round 3 was charged: the server knows it, and no old statement is there.
-    with ServerLedger(made.folder / "checkpoint" / "ledger.sqlite", read_only=True) as ledger:
-        assert [number for run in ledger.runs for number, _ in ledger.charges(run.name)] == [1, 2, 3]
+    with Store(made.folder / "checkpoint" / "ledger.sqlite", read_only=True) as ledger:
+        assert [charge.server_round for run in ledger.runs for charge in ledger.read(run)] == [1, 2, 3]
     assert not (made.folder / "statement.json").exists()
     with pytest.raises(ValueError, match="already holds"):  # a new run can't take the folder
         made.play()

@@ -14,7 +14,7 @@ SHOWING = sorted(path for path in (ROOT / "flower_dp").rglob("*.py") if ">>> " i
 
 # Where users find the classes; each has an __all__, or holds parts that users build runs of.
 EXPORTING = ["strategies", "clients", "wire"]
-PARTS = ["core.sampling", "core.vectors", "privacy.ledger", "privacy.mechanisms", "privacy.release", "privacy.planned_run"]
+PARTS = ["core.sampling", "core.vectors", "privacy.charges", "privacy.mechanisms", "privacy.release", "privacy.planned_run"]
 
 
 def public_classes():

@@ -19,8 +19,8 @@ from flwr.serverapp.strategy import FedAdam, FedAvgM
 from flower_dp.clients import model_arrays
 from flower_dp.core.checks import SettingsError
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
-from flower_dp.privacy.private_file import why_not_own
-from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
+from flower_dp.privacy.private_file import LedgerError, why_not_own
+from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPPASGD, AdaptiveClip, DPFedAvg, PrivateEvaluation, run_checkpoints
 from flower_dp.strategies.checkpoint import NEWEST, OWN_LOOP, PREVIOUS, CheckpointError, CheckpointFolder
 from flower_dp.strategies.run_checkpoints import LEDGER, CheckpointPlace, RunCheckpoints
@@ -471,7 +471,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_its_ledger(tmp_path):
 def test_two_copies_of_one_run_pay_for_each_other_on_a_shared_ledger(tmp_path):
     tmp_path.chmod(0o700)
     ledger = tmp_path / "shared.sqlite"
-    ServerLedger.create(ledger)
+    Store.create(ledger)
     one = stock_case(tmp_path / "one", ledger=ledger)
     one.fails = 2
     one.start(resume=False)

@@ -23,7 +23,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
 from flower_dp import wire
 from flower_dp.apps.device import FUNCTIONS
-from flower_dp.cli import server_ledger as server_ledger_cli
+from flower_dp.cli import ledgers
 from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, reasons
 from flower_dp.clients.account import KEY as ACCOUNT_KEY
 from flower_dp.clients.account import LEDGER_PATH, StateAccount
@@ -32,11 +32,12 @@ from flower_dp.core import columns, environment, stored
 from flower_dp.core.compression import CODECS
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.methods import METHODS
-from flower_dp.privacy import server_ledger_format, statement
-from flower_dp.privacy.charge import EVERY_CLIENT, Charge
-from flower_dp.privacy.ledger_format import Entry, content_of
-from flower_dp.privacy.ledger_lock import Mark
-from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy import ledger_tables, statement
+from flower_dp.privacy.budget import JointBudget
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.device_store import Entry
+from flower_dp.privacy.mark import Mark
+from flower_dp.privacy.store import LedgerRun, Store
 from flower_dp.running import launched, run_folder, trackers
 from flower_dp.running.apps import flatten
 from flower_dp.running.run_folder import RunFolder
@@ -299,8 +300,7 @@ def environment_variables() -> set[str]:
 
 
 def ledger_file() -> set[str]:
-    keys = set(json.loads(content_of({"a": Entry()})))
-    return fields_of(Entry) | keys
+    return fields_of(Entry)
 
 
 def node_state() -> set[str]:
@@ -318,14 +318,13 @@ def run_state() -> set[str]:
 
 def server_ledger() -> set[str]:
     """The columns of the tables of a server's ledger, and what its lock file remembers."""
-    tables = {"ledger": server_ledger_format._LEDGER[server_ledger_format.ADAPTIVE], **server_ledger_format._TABLES}.items()
-    columns = {f"{table}.{column.split()[0]}" for table, text in tables for column in re.sub(r"\(.*?\)", "", text).split(", ")}
-    return {column for column in columns if not column.endswith(".UNIQUE")} | fields_of(Mark)
+    columns = {f"{table}.{column.split()[0]}" for table, text in ledger_tables.TABLES.items() for column in text.split(", ")}
+    return columns | fields_of(Mark, Charge, Scope, JointBudget, LedgerRun)
 
 
 def checkpoints() -> set[str]:
     """The fields of a checkpoint, and the files beside it."""
-    names = {NEWEST, PREVIOUS, LEDGER, f"{LEDGER}.lock", launched._FILE}
+    names = {NEWEST, PREVIOUS, LEDGER, f"{LEDGER}.mark", launched._FILE}
     return fields_of(Checkpoint) | names | fields_of(launched.Launched)
 
 
@@ -333,14 +332,15 @@ def ledger_told() -> set[str]:
     """What `flower-dp ledger --json` tells of a server's ledger: keys, those of the lists by their list."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.sqlite"
-        ServerLedger.create(path)
-        with ServerLedger(path) as ledger:
+        Store.create(path)
+        with Store(path) as ledger:
             for name in ("a", EVERY_CLIENT):
                 event = GaussianDpEvent(noise_multiplier=1.0)
-                run = ledger.begin_run(method="m", delta=1e-5)
-                words = {"kind": "k", "unit": "client", "relation": "add-or-remove-one"}
-                ledger.charge(run, Charge(release="r", number=1, owners=(name,), events=(event,), **words), server_round=1)  # type: ignore[arg-type]
-        told, _ = server_ledger_cli.read(path, None)
+                run = ledger.begin(method="m", delta=1e-5)
+                scope = Scope(unit="client", relation="add-or-remove-one")
+                words = {"release": "r", "number": 1, "server_round": 1, "kind": "k", "scope": scope}
+                ledger.append(run, Charge(owners=(name,), events=(event,), **words))
+        told, _ = ledgers._read(str(path), None, None)
     runs, clients = list(told["runs"].values()), [one for entries in told["clients"].values() for one in entries]
     inner = {"runs": runs, "clients": clients, "joint": told["joint"]}
     return {*told} | {f"{name}.{key}" for name, entries in inner.items() for entry in entries for key in entry}

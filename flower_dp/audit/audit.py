@@ -12,8 +12,8 @@ from flower_dp.audit.estimate import Errors, Scores, errors_of, lower_bound
 from flower_dp.audit.tradeoffs import Estimator, GaussianTradeoff, HockeyStick, LaplaceTradeoff, SampledGaussianTradeoff
 from flower_dp.core import checks, dp
 from flower_dp.privacy import accounting
+from flower_dp.privacy.charges import History
 from flower_dp.privacy.events import Relation, inner_of, leaves_of
-from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.statement import PrivacyStatement
 
 CONFIDENCE = 0.999
@@ -42,7 +42,7 @@ class Claim:
     event: dp.DpEvent
 
     @classmethod
-    def of(cls, statement: PrivacyStatement, ledger: Ledger) -> "Claim":
+    def of(cls, statement: PrivacyStatement, ledger: History) -> "Claim":
         """Return the claim of a statement and the ledger behind it."""
         said = {name: getattr(statement, name) for name in ("unit", "relation", "epsilon", "delta", "accountant")}
         return cls(**said, event=ledger.event)

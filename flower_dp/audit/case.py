@@ -17,7 +17,7 @@ from flower_dp.audit import worst_case
 from flower_dp.clients import client_app, model_arrays
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.core import checks, compression
-from flower_dp.privacy.ledger import Ledger
+from flower_dp.privacy.charges import History
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.simulation.local_grid import LocalGrid, Sent
 from flower_dp.strategies import DPStrategy
@@ -151,10 +151,10 @@ class Trials:
         return self.strategy.statement
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> History:
         """What the last run has charged to client 0 against the adversary who sees most."""
         rules: Any = self.strategy.rules
-        found: Ledger = rules.books.ledgers["c0"] if hasattr(rules, "books") else rules.ledger
+        found: History = rules.books.ledgers["c0"] if hasattr(rules, "books") else rules.ledger
         return found
 
     def _seen(self, before: ArrayRecord, after: ArrayRecord) -> list[np.ndarray]:

@@ -1,12 +1,27 @@
 """The privacy budgets that clients have spent, on a device or on the server: flower-dp ledger."""
 
 import json
+import math
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flower_dp.cli.errors import refuse
+from flower_dp.core import checks, dp
+from flower_dp.core.words import delta_in_words, epsilon_in_words
+
+if TYPE_CHECKING:
+    from flower_dp.privacy.charges import Charges, Scope
+    from flower_dp.privacy.device_store import Entry
+    from flower_dp.privacy.ledger_tables import LedgerRun
+    from flower_dp.privacy.store import Store
+
+# Of a device's ledger, and of a server's without a run.
+_DELTA = 1e-5
+# Clients that are listed, those that were charged most first; all are in the JSON.
+_LISTED = 20
 
 
 def ledger(
@@ -67,9 +82,6 @@ def ledger(
 
     Exit status: 0, or 2 with a line that says why the file can't be used.
     """
-    from flower_dp.cli import device_ledger, server_ledger
-    from flower_dp.core import checks
-
     try:
         if delta is not None:
             checks.number("--delta", delta, above=0, below=1)
@@ -82,15 +94,52 @@ def ledger(
         if create and create_server:
             raise ValueError("--create: is of a device's ledger; leave out --create-server")
         if create_server:
-            server_ledger.create(path, budget, delta, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
-        place = _found(path)
-        if create or not server_ledger.is_server_ledger(place):
-            told, lines = device_ledger.read(path, create, 1e-5 if delta is None else delta)
-        else:
-            told, lines = server_ledger.read(place, delta)
+            _create_server(path, budget, delta, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
+        told, lines = _read(path, create, delta)
     except ValueError as error:
         refuse(str(error))
-    _answer(told, lines, as_json=as_json)
+    if as_json:
+        typer.echo(json.dumps(told, allow_nan=False))
+        return
+    for line in lines:
+        typer.echo(line)
+
+
+def _create_server(
+    path: str, budget: float | None, delta: float | None, *, fully_adaptive: bool, renyi_order: float | None
+) -> None:
+    """Create a server's ledger.
+
+    Raises:
+        ValueError: if it can't be created, a budget lacks its delta, or nothing would fit at the order of a fully adaptive one.
+    """
+    from flower_dp.privacy import renyi, renyi_filter
+    from flower_dp.privacy.budget import JointBudget
+    from flower_dp.privacy.store import Store
+
+    if budget is not None and delta is None:
+        raise ValueError("--delta: a budget has no meaning without it; give the delta of the runs")
+    if fully_adaptive and budget is None:
+        raise ValueError("--fully-adaptive: is of a budget; add --budget")
+    limit = None
+    if budget is not None and delta is not None:
+        limit = JointBudget(epsilon=budget, delta=delta, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
+        if (order := limit.renyi_order) and (order > renyi.ORDERS[-1] or renyi_filter.allowance(budget, delta, order) <= 0):
+            raise ValueError(f"--renyi-order={order:g}: is above 1024, or nothing fits into {limit}")
+    Store.create(path, limit)
+
+
+def _read(path: str, create: list[str] | None, delta: float | None) -> tuple[dict[str, Any], list[str]]:
+    """Return what a ledger says, as JSON values and as lines; it is created first for the clients of a device."""
+    from flower_dp.privacy.device_store import DeviceLedger
+    from flower_dp.privacy.store import Store
+
+    if create:
+        DeviceLedger.create(path, create)
+    with Store(_found(path), read_only=True) as store:
+        if not store.clients:
+            return _server(store, delta)
+        return _device(DeviceLedger(store.path).read(), _DELTA if delta is None else delta)
 
 
 def _found(path: str) -> Path:
@@ -103,9 +152,158 @@ def _found(path: str) -> Path:
     return inside
 
 
-def _answer(told: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(told, allow_nan=False))
-        return
-    for line in lines:
-        typer.echo(line)
+# A device's ledger
+
+
+def _device(entries: dict[str, "Entry"], delta: float) -> tuple[dict[str, Any], list[str]]:
+    accounts = {name: _account(entry, delta) for name, entry in entries.items()}
+    totals = _totals(accounts)
+    lines = [_line(name, account) for name, account in accounts.items()]
+    for name, total in totals.items():
+        spent = f"epsilon {_shown(total['epsilon'])} at delta {delta_in_words(total['delta'])}"
+        lines.append(f"{name}, in total: {spent} ({total['relation']})")
+    return {"clients": accounts, "totals": totals}, lines
+
+
+def _account(entry: "Entry", delta: float) -> dict[str, Any]:
+    """Return one account: the number of replies and their cost; an epsilon of None is infinite."""
+    if entry.terms is None:
+        return {"replies": 0, "num_replies": None, "epsilon": 0.0, "delta": 0.0, "terms": None}
+    at = 0.0 if all(isinstance(event, dp.LaplaceDpEvent) for event in entry.counts) else delta
+    return {
+        "replies": entry.replies,
+        "num_replies": entry.num_replies,
+        "epsilon": _finite(entry.spent.cost(at).epsilon),
+        "delta": at,
+        "relation": entry.relation,
+        "terms": entry.terms,
+    }
+
+
+def _totals(accounts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what training and evaluations cost together, by client: the sum of their epsilons, for evaluations have delta 0."""
+    from flower_dp.privacy.device_store import evaluation_account
+
+    totals = {}
+    for name, training in accounts.items():
+        evaluation = accounts.get(evaluation_account(name))
+        if evaluation is None or None in (training["terms"], evaluation["terms"]):
+            continue
+        if training["relation"] != evaluation["relation"]:
+            continue
+        parts = [training["epsilon"], evaluation["epsilon"]]
+        totals[name] = {
+            "epsilon": None if None in parts else sum(parts),
+            "delta": training["delta"] + evaluation["delta"],
+            "relation": training["relation"],
+        }
+    return totals
+
+
+def _line(name: str, account: dict[str, Any]) -> str:
+    if account["terms"] is None:
+        return f"{name}: no reply yet, no terms"
+    cost = f"epsilon {_shown(account['epsilon'])} at delta {delta_in_words(account['delta'])}"
+    spent = f"{account['replies']} of {account['num_replies']} replies, {cost}"
+    return f"{name}: {spent} ({account['relation']})\n  terms: {account['terms']}"
+
+
+# A server's ledger
+
+
+def _server(store: "Store", delta: float | None) -> tuple[dict[str, Any], list[str]]:
+    budget = store.budget
+    at = delta if delta is not None else _delta(store)
+    runs = {name: _run(run, store.charges[name], at) for name, run in store.runs.items()}
+    clients = _clients(store.all, at)
+    joint = [{**_cost(store.all, scope, at), "runs": len(store.all.runs(scope))} for scope in store.all.scopes]
+    told = {
+        "budget": None if budget is None else asdict(budget),
+        "delta": at,
+        "runs": runs,
+        "clients": clients,
+        "joint": joint,
+    }
+    lines = [_run_line(name, run) for name, run in runs.items()] or ["no run yet"]
+    for one in joint:
+        lines += _client_lines(clients, one)
+        lines.append(
+            f"{_runs_together(one['runs'])} ({one['unit']}, {one['relation']}): epsilon {_shown(one['epsilon'])} at delta "
+            f"{delta_in_words(at)}, accountant {one['accountant']}, for the client who was charged most"
+        )
+    if len(joint) > 1:
+        lines.append("no accountant adds up costs of different units or relations: they are apart")
+    if budget is not None:
+        holds = ", whatever decides the settings of a run (fully adaptive)" if budget.fully_adaptive else ""
+        lines.append(f"budget of all runs together: epsilon {budget.epsilon:g} at delta {delta_in_words(budget.delta)}{holds}")
+    return told, lines
+
+
+def _delta(store: "Store") -> float:
+    """Return the delta of the budget, else the least one of the runs' statements."""
+    if store.budget is not None:
+        return store.budget.delta
+    return min((run.delta for run in store.runs.values() if run.delta > 0), default=_DELTA)
+
+
+def _run(run: "LedgerRun", charges: "Charges", delta: float) -> dict[str, Any]:
+    return {
+        "method": run.method,
+        "started": run.started,
+        "private": run.private,
+        "charges": charges.numbers(),
+        "epsilon": [_cost(charges, scope, delta) for scope in charges.scopes],
+    }
+
+
+def _cost(charges: "Charges", scope: "Scope", delta: float) -> dict[str, Any]:
+    cost = charges.worst(scope, delta)
+    return {"unit": scope.unit, "relation": scope.relation, "epsilon": _finite(cost.epsilon), "accountant": cost.accountant}
+
+
+def _clients(charges: "Charges", delta: float) -> dict[str, list[dict[str, Any]]]:
+    """Return what every client has cost over all runs, by name."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for scope in charges.scopes:
+        costs: dict[Any, float] = {}  # many clients have one history
+        for name in charges.owners(scope):
+            history = charges.history(scope, name)
+            key = frozenset(history.counts.items())
+            if key not in costs:
+                costs[key] = history.cost(delta).epsilon
+            found.setdefault(name, []).append({"unit": scope.unit, "relation": scope.relation, "epsilon": _finite(costs[key])})
+    return found
+
+
+def _client_lines(clients: dict[str, list[dict[str, Any]]], of: dict[str, Any]) -> list[str]:
+    """Return a line of each client who was charged most."""
+    costs = {
+        name: math.inf if one["epsilon"] is None else one["epsilon"]
+        for name, entries in clients.items()
+        for one in entries
+        if (one["unit"], one["relation"]) == (of["unit"], of["relation"])
+    }
+    first = sorted(costs, key=lambda name: (-costs[name], name))
+    lines = [f"  {name}: epsilon {_shown(_finite(costs[name]))}" for name in first[:_LISTED]]
+    if len(first) > _LISTED:
+        lines.append(f"  and {len(first) - _LISTED} others, with less: --json has all")
+    return lines
+
+
+def _run_line(name: str, run: dict[str, Any]) -> str:
+    charges = ", ".join(f"{number} x {release}" for release, number in run["charges"].items()) or "no charge"
+    costs = "; ".join(f"epsilon {_shown(one['epsilon'])} ({one['unit']}, {one['relation']})" for one in run["epsilon"])
+    seeded = "" if run["private"] else ", noise from a fixed seed"
+    return f"run {name[:8]}, {run['method']}, {run['started']}{seeded}: {charges}{'; ' * bool(costs)}{costs}"
+
+
+def _runs_together(number: int) -> str:
+    return "one run" if number == 1 else f"all {number} runs together"
+
+
+def _finite(epsilon: float) -> float | None:
+    return epsilon if math.isfinite(epsilon) else None
+
+
+def _shown(epsilon: float | None) -> str:
+    return "infinite: not private" if epsilon is None else epsilon_in_words(epsilon)

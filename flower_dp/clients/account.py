@@ -2,7 +2,7 @@
 
 The state outlives client objects and worker processes within one run, so a client object that is created for every message still
 knows what the client has spent. It is empty in the next run, and after a restart of the SuperNode: budgets of several runs on the
-same records add up. A file keeps one count for all of them: `flower_dp.privacy.ledger_file`.
+same records add up. A file keeps one count for all of them: `flower_dp.privacy.device_store`.
 """
 
 import copy
@@ -17,7 +17,7 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from flower_dp.clients.reasons import SEE_LOG, Declined
 from flower_dp.privacy.client_terms import Terms, value_of
-from flower_dp.privacy.ledger_file import LedgerFile, Numbered, owner_of
+from flower_dp.privacy.device_store import DeviceLedger, Numbered, owner_of
 
 log = logging.getLogger("flwr")
 
@@ -108,7 +108,7 @@ class FileAccount:
         state: the node's state.
     """
 
-    def __init__(self, files: Mapping[str, LedgerFile], state: RecordDict) -> None:
+    def __init__(self, files: Mapping[str, DeviceLedger], state: RecordDict) -> None:
         self._files = files
         self._seen = StateAccount(state)
 
@@ -118,7 +118,7 @@ class FileAccount:
         for file, names in self._by_file(asked):
             known = {name: self._seen.replies(name) for name in names}
             try:
-                spent, counts = file.charge({name: asked[name] for name in names}, at_least=known, numbered=numbered)
+                spent, counts = file.charge({name: asked[name] for name in names}, numbered, at_least=known)
             except Exception as error:  # after any error there is no account
                 log.error("%s: no reply of %s", error, ", ".join(names))
                 refused |= dict.fromkeys(names, f"its ledger can't be used; {SEE_LOG}")
@@ -129,8 +129,8 @@ class FileAccount:
                 refused[name] = reason.public
         return refused
 
-    def _by_file(self, names: Iterable[str]) -> list[tuple[LedgerFile, list[str]]]:
-        groups: dict[str, tuple[LedgerFile, list[str]]] = {}
+    def _by_file(self, names: Iterable[str]) -> list[tuple[DeviceLedger, list[str]]]:
+        groups: dict[str, tuple[DeviceLedger, list[str]]] = {}
         for name in names:
             file = self._files[owner_of(name)]
             groups.setdefault(str(file.path), (file, []))[1].append(name)
@@ -190,7 +190,7 @@ def refuse_ledger(context: Context) -> None:
         raise Declined(f"{LEDGER_PATH}: this client keeps no account, so its replies would not be counted")
 
 
-def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, LedgerFile]:
+def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, DeviceLedger]:
     """Return every client's ledger file.
 
     Raises:
@@ -201,7 +201,7 @@ def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, LedgerFile]:
         path = value_of("ledger", ledger, name)
         if not isinstance(path, str | os.PathLike) or not str(path):
             raise ValueError(f"ledger={path!r}: must be the path of a file; create it with `flower-dp ledger FILE --create NAME`")
-        files[name] = LedgerFile(path)
+        files[name] = DeviceLedger(path)
     return files
 
 

@@ -121,6 +121,15 @@ def noise_multiplier_of(text: str) -> float:
         return math.nan
 
 
+def num_replies_of(text: str) -> int:
+    """Return the most replies that terms allow, of the terms as one line, `Terms.text`.
+
+    Raises:
+        ValueError: if the line has no such number.
+    """
+    return checks.integer("num_replies", int(text.partition(" ")[0]), at_least=1)
+
+
 def value_of(field: str, value: Any, name: str) -> Any:
     """Return one client's value: of a mapping by client name, or the one value for all.
 

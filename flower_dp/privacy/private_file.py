@@ -61,15 +61,6 @@ def create_private(path: Path) -> int:
     return descriptor
 
 
-def sync(descriptor: int) -> None:
-    """Return when what was written is on the disk."""
-    import fcntl  # noqa: PLC0415 (Windows has none)
-
-    os.fsync(descriptor)
-    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync alone leaves it in the drive's cache
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-
-
 def sync_folder(folder: Path) -> None:
     """Return when the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)

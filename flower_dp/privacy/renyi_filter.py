@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from flower_dp.core import checks, dp
 from flower_dp.privacy import accounting, renyi
+from flower_dp.privacy.budget import JointBudget
 from flower_dp.privacy.events import Relation, UnsupportedEventError, inner_of, leaves_of
-from flower_dp.privacy.server_ledger_format import JointBudget
 
 # Far more than the rounding of a sum of millions of divergences, in parts of it.
 _ROUNDING = 1e-9

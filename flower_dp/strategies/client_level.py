@@ -11,8 +11,7 @@ from flower_dp.core import checks, dp
 from flower_dp.core.noise import Generator
 from flower_dp.core.stored import stored
 from flower_dp.privacy import accounting
-from flower_dp.privacy.charge import Charge
-from flower_dp.privacy.ledger import Ledger
+from flower_dp.privacy.charges import Charge, History
 from flower_dp.strategies.calibration import Budget, run_event
 from flower_dp.strategies.evaluation import SumEvaluation
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
@@ -239,27 +238,24 @@ class ClientLevelRules:
         return self.training.num_charged
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> History:
         """What was charged against any single client."""
-        return self._ledger("every client", outside=False)
+        return self._ledger(outside=False)
 
     @property
-    def outside_ledger(self) -> Ledger:
+    def outside_ledger(self) -> History:
         """What was charged against those who are no clients."""
-        return self._ledger("every client, against outsiders", outside=True)
+        return self._ledger(outside=True)
 
-    def _ledger(self, owner: str, *, outside: bool) -> Ledger:
-        ledger = Ledger(owner=owner, relation=self._relation)
-        self.training.charge_to(ledger, outside=outside)
+    def _ledger(self, *, outside: bool) -> History:
+        counts = self.training.counts(outside=outside)
         if self.evaluation is not None:
-            self.evaluation.release.charge_to(ledger, outside=outside)
-        return ledger
+            counts.update(self.evaluation.release.counts(outside=outside))
+        return History(relation=self._relation, counts=counts)
 
     def epsilon_of(self, release: NoisedSum) -> float:
         """Return what one of the releases has cost alone."""
-        ledger = Ledger(owner=f"every client, {release.name}", relation=self._relation)
-        release.charge_to(ledger)
-        return ledger.cost(self.delta).epsilon
+        return History(relation=self._relation, counts=release.counts()).cost(self.delta).epsilon
 
     @property
     def least_noise_multiplier(self) -> float:

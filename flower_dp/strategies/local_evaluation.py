@@ -48,7 +48,6 @@ class OwnEvaluation:
             weight_of=books.share,
             longest=_longest,
             metrics=MetricBounds(bounds=plan.metrics),
-            owner=", evaluation",
         )
         books.evaluate(release, plan.budget.terms)
         return cls(plan=plan, books=books, release=release)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flower_dp.core.stored import stored
-from flower_dp.privacy.charge import Charge
+from flower_dp.privacy.charges import Charge
 from flower_dp.strategies.local_evaluation import OwnEvaluation
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import BooksState, ClientBooks

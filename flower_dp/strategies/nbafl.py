@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,9 +15,8 @@ from flower_dp.core import checks, dp, noise
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling
 from flower_dp.core.stored import stored
-from flower_dp.privacy.charge import Charge
+from flower_dp.privacy.charges import Charge, History
 from flower_dp.privacy.client_terms import values_in
-from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.nbafl import downlink_noise_std, weights_terms
 from flower_dp.strategies.local_level import LocalRules
 from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population
@@ -219,23 +219,23 @@ class NbAFLRules(LocalRules):
         self.own = (*self.own, broadcast)
 
     @property
-    def broadcast_ledgers(self) -> dict[str, Ledger]:
+    def broadcast_ledgers(self) -> dict[str, History]:
         """What the broadcasts have cost every client, against those who see no message of a client."""
-        return self._charged("broadcasts", lambda broadcast: [broadcast.std] * len(broadcast.clients))
+        return self._charged(lambda broadcast: [broadcast.std] * len(broadcast.clients))
 
     @property
-    def participant_ledgers(self) -> dict[str, Ledger]:
+    def participant_ledgers(self) -> dict[str, History]:
         """What the broadcasts have cost every client, against another client, who knows its own noise."""
-        return self._charged("broadcasts, against participants", lambda broadcast: broadcast.participant_stds.tolist())
+        return self._charged(lambda broadcast: broadcast.participant_stds.tolist())
 
-    def _charged(self, what: str, stds_of: Callable[[Broadcast], Sequence[float]]) -> dict[str, Ledger]:
+    def _charged(self, stds_of: Callable[[Broadcast], Sequence[float]]) -> dict[str, History]:
         names = list(self.books.terms)
-        ledgers = {name: Ledger(owner=f"{name}, {what}", relation=self.books.relation) for name in names}
+        counts: dict[str, Counter[dp.DpEvent]] = {name: Counter() for name in names}
         for broadcast in self.broadcasts:
             stds = stds_of(broadcast)
             for place, part, std in zip(broadcast.clients.tolist(), broadcast.parts.tolist(), stds, strict=True):
-                ledgers[names[place]].charge(self._broadcast_event(part, std))
-        return ledgers
+                counts[names[place]][self._broadcast_event(part, std)] += 1
+        return {name: History(relation=self.books.relation, counts=own) for name, own in counts.items()}
 
     def _broadcast_event(self, part: float, std: float) -> dp.DpEvent:
         return dp.GaussianDpEvent(std / (part * self.clip_norm)) if std else dp.NonPrivateDpEvent()

@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import Strategy
 
 from flower_dp.core import checks
 from flower_dp.core.noise import Generator
-from flower_dp.privacy.charge import Charge
+from flower_dp.privacy.charges import Charge
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.evaluation import Evaluation
 from flower_dp.strategies.journal import OnRound
@@ -41,7 +41,7 @@ class Options(TypedDict, total=False):
             0, the initial model: a function, or a writer of `flower_dp.running.trackers`. An error in it is logged, and the run
             goes on. If it has methods `open` and `close`, these are called before the run and after it; an error in `open` ends
             the run before any client is asked.
-        ledger: the file of a server's ledger (`flower_dp.privacy.server_ledger.ServerLedger`) that several runs on the same
+        ledger: the file of a server's ledger (`flower_dp.privacy.store.Store`) that several runs on the same
             clients share. Every charge is on the disk before its messages leave; the statement has the joint epsilon of all runs;
             and the run ends before a round that the ledger's budget, if it has one, does not cover. None: this process alone
             keeps the charges.

@@ -11,10 +11,10 @@ from flwr.app import ArrayRecord, Message
 
 from flower_dp import wire
 from flower_dp.core.noise import Generator, noise_generator
-from flower_dp.privacy.ledger_format import CHARGED_BEFORE
+from flower_dp.privacy.device_store import REPEATED
 from flower_dp.strategies import diagnostics
-from flower_dp.strategies.durable import Durable, InMemory
 from flower_dp.strategies.exchange import Asked, Exchange
+from flower_dp.strategies.log import ChargeLog, MemoryLog
 from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.replies import Collected
@@ -40,7 +40,7 @@ class Run:
 
     Attributes:
         asked: by the name of a release: what was asked, until the replies are added up. It belongs to this process alone.
-        durable: keeps the charges where a crash does not reach them.
+        log: keeps the charges where a crash does not reach them.
         checkpoints: from which the run can go on.
 
     Args:
@@ -56,7 +56,7 @@ class Run:
         self._own = RunState()
         self._initial = self.state
         self.asked: dict[str, Asked] = {}
-        self.durable: Durable = InMemory(private=not self.seeded_noise)
+        self.log: ChargeLog = MemoryLog(private=not self.seeded_noise)
         self.checkpoints = RunCheckpoints(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -180,10 +180,10 @@ class Run:
         """
         started = time.monotonic()
         cohort = tuple(name for names in asked.values() for name in names)
-        ask = release.ask(length, cohort).in_run(self.durable.run)
-        charge = release.next_charge(cohort)
-        with self.checkpoints.unfinished(charge, server_round):
-            self.durable.charge(charge, server_round)
+        ask = release.ask(length, cohort).in_run(self.log.run)
+        charge = release.next_charge(cohort, server_round)
+        with self.checkpoints.unfinished(charge):
+            self.log.append(charge)
         release.take(charge)
         self.note(num_known=max(self._own.num_known, len(known_clients.names)))
         self.charged(release, server_round)
@@ -228,7 +228,7 @@ class Run:
                 f"{asked.number}: its state was changed while the round was open, and the round is not released"
             )
         collected = self.exchange.total(asked, replies, seeded=self.seeded_noise)
-        repeated = any(CHARGED_BEFORE in reason for reason in collected.refused.values())
+        repeated = any(reason.startswith(REPEATED) for reason in collected.refused.values())
         for seen, incident in ((collected.seeded_clients, _SEEDED), (repeated, _OLDER)):
             # Told once, and not where it tells who was in a cohort.
             if seen and incident not in self._own.incidents and not self.secret_cohort:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Result
 
-from flower_dp.privacy.charge import Charge
-from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy.charges import Charge
+from flower_dp.privacy.store import Store
 from flower_dp.strategies.checkpoint import OWN_LOOP, Checkpoint, CheckpointError, CheckpointFolder, metrics_of
-from flower_dp.strategies.durable import OnLedger
+from flower_dp.strategies.log import StoreLog
 from flower_dp.strategies.run_state import RunState
 from flower_dp.wire import numpy_arrays
 
@@ -84,10 +84,10 @@ class RunCheckpoints:
         self._setting: Mapping[str, str] = {}
         self._last: _Snapshot | None = None
         self._written: _Snapshot | None = None
-        self._charges: list[tuple[int, Charge]] = []
+        self._charges: list[Charge] = []
         # The last snapshot after a round with a reply, and what was charged since.
         self._answered: _Snapshot | None = None
-        self._unanswered: list[tuple[int, Charge]] = []
+        self._unanswered: list[Charge] = []
         self._began = self._due = time.monotonic()
         if place is None:
             return
@@ -131,9 +131,9 @@ class RunCheckpoints:
             ValueError: if the run had other releases: its charges would get another cost.
         """
         self._run.state = found.state
-        if isinstance(durable := self._run.durable, OnLedger):
+        if isinstance(charge_log := self._run.log, StoreLog):
             known = {release.name: release.num_charged for release in self._run.releases}
-            self._leave(durable.charges(known))
+            self._leave(charge_log.beyond(known))
         if self._setting:  # it runs on; where only its last evaluation is left, no other snapshot comes
             self._last = self._written = self._answered = _Snapshot(
                 server_round=found.server_round, is_over=found.is_over, state=self._run.state, arrays=found.model
@@ -153,10 +153,10 @@ class RunCheckpoints:
         if self.found is not None:
             return path
         if not path.exists():
-            ServerLedger.create(path)
+            Store.create(path)
             return path
-        with ServerLedger(path, read_only=True) as ledger:
-            charged = ledger.has_charges
+        with Store(path, read_only=True) as ledger:
+            charged = ledger.num_charges
         if charged:
             raise CheckpointError(
                 f"{path}: has charges of a run without a checkpoint, which can't go on; a new run needs another folder"
@@ -171,29 +171,31 @@ class RunCheckpoints:
     # What is not finished
 
     @contextmanager
-    def unfinished(self, charge: Charge, server_round: int) -> Iterator[None]:
+    def unfinished(self, charge: Charge) -> Iterator[None]:
         """Count a charge that is made in this context among those that are not finished, before the next snapshot."""
-        self._charges.append((server_round, charge))
+        self._charges.append(charge)
         try:
             yield
         except Exception:  # an interruption is none: then the charge may have been made
             self._charges.pop()
             raise
 
-    def _leave(self, charges: Iterable[tuple[int, Charge]]) -> None:
+    def _leave(self, charges: Iterable[Charge]) -> None:
         run = self._run
         releases = {release.name: release for release in run.releases}
         rounds: dict[str, list[int]] = {name: [] for name in releases}
-        for server_round, charge in charges:
+        for charge in charges:
             release = releases.get(charge.release)
             if release is None:
-                raise CheckpointError(f"{charge.release} was charged in round {server_round}, and is no release of this strategy")
+                raise CheckpointError(
+                    f"{charge.release} was charged in round {charge.server_round}, and is no release of this strategy"
+                )
             if charge.number > release.num_charged:
                 release.take(charge)
-                run.charged(release, server_round)
+                run.charged(release, charge.server_round)
             if release is run.rules.training:
                 run.rules.unfinished(charge)
-            rounds[release.name].append(server_round)
+            rounds[release.name].append(charge.server_round)
         for name, numbers in rounds.items():
             what = "" if name == run.rules.training.name else "the evaluation of "
             for first, last in _ranges(numbers):
@@ -264,7 +266,7 @@ class RunCheckpoints:
             is_over=now.is_over,
             state=now.state,
             arrays=numpy_arrays(now.arrays, limit=_LARGEST_ARRAY),
-            run=self._run.durable.run if isinstance(self._run.durable, OnLedger) else "",
+            run=self._run.log.run if isinstance(self._run.log, StoreLog) else "",
             elapsed=started - self._began,
             ended=ended,
         )

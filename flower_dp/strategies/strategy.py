@@ -17,18 +17,17 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_dp import wire
 from flower_dp.core import checks
-from flower_dp.privacy.joint_cost import Scope
-from flower_dp.privacy.private_file import LedgerError
-from flower_dp.privacy.server_ledger import BudgetSpentError
+from flower_dp.privacy.charges import Scope
+from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.checkpoint import Checkpoint
-from flower_dp.strategies.durable import InMemory, OnLedger
 from flower_dp.strategies.evaluate_fn import EvaluateFn, named
 from flower_dp.strategies.exchange import PlainExchange
 from flower_dp.strategies.figures import RunFigures
 from flower_dp.strategies.journal import Journal
 from flower_dp.strategies.legacy import LegacyAppError
+from flower_dp.strategies.log import MemoryLog, StoreLog
 from flower_dp.strategies.loop import Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
 from flower_dp.strategies.population.fit import changing_names, check_evaluate_config, check_overrides, first_query
@@ -127,11 +126,11 @@ class DPStrategy(RunFigures, Strategy):
         before, run = self._run.state, self._run
         run.state = state
         try:
-            run.durable.check_state({release.name: release.num_charged for release in run.releases})
+            run.log.check_state({release.name: release.num_charged for release in run.releases})
         except LedgerError:
             run.state = before
             raise
-        if not any(self._run.num_charged) and isinstance(self._run.durable, InMemory):  # a new run
+        if not any(self._run.num_charged) and isinstance(self._run.log, MemoryLog):  # a new run
             self._forget_charges()
 
     def plan(self, num_rounds: int) -> None:
@@ -156,12 +155,12 @@ class DPStrategy(RunFigures, Strategy):
     @property
     def statement(self) -> PrivacyStatement:
         """The privacy statement of all that was released so far."""
-        durable = self._run.durable
+        charge_log = self._run.log
         # The run's id too: another one may have released the same, and has another joint epsilon.
-        key = (durable.run, self.rules.state, self.facts)
+        key = (charge_log.run, self.rules.state, self.facts)
         if self._stated is None or self._stated[0] != key:
             own = self.rules.statement(self.facts)
-            joint = durable.joint(Scope(unit=own.unit, relation=own.relation), own.delta)
+            joint = charge_log.joint(Scope(unit=own.unit, relation=own.relation), own.delta)
             if joint is not None and (self._had_changing_names or self.facts.changing_names):
                 # A client of two names was counted as two: nobody knows what the runs have cost it together.
                 joint = replace(joint, epsilon=math.inf, accountant="none")
@@ -347,24 +346,24 @@ class DPStrategy(RunFigures, Strategy):
 
     def close(self) -> None:
         """Let other runs write to the ledger; `start` calls it at its end."""
-        self._run.durable.close()
+        self._run.log.close()
 
     # Parts of a run
 
     def _forget_charges(self) -> None:
         """Let a new run have charges of its own; those of the last one stay in the joint epsilon."""
-        if isinstance(durable := self._run.durable, OnLedger | InMemory):
-            durable.close()
-            before = durable if isinstance(durable, InMemory) else durable.memory
-            self._run.durable = InMemory(private=not self.seeded_noise, before=before)
+        if isinstance(charge_log := self._run.log, StoreLog | MemoryLog):
+            charge_log.close()
+            before = charge_log if isinstance(charge_log, MemoryLog) else charge_log.memory
+            self._run.log = MemoryLog(private=not self.seeded_noise, before=before)
 
     def _open_ledger(self) -> None:
         """Open the ledger of the run, once: the strategy's own, or else that beside its checkpoints."""
         run = self._run
-        if not isinstance(run.durable, OnLedger) and (path := self.ledger or run.checkpoints.ledger()) is not None:
+        if not isinstance(run.log, StoreLog) and (path := self.ledger or run.checkpoints.ledger()) is not None:
             found = run.checkpoints.found
-            memory = run.durable if self.ledger is None and isinstance(run.durable, InMemory) else None
-            run.durable = OnLedger(
+            memory = run.log if self.ledger is None and isinstance(run.log, MemoryLog) else None
+            run.log = StoreLog(
                 path,
                 method=self.rules.title,
                 delta=self.delta,

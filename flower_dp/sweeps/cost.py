@@ -16,10 +16,10 @@ from flower_dp.core import checks, dp
 from flower_dp.core.words import delta_in_words, epsilon_in_words
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
-from flower_dp.privacy.charge import EVERY_CLIENT, Charge
+from flower_dp.privacy.charges import Charges, Scope
 from flower_dp.privacy.events import UnsupportedEventError
-from flower_dp.privacy.joint_cost import Scope
-from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
+from flower_dp.privacy.private_file import LedgerError
+from flower_dp.privacy.store import Store
 from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_JSON, STATEMENT_TEXT, read_metrics, write_whole
 
 _LEDGER = "ledger.sqlite"
@@ -210,34 +210,27 @@ def has_charges(folder: Path) -> bool:
     if not ledger.is_file():
         return any(row.get("round", 0) > 0 for row in read_metrics(folder))
     try:
-        with ServerLedger(ledger, read_only=True) as file:
-            return file.has_charges
+        with Store(ledger, read_only=True) as store:
+            return store.num_charges > 0
     except LedgerError:
         return True
 
 
 def _charged(ledger: Path) -> Iterable[tuple[Scope, Charged, float]]:
     """Yield what the runs in a ledger have charged, with the delta of their statements."""
-    with ServerLedger(ledger, read_only=True) as file:
-        for run in file.runs:
-            charges = [charge for _, charge in file.charges(run.name)]
-            for scope in dict.fromkeys(Scope(unit=charge.unit, relation=charge.relation) for charge in charges):
-                of_scope = [charge for charge in charges if (charge.unit, charge.relation) == (scope.unit, scope.relation)]
-                histories = histories_of(of_scope)
+    with Store(ledger, read_only=True) as store:
+        for run in store.runs.values():
+            charges = store.charges[run.name]
+            for scope in dict.fromkeys(charge.scope for charge in charges.last.values()):
+                histories = histories_of(charges, scope)
                 alone = _least([Charged(histories=histories, private=True)], run.delta, scope)
                 private = run.private and alone is not None and math.isfinite(alone.epsilon)
                 yield scope, Charged(histories=histories, private=private), run.delta
 
 
-def histories_of(charges: Iterable[Charge]) -> tuple[Events, ...]:
+def histories_of(charges: Charges, scope: Scope) -> tuple[Events, ...]:
     """Return how often every owner was charged with which event; equal histories once."""
-    counts: dict[str, Counter[dp.DpEvent]] = {EVERY_CLIENT: Counter()}
-    for charge in charges:
-        for owner, event in zip(charge.owners, charge.events, strict=True):
-            if not isinstance(event, dp.NoOpDpEvent):
-                counts.setdefault(owner, Counter())[event] += 1
-    everyone = counts[EVERY_CLIENT]
-    found = {frozenset((one if owner == EVERY_CLIENT else one + everyone).items()) for owner, one in counts.items()}
+    found = {frozenset(history.counts.items()) for history in charges.histories(scope)}
     return tuple(dict(one) for one in found)
 
 

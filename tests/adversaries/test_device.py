@@ -33,8 +33,8 @@ from flower_dp.core.clipping import NOT_FINITE, NotFiniteError
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.release import Release
 from flower_dp.wire import Answer, Ask, Instruction, OwnAsk, Promise
@@ -240,7 +240,7 @@ def run_of_a_numpy_client(path: Any, with_context: bool) -> Message:
 
 def test_five_runs_of_a_numpy_client_spend_one_ledger(tmp_path: Any) -> None:
     """Five replies left in five runs on a budget of three, and the ledger counted none."""
-    ledger = LedgerFile.create(tmp_path / "ledger.json", ["c0"])
+    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
     answers = [run_of_a_numpy_client(ledger.path, with_context=True) for _ in range(5)]
     texts = [str(reply.content.config_records["fitres.metrics"][wire.KEY]) for reply in answers]
     assert ["its budget is spent" in text for text in texts] == [False] * 3 + [True] * 2
@@ -248,7 +248,7 @@ def test_five_runs_of_a_numpy_client_spend_one_ledger(tmp_path: Any) -> None:
 
 
 def test_a_client_that_does_not_know_what_the_owner_has_set_does_not_reply(tmp_path: Any) -> None:
-    ledger = LedgerFile.create(tmp_path / "ledger.json", ["c0"])
+    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
     reply = run_of_a_numpy_client(ledger.path, with_context=False)
     assert "declined: context: this client has no account; pass context=context" in reply.error.reason
     assert ledger.read()["c0"].replies == 0
@@ -278,7 +278,7 @@ def test_a_client_object_that_is_kept_does_not_reply_with_the_context_of_an_earl
 
 def test_an_apps_own_ledger_does_not_hide_the_owners(tmp_path: Any) -> None:
     """Without a context the client does not know whether there is another."""
-    ledger = LedgerFile.create(tmp_path / "ledger.json", ["c0"])
+    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
     made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", ledger=ledger.path)
     with pytest.raises(Declined, match="context: this client has no account"):
         made.answer(model(), config_of(local()))
@@ -287,7 +287,7 @@ def test_an_apps_own_ledger_does_not_hide_the_owners(tmp_path: Any) -> None:
 
 def test_a_client_without_an_account_that_is_given_the_context_refuses_a_ledger() -> None:
     with pytest.raises(Declined, match="ledger-path: this client keeps no account"):
-        device(None, context=context_of(**{LEDGER_PATH: "ledger.json"}))
+        device(None, context=context_of(**{LEDGER_PATH: "ledger.sqlite"}))
 
 
 def test_a_client_is_not_named_as_an_account_of_evaluations(tmp_path: Any) -> None:
@@ -376,7 +376,7 @@ def test_no_message_lets_an_app_change_the_account(spoils: Any, kind: str) -> No
 
 
 def test_an_app_does_not_take_the_ledger_from_the_nodes_config(tmp_path: Any) -> None:
-    ledger = LedgerFile.create(tmp_path / "ledger.json", ["a"])
+    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["a"])
     app, context = spoiling_app(no_ledger), context_of(**{LEDGER_PATH: str(ledger.path)})
     for _ in range(4):
         app(nbafl(), context)

@@ -36,8 +36,8 @@ from flower_dp.clients.account import LEDGER_PATH, StateAccount
 from flower_dp.clients.reasons import SEE_LOG, Declined
 from flower_dp.clients.reply import parts
 from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.device_store import DeviceLedger, evaluation_account
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.privacy.ledger_file import LedgerFile, evaluation_account
 from flower_dp.strategies import LocalEvaluation, PrivateEvaluation
 from flower_dp.wire import Answer, Instruction
 from tests.adversaries.fuzzing import THOROUGH, bounded, contents, examples, texts
@@ -500,8 +500,8 @@ def instruction_of_any(message: Message) -> Instruction:
 @given(data=st.data())
 def test_no_message_passes_the_budget_in_a_ledger_file(data: st.DataObject, tmp_path_factory: Any) -> None:
     method = BY_LABEL["fedsgd-dpc laplace"]
-    path = tmp_path_factory.mktemp("ledger") / "ledger.json"
-    ledger = LedgerFile.create(path, HOSTED)
+    path = tmp_path_factory.mktemp("ledger") / "ledger.sqlite"
+    ledger = DeviceLedger.create(path, HOSTED)
     runs = [local(method, context=empty(**{LEDGER_PATH: str(path)})) for _ in range(2)]
     rows_of = dict.fromkeys(("train", "evaluate"), 0)
     for message in data.draw(changed(method.label, most=8)):

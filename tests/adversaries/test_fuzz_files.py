@@ -3,7 +3,9 @@
 # ruff: noqa: PT017 (a refusal is as good as a right answer)
 import json
 import math
+import sqlite3
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from torch import nn
 
 from flower_dp.cli import main as cli
 from flower_dp.clients import FedSGDDPCRecipe
-from flower_dp.privacy import ledger_format
-from flower_dp.privacy.ledger_file import Entry, LedgerError, LedgerFile
-from flower_dp.privacy.ledger_format import content_of
+from flower_dp.privacy import ledger_tables, store
+from flower_dp.privacy.device_store import DeviceLedger, Numbered
+from flower_dp.privacy.private_file import LedgerError
+from flower_dp.privacy.store import Store
 from flower_dp.reporting import compare, tables, update_norms
 from flower_dp.reporting.past_run import read_past_run
 from flower_dp.running import run_folder
@@ -50,62 +53,82 @@ def changed(draw: st.DrawFn, content: bytes, *, read: Any = json.loads, write: A
 # The ledger of a device
 
 TERMS = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=3.0, num_replies=5).terms("c0", records("c0"))
-ACCOUNTS = {"c0": Entry().charged(TERMS).charged(TERMS), "c1": Entry(), "c0, evaluation": Entry().charged(TERMS)}
-LEDGER = content_of(ACCOUNTS)
 
 
-@pytest.mark.slow
-@examples(80)
-@given(content=changed(LEDGER))
-def test_a_changed_ledger_is_refused_or_has_the_same_accounts(content: bytes, place: Path) -> None:
-    """Damage can't be told from another honest file only where nothing was changed but spaces."""
-    path = place / "ledger.json"
-    path.write_bytes(content)
-    path.chmod(0o600)
-    with bounded():
-        try:
-            entries = LedgerFile(path).read()
-        except LedgerError:
-            with pytest.raises(LedgerError):
-                LedgerFile(path).charge({"c0": TERMS})
-            return
-    assert entries == ACCOUNTS
+@pytest.fixture(scope="module")
+def ledger(place: Path) -> Path:
+    path = place / "whole.sqlite"
+    DeviceLedger.create(path, ["c0", "c1"])
+    for number, accounts in enumerate((["c0"], ["c0", "c0, evaluation"]), start=1):
+        DeviceLedger(path).charge(
+            dict.fromkeys(accounts, TERMS), {account: Numbered(run="r", number=number) for account in accounts}
+        )
+    return path
 
 
-def signed(content: bytes, version: int) -> bytes:
-    """A file of the right checksum, or of the format that has none, with what stands in another one."""
-    try:
-        document = json.loads(content)
-        clients = document["clients"]
-        document = {"flower-dp-ledger": version, "clients": clients}
-        if version == ledger_format.FORMAT:
-            document["sha256"] = ledger_format._checksum(clients)
-        return json.dumps(document).encode()
-    except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
-        return content
-
-
-@pytest.mark.slow
-@examples(50)
-@given(content=changed(LEDGER), version=st.sampled_from([1, 2]))
-def test_whatever_a_ledger_says_is_shown_or_refused(content: bytes, version: int, place: Path) -> None:
-    """Who may write the file may say what he likes there; the command answers, and charging it ends."""
-    path = place / "signed.json"
-    path.write_bytes(signed(content, version))
+def assert_it_is_shown_or_refused(path: Path, whole: Path) -> None:
+    """The command answers, and a charge either has all that was there, and one more, or is refused."""
     path.chmod(0o600)
     with bounded():
         assert_ends_well("ledger", str(path))
         assert_ends_well("ledger", str(path), "--json")
         try:
-            before = LedgerFile(path).read()
-            refused, counts = LedgerFile(path).charge({"c0": TERMS})
+            before = DeviceLedger(path).read()
+            refused, counts = DeviceLedger(path).charge({"c0": TERMS}, {"c0": Numbered(run="s", number=1)})
         except LedgerError:
             return
-        after = LedgerFile(path).read()
+        after = DeviceLedger(path).read()
+    assert before == DeviceLedger(whole).read()
     assert bool(refused) != bool(counts)
     assert after["c0"].replies == before["c0"].replies + len(counts)
-    assert after["c0"].replies <= TERMS.num_replies or refused
     assert {name: after[name] for name in before if name != "c0"} == {name: before[name] for name in before if name != "c0"}
+
+
+@pytest.mark.slow
+@examples(60)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_changed_ledger_is_refused_or_has_the_same_accounts(seed: int, ledger: Path, place: Path) -> None:
+    path = place / "changed.sqlite"
+    path.write_bytes(bytes(cut(ledger.read_bytes(), seed)))
+    assert_it_is_shown_or_refused(path, ledger)
+    path.with_name(path.name + ".mark").unlink(missing_ok=True)
+
+
+@pytest.mark.slow
+@examples(60)
+@given(data=st.data(), column=st.sampled_from(["about", "owners", "which", "events"]))
+def test_whatever_a_charge_says_is_shown_or_refused(data: st.DataObject, column: str, ledger: Path, place: Path) -> None:
+    """Who may write the file may say what he likes there, with the right digest."""
+    path = place / "signed.sqlite"
+    path.write_bytes(ledger.read_bytes())
+    db = sqlite3.connect(path)
+    *_, (_, before), (last, _) = db.execute("SELECT id, digest FROM charges ORDER BY id").fetchall()
+    columns = ("about", "owners", "which", "events")
+    found = db.execute(f"SELECT {', '.join(columns)} FROM charges WHERE id = ?", (last,)).fetchone()  # noqa: S608
+    row = dict(zip(columns, found, strict=True))
+    if column == "about":
+        row[column] = data.draw(changed(row[column].encode())).decode(errors="replace")
+    else:
+        row[column] = data.draw(st.binary(max_size=12))
+    with Store(path, read_only=True) as store_of:
+        run, charge = store_of.runs["r"], store_of.each[-1][1]
+    own = store.digest_of(before, run, row["about"], charge.owners, row["which"], [store.text_of(one) for one in charge.events])
+    db.execute("DROP TRIGGER charges_update")
+    db.execute(
+        "UPDATE charges SET about = ?, owners = ?, which = ?, events = ?, digest = ? WHERE id = ?", (*row.values(), own, last)
+    )
+    db.execute(next(one for one in ledger_tables.SCHEMA if "TRIGGER charges_update" in one))
+    db.commit()
+    db.close()
+    path.chmod(0o600)
+    with bounded():
+        assert_ends_well("ledger", str(path))
+        assert_ends_well("ledger", str(path), "--json")
+        with suppress(LedgerError):
+            entries = DeviceLedger(path).read()
+            assert entries["c0"].replies <= 2
+            DeviceLedger(path).charge({"c0": TERMS}, {"c0": Numbered(run="s", number=1)})
+    path.with_name(path.name + ".mark").unlink(missing_ok=True)
 
 
 def assert_ends_well(*arguments: str) -> None:

@@ -9,11 +9,12 @@ from dp_accounting import GaussianDpEvent
 
 from flower_dp.cli import main as cli
 from flower_dp.privacy import accounting
-from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.privacy.budget import JointBudget
+from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
-from flower_dp.privacy.server_ledger import JointBudget, ServerLedger
-from tests.privacy.test_ledger_file import terms
-from tests.privacy.test_server_ledger import charge, local
+from flower_dp.privacy.store import Store
+from tests.privacy.test_device_store import pay, terms
+from tests.privacy.test_store import charge, local
 
 
 @pytest.fixture
@@ -27,27 +28,28 @@ def call(capsys):
 
 
 def test_a_ledger_is_created_and_shown(call, tmp_path):
-    path = tmp_path / "ledger.json"
+    path = tmp_path / "device.sqlite"
     assert call(path, "--create", "hospital-7", "--create", "hospital-8") == (
         0,
         "hospital-7: no reply yet, no terms\nhospital-8: no reply yet, no terms\n",
         "",
     )
     status, out, err = call(path, "--create", "hospital-7")
-    assert (status, out, err) == (2, "", f"error: ledger {path}: File exists\n")
-    assert list(LedgerFile(path).read()) == ["hospital-7", "hospital-8"]
+    assert (status, out, err) == (2, "", f"error: ledger {path}: exists already\n")
+    assert list(DeviceLedger(path).read()) == ["hospital-7", "hospital-8"]
 
 
 def test_what_was_spent_is_what_the_replies_cost(call, tmp_path):
-    path = tmp_path / "ledger.json"
-    ledger = LedgerFile.create(path, ["pure", "approximate", "open", "unused"])
+    path = tmp_path / "device.sqlite"
+    DeviceLedger.create(path, ["pure", "approximate", "open", "unused"])
     for _ in range(2):
-        ledger.charge(
+        pay(
+            path,
             {
                 "pure": terms(mechanism=Laplace(noise_multiplier=4.0)),
                 "approximate": terms(mechanism=Gaussian(noise_multiplier=2.0)),
                 "open": terms(mechanism=Gaussian(noise_multiplier=0.0)),
-            }
+            },
         )
     status, out, _ = call(path, "--json")
     answer = json.loads(out, parse_constant=pytest.fail)["clients"]
@@ -65,14 +67,14 @@ def test_what_was_spent_is_what_the_replies_cost(call, tmp_path):
 
 
 def test_training_and_evaluations_add_up(call, tmp_path):
-    path = tmp_path / "ledger.json"
-    names = ["both", "both, evaluation", "other", "other, evaluation", "one", "one, evaluation"]
-    ledger = LedgerFile.create(path, names)
+    path = tmp_path / "device.sqlite"
+    names = ["both", "both, evaluation"]
+    DeviceLedger.create(path, ["both", "other", "one"])
     pure, gaussian = Laplace(noise_multiplier=4.0), Gaussian(noise_multiplier=2.0)
     asked = {"both": gaussian, "both, evaluation": pure, "other": Gaussian(noise_multiplier=0.0), "other, evaluation": pure}
-    ledger.charge({name: terms(mechanism=mechanism) for name, mechanism in (asked | {"one": pure}).items()})
+    pay(path, {name: terms(mechanism=mechanism) for name, mechanism in (asked | {"one": pure}).items()})
     answer = json.loads(call(path, "--json")[1], parse_constant=pytest.fail)
-    training, evaluation = (answer["clients"][name]["epsilon"] for name in names[:2])
+    training, evaluation = (answer["clients"][name]["epsilon"] for name in names)
     assert evaluation == pytest.approx(0.25)
     # The delta is that of training: evaluations have none.
     assert answer["totals"]["both"] == {"epsilon": training + evaluation, "delta": 1e-5, "relation": "add-or-remove-one"}
@@ -84,9 +86,9 @@ def test_training_and_evaluations_add_up(call, tmp_path):
 
 
 def test_a_file_that_is_no_ledger_and_a_bad_delta(call, tmp_path):
-    path = tmp_path / "ledger.json"
+    path = tmp_path / "device.sqlite"
     path.write_text("{}")
-    assert call(path)[2].startswith(f"error: ledger {path}: is damaged, or no ledger (KeyError")
+    assert call(path)[2] == f"error: ledger {path}: file is not a database\n"
     assert call(tmp_path / "none")[0] == 2
     assert "--delta=1" in call(path, "--delta", "1")[2]
 
@@ -101,11 +103,11 @@ def path(tmp_path):
 
 
 def charges(path, *runs):
-    with ServerLedger(path) as ledger:
+    with Store(path) as ledger:
         for made in runs:
-            run = ledger.begin_run(method=f"method of {len(made)}", delta=1e-3)
+            run = ledger.begin(method=f"method of {len(made)}", delta=1e-3)
             for number, one in enumerate(made, start=1):
-                ledger.charge(run, replace(one, number=number), number)
+                ledger.append(run, replace(one, number=number, server_round=number))
 
 
 def gaussian(*multipliers):
@@ -124,7 +126,7 @@ def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(call, path):
     )
     status, out, err = call(path, "--create-server")
     assert (status, out, err) == (2, "", f"error: ledger {path}: exists already\n")
-    with ServerLedger(path) as ledger:
+    with Store(path) as ledger:
         assert ledger.budget == JointBudget(epsilon=8.0, delta=1e-6)
     adaptive = ("--create-server", "--budget", 8, "--delta", 1e-6, "--fully-adaptive")
     status, out, _ = call(path.with_name("adaptive"), *adaptive)
@@ -132,13 +134,13 @@ def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(call, path):
         0,
         "budget of all runs together: epsilon 8 at delta 1e-06, whatever decides the settings of a run (fully adaptive)",
     )
-    with ServerLedger(path.with_name("adaptive")) as ledger:
+    with Store(path.with_name("adaptive")) as ledger:
         assert ledger.budget == JointBudget(epsilon=8.0, delta=1e-6, fully_adaptive=True)
     assert call(path.with_name("chosen"), *adaptive, "--renyi-order", 3.3)[0] == 0
-    with ServerLedger(path.with_name("chosen")) as ledger:
+    with Store(path.with_name("chosen")) as ledger:
         assert ledger.budget == JointBudget(epsilon=8.0, delta=1e-6, fully_adaptive=True, renyi_order=3.3)
     assert call(path.with_name("other"), "--create-server")[:2] == (0, "no run yet\n")
-    assert ServerLedger(path.with_name("other")).budget is None
+    assert Store(path.with_name("other")).budget is None
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_what_makes_no_sense_is_refused_and_creates_nothing(call, path, argument
 
 
 def test_all_runs_and_clients_and_their_joint_epsilon_are_shown(call, path):
-    ServerLedger.create(path)
+    Store.create(path)
     charges(path, [local(), local()], [local(owners=("b", "c"), event=GaussianDpEvent(3.0))], [charge()])
     status, out, _ = call(path)
     assert status == 0
@@ -201,7 +203,7 @@ def test_all_runs_and_clients_and_their_joint_epsilon_are_shown(call, path):
 
 
 def test_the_delta_is_that_of_the_budget_unless_another_is_given(call, path):
-    ServerLedger.create(path, JointBudget(epsilon=100.0, delta=1e-3))
+    Store.create(path, JointBudget(epsilon=100.0, delta=1e-3))
     charges(path, [charge()])
     for arguments, delta in (((), 1e-3), (("--delta", "1e-6"), 1e-6)):
         told = json.loads(call(path, "--json", *arguments)[1])
@@ -210,11 +212,11 @@ def test_the_delta_is_that_of_the_budget_unless_another_is_given(call, path):
 
 
 def test_without_a_budget_the_delta_is_the_least_of_the_runs(call, path):
-    ServerLedger.create(path)
+    Store.create(path)
     assert json.loads(call(path, "--json")[1])["delta"] == 1e-5
-    with ServerLedger(path) as ledger:
-        for number, delta in enumerate((1e-3, 1e-4, 0.0), start=1):  # 0: a pure method
-            ledger.charge(ledger.begin_run(method="m", delta=delta), charge(), number)
+    with Store(path) as ledger:
+        for delta in (1e-3, 1e-4, 0.0):  # 0: a pure method
+            ledger.append(ledger.begin(method="m", delta=delta), charge())
     told = json.loads(call(path, "--json")[1])
     expected = accounting.epsilon(GaussianDpEvent(2.0), delta=1e-4, relation="add-or-remove-one").epsilon
     assert told["delta"] == 1e-4
@@ -224,7 +226,7 @@ def test_without_a_budget_the_delta_is_the_least_of_the_runs(call, path):
 def test_the_folder_of_a_run_stands_for_its_ledger(call, path):
     folder = path.parent / "run" / "checkpoint"
     folder.mkdir(parents=True, mode=0o700)
-    ServerLedger.create(folder / "ledger.sqlite")
+    Store.create(folder / "ledger.sqlite")
     assert call(path.parent / "run")[:2] == (0, "no run yet\n")
     status, out, err = call(path.parent)
     assert (status, out) == (2, "")
@@ -232,7 +234,7 @@ def test_the_folder_of_a_run_stands_for_its_ledger(call, path):
 
 
 def test_of_many_clients_those_who_were_charged_most_are_shown(call, path):
-    ServerLedger.create(path)
+    Store.create(path)
     charges(path, [local(owners=tuple(f"c{number:02d}" for number in range(30))), local(owners=("c29",))])
     lines = call(path)[1].splitlines()
     assert lines[1].startswith("  c29: epsilon ")
@@ -242,16 +244,16 @@ def test_of_many_clients_those_who_were_charged_most_are_shown(call, path):
 
 
 def test_a_run_with_a_fixed_seed_is_told(call, path):
-    ServerLedger.create(path)
-    with ServerLedger(path) as ledger:
-        ledger.charge(ledger.begin_run(method="m", delta=1e-3, private=False), charge(), 1)
+    Store.create(path)
+    with Store(path) as ledger:
+        ledger.append(ledger.begin(method="m", delta=1e-3, private=False), charge())
     out = call(path)[1]
     assert ", noise from a fixed seed: 1 x dp-fedavg; epsilon infinite: not private" in out
     assert json.loads(call(path, "--json")[1])["joint"][0]["epsilon"] is None
 
 
 def test_a_damaged_server_ledger_is_an_error(call, path):
-    ServerLedger.create(path)
+    Store.create(path)
     path.write_bytes(path.read_bytes()[:5000])
     status, out, err = call(path)
     assert (status, out) == (2, "")

@@ -22,7 +22,7 @@ from flower_dp.clients.reply.pipeline import Job
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.privacy.device_store import DeviceLedger, Numbered
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.release import Release
 from flower_dp.wire import Ask, Promise
@@ -55,7 +55,7 @@ def test_every_client_of_a_node_has_an_account_of_its_own_wherever_it_is(places,
         if in_files:
             for place in set(places):
                 Path(folder, place).parent.mkdir(mode=0o700, exist_ok=True)
-                LedgerFile.create(Path(folder, place), [name for name, one in zip(NAMES, places, strict=True) if one == place])
+                DeviceLedger.create(Path(folder, place), [name for name, one in zip(NAMES, places, strict=True) if one == place])
         ledger = {name: Path(folder, str(place)) for name, place in zip(NAMES, places, strict=True)} if in_files else None
         state, count, limits = RecordDict(), Counter(), dict(zip(NAMES, most, strict=True))
         for number, names in enumerate(rounds):
@@ -64,12 +64,12 @@ def test_every_client_of_a_node_has_an_account_of_its_own_wherever_it_is(places,
                 count = count if in_files else Counter()
             account = account_of(ledger, NAMES, context_of(state))
             due = {name: terms(limits[name]) for name in sorted(names)}
-            refused = account.charge(due, {})
+            refused = account.charge(due, {name: Numbered(run="r", number=number + 1) for name in due})
             assert set(refused) == {name for name in names if count[name] >= limits[name]}
             count.update(set(names) - set(refused))
         if in_files:
             for place in set(places):
-                found = {name: entry.replies for name, entry in LedgerFile(Path(folder, place)).read().items()}
+                found = {name: entry.replies for name, entry in DeviceLedger(Path(folder, place)).read().items()}
                 assert found == {name: count[name] for name, one in zip(NAMES, places, strict=True) if one == place}
 
 

@@ -31,14 +31,14 @@ import torch
 from flwr.app import Context, RecordDict
 from flower_dp import wire
 from flower_dp.clients import FedSGDDPCRecipe, LocalDPClient, TensorRecords, model_arrays
-from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.privacy.device_store import DeviceLedger
 from tests.asks import own_ask
 recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=5)
 own = TensorRecords(inputs=torch.rand(6, 3), targets=torch.tensor([0, 1, 0, 1, 0, 1]))
 terms = recipe.terms("device-1", own)
 asked_of = {"device-1": (1.0, terms.kind, terms.release.mechanism.noise_multiplier)}
 with tempfile.TemporaryDirectory() as folder:
-    ledger = LedgerFile.create(f"{folder}/ledger.json", ["device-1"])
+    ledger = DeviceLedger.create(f"{folder}/ledger.sqlite", ["device-1"])
     for _ in range(2):
         module = torch.nn.Linear(3, 2)
         context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
@@ -54,9 +54,9 @@ found["of device"] = imported("dp_accounting", "scipy.signal", "scipy.stats", "s
 
 # Whoever imports dp-accounting afterwards has the events of the ledger.
 import dp_accounting
-found["events"] = spent.event == dp_accounting.LaplaceDpEvent(terms.release.mechanism.noise_multiplier)
+found["events"] = spent.counts == {dp_accounting.LaplaceDpEvent(terms.release.mechanism.noise_multiplier): 2}
 found["module"] = dp_accounting.dp_event is sys.modules["dp_accounting.dp_event"]
-found["epsilon"] = dp_accounting.pld.PLDAccountant().compose(spent).get_epsilon(1e-6)
+found["epsilon"] = dp_accounting.pld.PLDAccountant().compose(spent.event).get_epsilon(1e-6)
 
 # A group that trains.
 from flower_dp.clients.training.engines import local_updates

@@ -9,7 +9,7 @@ from flower_dp import wire
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, Training, client_app, model_arrays
 from flower_dp.clients.account import LEDGER_PATH, StateAccount
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.strategies import DPFedAvg, FedSGDDPC
 from tests.asks import own_ask
 from tests.grids import LocalGrid
@@ -21,12 +21,12 @@ NAMES = ("c0", "c1")
 
 @pytest.fixture
 def path(tmp_path):
-    LedgerFile.create(tmp_path / "ledger.json", NAMES)
-    return tmp_path / "ledger.json"
+    DeviceLedger.create(tmp_path / "ledger.sqlite", NAMES)
+    return tmp_path / "ledger.sqlite"
 
 
 def replies(path, name="c0"):
-    return LedgerFile(path).read()[name].replies
+    return DeviceLedger(path).read()[name].replies
 
 
 def run_on(paths, *, num_rounds=2, num_replies=3, clients=None, node_config=True):
@@ -52,12 +52,12 @@ def run_on(paths, *, num_rounds=2, num_replies=3, clients=None, node_config=True
     ("each", "node_config"), [(True, False), (False, True)], ids=["one file each, in the app", "one file, in the node's config"]
 )
 def test_two_runs_spend_one_budget(tmp_path, each, node_config):
-    files = {name: tmp_path / (f"{name}.json" if each else "ledger.json") for name in NAMES}
+    files = {name: tmp_path / (f"{name}.json" if each else "ledger.sqlite") for name in NAMES}
     if each:
         for name, file in files.items():
-            LedgerFile.create(file, [name])
+            DeviceLedger.create(file, [name])
     else:
-        LedgerFile.create(tmp_path / "ledger.json", NAMES)
+        DeviceLedger.create(tmp_path / "ledger.sqlite", NAMES)
     first = run_on(files, num_rounds=2, node_config=node_config)
     second = run_on(files, num_rounds=2, node_config=node_config)
     assert [report.replies for report in first.rounds] == [2, 2]
@@ -118,11 +118,11 @@ def test_a_ledger_that_cannot_be_used_sends_nothing_and_tells_the_server_no_path
     refused, row = ask(client(path))
     assert refused == {"c0": "its ledger can't be used; the node's own log says why"}
     assert not row.any()
-    assert f"ledger {path}: is damaged" in caplog.text
+    assert f"ledger {path}: is no ledger: it is another program's database" in caplog.text
 
 
 def test_a_ledger_of_another_client_sends_nothing(path, tmp_path, caplog):
-    LedgerFile.create(tmp_path / "foreign.json", ["somebody"])
+    DeviceLedger.create(tmp_path / "foreign.json", ["somebody"])
     refused, row = ask(client({"c0": path, "c1": tmp_path / "foreign.json"}, names=NAMES), NAMES)
     assert set(refused) == {"c1"}
     assert row.any()
@@ -152,7 +152,7 @@ def test_a_client_without_an_account_refuses_a_ledger():
         return DPClient(model=linear(), clients={"c0": records("c0")}, training=training, device="cpu")
 
     grid = LocalGrid(client_app(client_fn), 1)
-    grid.contexts[1].node_config[LEDGER_PATH] = "ledger.json"
+    grid.contexts[1].node_config[LEDGER_PATH] = "ledger.sqlite"
     strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), num_clients=1, delta=1e-5)
     with pytest.raises(RuntimeError, match="ledger-path: this client keeps no account, so its replies would not be counted"):
         start(strategy, grid, 1)
@@ -164,14 +164,14 @@ def test_a_client_without_an_account_refuses_a_ledger_for_evaluation_too():
         return DPClient(model=linear(), clients={"c0": records("c0")}, training=training, device="cpu")
 
     grid = LocalGrid(client_app(client_fn), 1)
-    grid.contexts[1].node_config[LEDGER_PATH] = "ledger.json"
+    grid.contexts[1].node_config[LEDGER_PATH] = "ledger.sqlite"
     message = Message(RecordDict({"config": ConfigRecord({})}), 1, "evaluate")
     (reply,) = grid.send_and_receive([message])
     assert "ledger-path: this client keeps no account" in reply.error.reason
-    assert "ledger.json" not in reply.error.reason
+    assert "ledger.sqlite" not in reply.error.reason
 
 
-@pytest.mark.parametrize("ledger", [3, "", {"c1": "ledger.json"}, {"c0": None}])
+@pytest.mark.parametrize("ledger", [3, "", {"c1": "ledger.sqlite"}, {"c0": None}])
 def test_a_ledger_is_a_path_or_one_for_every_client(ledger):
     with pytest.raises(ValueError, match=r"^ledger"):
         client(ledger)

@@ -35,7 +35,7 @@ from flower_dp.core import compression
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, NbAFL
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise, SentMask
 from tests.asks import GONE, forged, masked, own_ask, replace, saying, told
@@ -737,7 +737,7 @@ def test_replies_are_charged_before_the_app_is_called_and_refused_when_the_budge
 
 def test_a_ledger_on_the_device_outlives_the_nodes_state(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
-    LedgerFile.create(path, ["a"])
+    DeviceLedger.create(path, ["a"])
     app = replying(lambda message: Message(RecordDict({"arrays": zeros(4)}), reply_to=message))(
         privacy_mod(name="a", terms=NBAFL)
     )

@@ -127,7 +127,7 @@ TRAINING = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=m
         (ClientPolicy(), forged(SHARE, keep_ratio=0.5), {}, "metrics: does not go with"),
         (ClientPolicy(), forged(ask_for(), mask={"type": "seed", "seed": 1, "keep_ratio": 0.5}), {}, "metrics: do not go with"),
         (ClientPolicy(), forged(ask_for(), placement="local", step=GONE, **told("a")), {}, "has no terms of its own"),
-        (ClientPolicy(), ask_for(), {LEDGER_PATH: "ledger.json"}, "keeps no account"),
+        (ClientPolicy(), ask_for(), {LEDGER_PATH: "ledger.sqlite"}, "keeps no account"),
     ],
 )
 @pytest.mark.parametrize("allow_metrics", [False, True])

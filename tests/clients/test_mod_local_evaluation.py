@@ -14,7 +14,7 @@ from flower_dp import wire
 from flower_dp.clients import ClientPolicy, EvaluationBudget, NbAFLTerms, privacy_mod
 from flower_dp.clients.account import KEY, LEDGER_PATH
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.strategies import LocalEvaluation, NbAFL
 from flower_dp.wire import MESSAGE_API, Instruction
 from tests.asks import ANSWERED, Evaluated, evaluated, own_ask
@@ -89,7 +89,7 @@ def test_it_is_charged_before_the_app_is_called_and_refused_when_the_budget_is_s
 
 
 def test_a_ledger_on_the_device_counts_them(tmp_path: Any) -> None:
-    ledger = LedgerFile.create(tmp_path / "ledger.json", ["a"])
+    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["a"])
     config = {LEDGER_PATH: str(ledger.path)}
     answers = [ask(app_of(mod(), {"acc": 0.5}), instruction_of(), context_of(**config)) for _ in range(3)]
     assert [bool(answer.refused) for answer in answers] == [False, False, True]

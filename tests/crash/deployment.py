@@ -14,7 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
+from flower_dp.privacy.private_file import LedgerError
+from flower_dp.privacy.store import Store
 from tests.ports import free_ports
 from tests.test_deployment import end_all, end_group, listens, wait_until
 
@@ -74,8 +75,8 @@ class Loop:
     def rounds(self):
         """The rounds in the ledger."""
         try:
-            with ServerLedger(self.folder / "checkpoint" / "ledger.sqlite", read_only=True) as ledger:
-                return [number for run in ledger.runs for number, _ in ledger.charges(run.name)]
+            with Store(self.folder / "checkpoint" / "ledger.sqlite", read_only=True) as ledger:
+                return [charge.server_round for run in ledger.runs for charge in ledger.read(run)]
         except LedgerError:
             return []
 

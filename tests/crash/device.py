@@ -9,7 +9,7 @@ from flwr.app import Message
 
 from flower_dp import wire
 from flower_dp.clients import model_arrays
-from flower_dp.privacy.ledger_file import LedgerFile
+from flower_dp.privacy.device_store import DeviceLedger
 from tests.crash.points import Points
 from tests.crash.server import EVALUATION, NUM_NODES, NUM_ROUNDS, SETUPS, Holes, Setup, TellingGrid, grid_of
 from tests.crash.witness import Heard, Witness
@@ -66,7 +66,7 @@ def check_now(setup: Setup, folder: Path, holes: Holes) -> None:
     left = Counter((name, line["evaluation"]) for line in heard.all("replied") for name in line["clients"])
     lives = 1 + max((line["life"] for line in heard.lines), default=0)
     for part in range(NUM_NODES):
-        for account, entry in LedgerFile(folder / f"node-{part}.json").read().items():
+        for account, entry in DeviceLedger(folder / f"node-{part}.sqlite").read().items():
             name, _, evaluation = account.partition(", ")
             count = left[name, bool(evaluation)]
             holes.unless(entry.replies >= count, f"{account}: {count} replies have left, and the ledger counts {entry.replies}")
@@ -75,7 +75,7 @@ def check_now(setup: Setup, folder: Path, holes: Holes) -> None:
             )
             holes.unless(entry.replies - count <= lives, f"{account}: {entry.replies - count} replies were lost in {lives} lives")
     for part in range(NUM_NODES):
-        left_over = [path.name for path in folder.glob(f"node-{part}.json.*.new")]
+        left_over = [path.name for path in folder.glob(f"node-{part}.sqlite.*.new")]
         holes.unless(len(left_over) <= 1, f"half-written files stay: {left_over}")
 
 

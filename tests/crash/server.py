@@ -26,13 +26,13 @@ from flower_dp.clients import (
 )
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
-from flower_dp.privacy.charge import EVERY_CLIENT, Charge
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge
+from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.events import Relation
-from flower_dp.privacy.ledger_file import LedgerFile
-from flower_dp.privacy.server_ledger import ServerLedger
 from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.privacy.store import Store
 from flower_dp.strategies import (
     AdaptiveClip,
     DPFedAvg,
@@ -210,7 +210,7 @@ def grid_of(setup: Setup, folder: Path) -> TellingGrid:
     def client_fn(context: Any) -> Any:
         part = int(context.node_config["partition-id"])
         hosted = {name: records(name, NUM_RECORDS) for name in NAMES[part::NUM_NODES]}
-        return setup.client(model=linear(), clients=hosted, ledger=folder / f"node-{part}.json" if setup.local else None)
+        return setup.client(model=linear(), clients=hosted, ledger=folder / f"node-{part}.sqlite" if setup.local else None)
 
     return TellingGrid(client_app(client_fn), NUM_NODES)
 
@@ -220,7 +220,7 @@ def create(setup: Setup, folder: Path) -> None:
     folder.mkdir(mode=0o700)
     if setup.local:
         for part in range(NUM_NODES):
-            LedgerFile.create(folder / f"node-{part}.json", NAMES[part::NUM_NODES])
+            DeviceLedger.create(folder / f"node-{part}.sqlite", NAMES[part::NUM_NODES])
 
 
 def warm(setup: Setup, folder: Path) -> None:
@@ -293,9 +293,9 @@ def charges_of(folder: Path) -> list[tuple[int, Charge]]:
     path = folder / "checkpoint" / "ledger.sqlite"
     if not path.exists():
         return []
-    with ServerLedger(path, read_only=True) as ledger:
-        found = [charge for one in ledger.runs for charge in ledger.charges(one.name)]
-        if len([one for one in ledger.runs if ledger.charges(one.name)]) > 1:
+    with Store(path, read_only=True) as ledger:
+        found = [(charge.server_round, charge) for one in ledger.runs for charge in ledger.read(one)]
+        if len([one for one in ledger.runs if ledger.read(one)]) > 1:
             raise ValueError("the ledger has the charges of two runs, and there was one")
         return found
 
@@ -341,7 +341,7 @@ def check_devices(folder: Path, heard: Heard, told: Counter[Any], charged: Mappi
     ended = {line["life"] for line in heard.all("ended")}
     lives = {owner: {line["life"] for line in heard.all("sent") if owner in line["owners"]} - ended for owner in NAMES}
     for part in range(NUM_NODES):
-        for account, entry in LedgerFile(folder / f"node-{part}.json").read().items():
+        for account, entry in DeviceLedger(folder / f"node-{part}.sqlite").read().items():
             name, _, evaluations = account.partition(", ")
             asked = sum(
                 count
@@ -409,8 +409,8 @@ def owners_events(charges: list[tuple[int, Charge]]) -> list[dict[DpEvent, int]]
     """What every owner was charged with for training: the statement has evaluations of local placement apart."""
     found: dict[str, Counter[DpEvent]] = {}
     for _, charge in charges:
-        for owner, event in zip(charge.owners, charge.events, strict=True):
-            if charge.unit == "client" or charge.release != EVALUATION:
+        for owner, event in charge.by_owner.items():
+            if charge.scope.unit == "client" or charge.release != EVALUATION:
                 found.setdefault(owner, Counter())[event] += 1
     return [dict(one) for one in {tuple(one.items()) for one in found.values()}]
 

@@ -14,9 +14,9 @@ import pytest
 from dp_accounting import GaussianDpEvent
 
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy import server_ledger
-from flower_dp.privacy.ledger_file import LedgerFile
-from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy import store
+from flower_dp.privacy.device_store import DeviceLedger
+from flower_dp.privacy.store import Store
 from flower_dp.strategies.checkpoint import CheckpointFolder
 from tests.crash import server
 from tests.crash.lives import live
@@ -98,13 +98,9 @@ class Case:
     def put_back(self, copy: Path) -> None:
         for path in copy.iterdir():
             shutil.copy2(path, self.checkpoint)
-        if (copy / "ledger.sqlite").exists():
-            for suffix in ("-wal", "-shm"):
-                if not (copy / f"ledger.sqlite{suffix}").exists():
-                    (self.checkpoint / f"ledger.sqlite{suffix}").unlink(missing_ok=True)
 
 
-LEDGER = ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm")
+LEDGER = ("ledger.sqlite", "ledger.sqlite-journal")
 
 
 @pytest.mark.parametrize("size", [12_000, 40_000, 70_000, 90_000, 110_000, 130_000])
@@ -157,12 +153,12 @@ def test_a_clock_that_is_set_back_changes_nothing(tmp_path):
     case.die_in(2)
 
     def set_back() -> None:
-        class Past(server_ledger.datetime):
+        class Past(store.datetime):
             @classmethod
             def now(cls, zone=None):
                 return cls(1980, 1, 1, tzinfo=zone)
 
-        server_ledger.datetime = Past
+        store.datetime = Past
         wall = time.time
         time.time = lambda: wall() - 1e9
 
@@ -184,7 +180,7 @@ def test_an_older_copy_of_the_ledger_is_noticed(tmp_path):
 def test_an_older_copy_of_the_ledger_and_its_lock_is_noticed_by_the_checkpoint(tmp_path):
     case = Case(tmp_path)
     case.die_in(1)
-    older = case.copy("older", *LEDGER, "ledger.sqlite.lock")
+    older = case.copy("older", *LEDGER, "ledger.sqlite.mark")
     case.die_in(3)
     case.put_back(older)
     assert case.live() == 1
@@ -211,7 +207,7 @@ def test_an_older_copy_of_everything_is_beyond_the_server_and_the_devices_own_bu
     case.put_back(older)
     case.live()
     counts = [
-        entry.replies for part in range(NUM_NODES) for entry in LedgerFile(case.folder / f"node-{part}.json").read().values()
+        entry.replies for part in range(NUM_NODES) for entry in DeviceLedger(case.folder / f"node-{part}.sqlite").read().values()
     ]
     assert all(count <= NUM_ROUNDS for count in counts)
     (ended,) = list(Heard.of(case.folder / "witness").all("stated"))[-1:]
@@ -223,14 +219,14 @@ def test_an_interrupted_evaluation_of_the_last_round_is_made_up_for_and_ends_the
     case = Case(tmp_path, SETUPS["private evaluation"])
 
     def before() -> None:
-        charge = ServerLedger.charge
+        append = Store.append
 
-        def interrupted(self, run, one, server_round):
-            if (one.release, server_round) == (server.EVALUATION, NUM_ROUNDS):
+        def interrupted(self, run, one):
+            if (one.release, one.server_round) == (server.EVALUATION, NUM_ROUNDS):
                 raise KeyboardInterrupt
-            charge(self, run, one, server_round)
+            append(self, run, one)
 
-        ServerLedger.charge = interrupted
+        Store.append = interrupted
 
     assert case.live(before=before) == 1
     assert case.live() == 0, case.output()[-2000:]

@@ -75,24 +75,24 @@ def fixed_draws() -> Iterator[None]:
 
 def charges_of(folder: Path) -> list[dict[str, Any]]:
     """Return the charges of a recorded run: whom each round's release was charged to, and what."""
-    from flower_dp.privacy.server_ledger import ServerLedger
+    from flower_dp.privacy.store import Store
 
-    with ServerLedger(folder / "checkpoint" / "ledger.sqlite", read_only=True) as ledger:
+    with Store(folder / "checkpoint" / "ledger.sqlite", read_only=True) as ledger:
         (run,) = ledger.runs
-        charges = ledger.charges(run.name)
+        charges = ledger.read(run)
     return [
         {
-            "round": server_round,
+            "round": charge.server_round,
             "release": charge.release,
             "number": charge.number,
-            "unit": charge.unit,
-            "relation": charge.relation,
+            "unit": charge.scope.unit,
+            "relation": charge.scope.relation,
             "owners": {
-                text_of(event): sorted(name for name, own in zip(charge.owners, charge.events, strict=True) if own == event)
-                for event in sorted(set(charge.events), key=text_of)
+                text_of(event): sorted(name for name, own in charge.by_owner.items() if own == event)
+                for event in sorted(set(charge.by_owner.values()), key=text_of)
             },
         }
-        for server_round, charge in charges
+        for charge in charges
     ]
 
 

@@ -5,6 +5,7 @@ In `distance` the noise scale is 1 and the sensitivity 2 C is `distance`.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from itertools import combinations, pairwise
 from typing import Any
@@ -20,8 +21,8 @@ from scipy import integrate, special
 from flower_dp.core.sampling import FixedSizeSampling
 from flower_dp.privacy import accounting, fixed_size, planned_run, pld
 from flower_dp.privacy.accounting import calibrate, epsilon, rdp_epsilon
+from flower_dp.privacy.charges import History
 from flower_dp.privacy.events import UnsupportedEventError
-from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.mechanisms import Laplace as LaplaceNoise
 from flower_dp.privacy.release import Release
 
@@ -356,10 +357,9 @@ def test_calibrated_noise_is_that_of_the_tight_bound() -> None:
 @pytest.mark.exact
 def test_a_planned_run_and_a_ledger_state_the_golden_epsilon() -> None:
     multiplier, population, sample, count, delta, golden = GOLDEN[1]
-    ledger = Ledger(owner="a client", relation=REPLACE)
     sampler = FixedSizeSampling(cohort_size=sample)
-    for server_round in range(1, count + 1):
-        ledger.charge(sampler.event(Gaussian(multiplier), server_round, population))
+    events = [sampler.event(Gaussian(multiplier), server_round, population) for server_round in range(1, count + 1)]
+    ledger = History(relation=REPLACE, counts=Counter(events))
     arguments = {"mechanism": "gaussian", "sampling": "fixed-size", "sampling_rate": None, "relation": None, "delta": delta}
     options = arguments | {"cohort_size": sample, "num_clients": population, "num_rounds": count}
     planned = planned_run.from_options(**options)  # type: ignore[arg-type]

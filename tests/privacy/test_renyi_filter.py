@@ -13,9 +13,11 @@ from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 from scipy import integrate
 
 from flower_dp.privacy import accounting, fixed_size, renyi, renyi_filter
-from flower_dp.privacy.charge import EVERY_CLIENT, Charge
+from flower_dp.privacy.budget import JointBudget
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
 from flower_dp.privacy.events import UnsupportedEventError
-from flower_dp.privacy.server_ledger import BudgetSpentError, JointBudget, LedgerError, ServerLedger
+from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
+from flower_dp.privacy.store import Store
 
 Gaussian, Laplace, Poisson = dp.GaussianDpEvent, dp.LaplaceDpEvent, dp.PoissonSampledDpEvent
 ADD, REPLACE = "add-or-remove-one", "replace-one"
@@ -29,8 +31,8 @@ def path(tmp_path):
 
 
 def charge(number, event, owners=(EVERY_CLIENT,), relation=ADD):
-    words = {"release": "r", "number": number, "kind": "k", "unit": "client", "relation": relation, "shares": 1}
-    return Charge(**words, owners=owners, events=(event,) * len(owners))
+    words = {"release": "r", "number": number, "server_round": number, "kind": "k", "shares": 1}
+    return Charge(**words, scope=Scope(unit="client", relation=relation), owners=owners, events=(event,))
 
 
 def of_densities(one, other, order, **limits):
@@ -93,12 +95,12 @@ def test_a_release_without_a_bound_is_refused_and_not_charged(path):
     event = dp.SampledWithoutReplacementDpEvent(100, 10, Laplace(1.0))
     with pytest.raises(UnsupportedEventError, match="has no bound under relation='add-or-remove-one' in a fully adaptive budget"):
         renyi_filter.divergence(event, 4.0, ADD)
-    ServerLedger.create(path, BUDGET(epsilon=8.0))
-    with ServerLedger(path) as ledger:
-        run = ledger.begin_run(method="m", delta=1e-5)
+    Store.create(path, BUDGET(epsilon=8.0))
+    with Store(path) as ledger:
+        run = ledger.begin(method="m", delta=1e-5)
         with pytest.raises(UnsupportedEventError):
-            ledger.charge(run, charge(1, event), 1)
-        assert not ledger.has_charges
+            ledger.append(run, charge(1, event))
+        assert not ledger.num_charges
     assert renyi_filter.divergence(event, 4.0, REPLACE) < math.inf
     assert renyi_filter.divergence(dp.NonPrivateDpEvent(), 4.0, ADD) == math.inf
 
@@ -107,12 +109,12 @@ def test_a_release_without_a_bound_is_refused_and_not_charged(path):
 def test_whatever_is_chosen_next_the_divergences_of_each_client_stay_within_epsilon(path, epsilon, seed):
     """An adversary chooses noise and clients of each charge by what was there before; it tries until nothing fits any more."""
     rng = random.Random(seed)
-    ServerLedger.create(path, BUDGET(epsilon=epsilon))
+    Store.create(path, BUDGET(epsilon=epsilon))
     spent, told, refused, number = dict.fromkeys("abc", 0.0), set(), 0, 0
-    with ServerLedger(path) as ledger:
+    with Store(path) as ledger:
         order = ledger.budget.renyi_order
         allowed = renyi_filter.allowance(epsilon, 1e-5, order)
-        run = ledger.begin_run(method="m", delta=1e-5)
+        run = ledger.begin(method="m", delta=1e-5)
         while refused < 20 and number < 500:
             multiplier = rng.choice([3.0, 5.0, 7.0]) * math.sqrt(order / allowed) * (1 + max(spent.values()) / allowed)
             owners = rng.choice([("a",), ("b", "c"), (EVERY_CLIENT,), ("a", "b", "c")])
@@ -122,7 +124,7 @@ def test_whatever_is_chosen_next_the_divergences_of_each_client_stay_within_epsi
                 compute_epsilon([order], [spent[name] + one * (1 + 1e-6)], 1e-5)[0] <= epsilon * (1 - 1e-6) for name in named
             )
             try:
-                ledger.charge(run, charge(number + 1, Gaussian(multiplier), owners), 1)
+                ledger.append(run, charge(number + 1, Gaussian(multiplier), owners))
             except BudgetSpentError as error:
                 told.add(str(error))
                 assert not fits
@@ -180,46 +182,39 @@ def test_an_order_that_is_chosen_for_what_will_be_charged_lets_more_of_it_fit(pa
     # No order fits one more; and the ledger keeps it for whatever is charged.
     counts = [renyi_filter.allowance(8.0, 1e-5, one) / renyi_filter.divergence(event, one, relation) for one in renyi.ORDERS]
     assert found[1] >= math.floor(max(counts) * (1 - 1e-6))
-    ServerLedger.create(path, budgets[1])
-    with ServerLedger(path) as ledger:
+    Store.create(path, budgets[1])
+    with Store(path) as ledger:
         assert ledger.budget.renyi_order == order
 
 
 def test_a_ledger_keeps_its_order_whatever_a_later_release_would_choose(path, monkeypatch):
-    ServerLedger.create(path, BUDGET(epsilon=8.0))
+    Store.create(path, BUDGET(epsilon=8.0))
     monkeypatch.setattr(renyi_filter, "order_for", lambda epsilon, delta: pytest.fail("chosen anew"))
-    with ServerLedger(path, read_only=True) as ledger:
+    with Store(path, read_only=True) as ledger:
         assert ledger.budget == BUDGET(epsilon=8.0, renyi_order=4.0)
 
 
-def test_only_ledgers_with_such_a_budget_have_the_newer_format(path):
-    """An earlier release would take the budget for a plain one, and go beyond it."""
-    for name, budget, version in (
-        ("none", None, 1),
-        ("plain", JointBudget(epsilon=8.0, delta=1e-5), 1),
-        ("adaptive", BUDGET(epsilon=8.0), 2),
-    ):
+def test_a_ledger_says_which_kind_of_budget_it_has(path):
+    for name, budget in (("none", None), ("plain", JointBudget(epsilon=8.0, delta=1e-5)), ("adaptive", BUDGET(epsilon=8.0))):
         place = path.with_name(name)
-        ServerLedger.create(place, budget)
-        with closing(sqlite3.connect(place)) as db:
-            assert db.execute("PRAGMA user_version").fetchone() == (version,)
-        with ServerLedger(place) as ledger:
+        Store.create(place, budget)
+        with Store(place) as ledger:
             assert ledger.budget == budget
-            ledger.charge(ledger.begin_run(method="m", delta=1e-5), charge(1, Gaussian(3.0)), 1)
+            ledger.append(ledger.begin(method="m", delta=1e-5), charge(1, Gaussian(3.0)))
 
 
 def test_a_changed_order_is_noticed(path):
-    ServerLedger.create(path, BUDGET(epsilon=8.0))
-    with ServerLedger(path) as ledger:
-        ledger.charge(ledger.begin_run(method="m", delta=1e-5), charge(1, Gaussian(3.0)), 1)
+    Store.create(path, BUDGET(epsilon=8.0))
+    with Store(path) as ledger:
+        ledger.append(ledger.begin(method="m", delta=1e-5), charge(1, Gaussian(3.0)))
     with closing(sqlite3.connect(path)) as db:
-        (trigger,) = db.execute("SELECT sql FROM sqlite_master WHERE name = 'ledger_update'").fetchone()
-        db.execute("DROP TRIGGER ledger_update")
-        db.execute("UPDATE ledger SET renyi_order = 3.0")
+        (trigger,) = db.execute("SELECT sql FROM sqlite_master WHERE name = 'about_update'").fetchone()
+        db.execute("DROP TRIGGER about_update")
+        assert db.execute("UPDATE about SET value = replace(value, '4.0', '3.0') WHERE value LIKE '%4.0%'").rowcount == 1
         db.execute(trigger)
         db.commit()
     with pytest.raises(LedgerError, match="is damaged"):
-        ServerLedger(path)
+        Store(path)
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 1.0, 8.0, 50.0])

@@ -13,8 +13,8 @@ from flwr.clientapp import ClientApp
 from flower_dp import wire
 from flower_dp.clients import NbAFLTerms, privacy_mod
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.ledger_file import LedgerFile
-from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy.device_store import DeviceLedger
+from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPFedAvg, NbAFL
 from flower_dp.strategies.population.client_manager import KnownClients
 from tests.grids import LocalGrid
@@ -63,12 +63,12 @@ STARTS = (1, 1001, 7 * 10**18, 9 * 10**18)
 def test_names_that_change_are_refused_on_a_ledger_that_runs_share(tmp_path):
     """By its new name a client had a new budget: four runs of 2 were stated as 2, and a budget of 2.5 never ended."""
     path = tmp_path / "server.sqlite"
-    ServerLedger.create(path)
+    Store.create(path)
     for start in STARTS:
         with pytest.raises(ValueError, match=f"ledger: client 'node-{start}' is named by its node's id, which changes when"):
             nbafl(ledger=path).start(grid_of(start, app(terms=TERMS)), MODEL, num_rounds=1)
-    with ServerLedger(path, read_only=True) as ledger:
-        assert not ledger.has_charges
+    with Store(path, read_only=True) as ledger:
+        assert not ledger.num_charges
 
 
 def test_names_that_change_have_no_joint_epsilon():
@@ -87,7 +87,7 @@ def test_names_that_change_have_no_joint_epsilon():
 
 def test_names_that_stay_are_counted_over_all_runs(tmp_path):
     path = tmp_path / "server.sqlite"
-    ServerLedger.create(path)
+    Store.create(path)
     named = app(terms=TERMS, name=lambda context: f"device-{context.node_config['device']}")
     for options in ({}, {"ledger": path}):
         for number, start in enumerate(STARTS, start=1):
@@ -100,7 +100,7 @@ def test_names_that_stay_are_counted_over_all_runs(tmp_path):
 
 def test_a_charge_of_every_client_needs_no_names(tmp_path):
     path = tmp_path / "server.sqlite"
-    ServerLedger.create(path)
+    Store.create(path)
     words = {"clip_norm": 1.0, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 3, "delta": DELTA}
     for start in STARTS:
         strategy = DPFedAvg(**words, ledger=path)
@@ -114,14 +114,14 @@ def test_a_devices_ledger_has_no_account_of_a_name_that_changes(tmp_path):
     def path_of(device):
         path = tmp_path / f"{device}.json"
         if not path.exists():
-            LedgerFile.create(path, [f"device-{device}"])
+            DeviceLedger.create(path, [f"device-{device}"])
         return str(path)
 
     tmp_path.chmod(0o700)
     strategy = nbafl()
     with pytest.raises(RuntimeError, match="its ledger can't be used"):
         strategy.start(grid_of(1001, app(terms=TERMS), **{"ledger-path": path_of}), MODEL, num_rounds=1)
-    assert all(LedgerFile(path_of(device)).read()[f"device-{device}"].replies == 0 for device in range(3))
+    assert all(DeviceLedger(path_of(device)).read()[f"device-{device}"].replies == 0 for device in range(3))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Parts of a run over generated settings: the second answer of what remembers, standard errors, and limits."""
 
 import math
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -14,12 +15,11 @@ from hypothesis import strategies as st
 
 from flower_dp import wire
 from flower_dp.core.sampling import FullSampling, PoissonSampling
-from flower_dp.privacy.charge import EVERY_CLIENT, Charge
-from flower_dp.privacy.joint_cost import Scope
-from flower_dp.privacy.ledger import Ledger
-from flower_dp.privacy.server_ledger import LedgerError, ServerLedger
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, History, Scope
+from flower_dp.privacy.private_file import LedgerError
+from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPFedAvg, PrivateEvaluation
-from flower_dp.strategies.durable import InMemory, OnLedger
+from flower_dp.strategies.log import MemoryLog, StoreLog
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.planned_cost import PlannedCost
@@ -52,9 +52,7 @@ def test_a_target_allows_what_fits_however_often_and_in_whatever_order_it_is_ask
     spent = []
     for multiplier, asked_twice in rounds:
         as_planned = counts_plan and all(one >= 3.0 for one in spent) and multiplier >= 3.0
-        ledger = Ledger(owner="o", relation=relation)
-        for one in spent:
-            ledger.charge(GaussianDpEvent(one))
+        ledger = History(relation=relation, counts=Counter(map(GaussianDpEvent, spent)))
         for ahead in [multiplier, 2.5, multiplier] if asked_twice else [multiplier]:
             allowed = plan.allows(
                 len(spent) + 1,
@@ -181,8 +179,8 @@ def test_a_reply_may_be_twice_as_large_as_its_numbers_and_no_larger(length, many
 
 
 def charge(number):
-    words = {"release": "r", "kind": "k", "unit": "client", "relation": ADD, "shares": 1}
-    return Charge(**words, number=number, owners=(EVERY_CLIENT,), events=(GaussianDpEvent(3.0),))
+    words = {"release": "r", "kind": "k", "scope": Scope(unit="client", relation=ADD), "shares": 1}
+    return Charge(**words, number=number, server_round=number, owners=(EVERY_CLIENT,), events=(GaussianDpEvent(3.0),))
 
 
 @quickly(10)
@@ -192,22 +190,22 @@ def test_no_charge_is_taken_twice_or_after_the_end_and_every_one_counts(count, o
     scope = Scope(unit="client", relation=ADD)
     with TemporaryDirectory() as folder:
         path, memory = Path(folder, "ledger"), None
-        ServerLedger.create(path)
+        Store.create(path)
         for _ in range(earlier):
             if not on_ledger or remembers:
-                memory = InMemory(private=True, before=memory)
-                memory.charge(charge(1), 1)
+                memory = MemoryLog(private=True, before=memory)
+                memory.append(charge(1))
             else:
-                with ServerLedger(path) as ledger:
-                    ledger.charge(ledger.begin_run(method="m", delta=1e-3), charge(1), 1)
+                with Store(path) as ledger:
+                    ledger.append(ledger.begin(method="m", delta=1e-3), charge(1))
         words = {"method": "m", "delta": 1e-3, "private": True}
         if on_ledger:
-            memory = InMemory(private=True, before=memory) if remembers else None
-            run = OnLedger(path, **words, memory=memory)
+            memory = MemoryLog(private=True, before=memory) if remembers else None
+            run = StoreLog(path, **words, memory=memory)
         else:
-            run = InMemory(private=True, before=memory)
+            run = MemoryLog(private=True, before=memory)
         for number in range(1, count + 1):
-            run.charge(charge(number), number)
+            run.append(charge(number))
         joint = run.joint(scope, 1e-3)
         if earlier:
             assert (joint.num_runs, joint.on_ledger) == (earlier + 1, on_ledger and not remembers)
@@ -216,14 +214,14 @@ def test_no_charge_is_taken_twice_or_after_the_end_and_every_one_counts(count, o
             assert joint is None
         if count:
             with pytest.raises(LedgerError):
-                run.charge(charge(count), count)
+                run.append(charge(count))
         run.close()
         if on_ledger:
             with pytest.raises(RuntimeError, match="the run has ended"):
-                run.charge(charge(count + 1), count + 1)
-            again = OnLedger(path, **words, run=run.run)
-            assert [one.number for _, one in again.charges({})] == list(range(1, count + 1))
-            again.charge(charge(count + 1), count + 1)
+                run.append(charge(count + 1))
+            again = StoreLog(path, **words, run=run.run)
+            assert [one.number for one in again.beyond({})] == list(range(1, count + 1))
+            again.append(charge(count + 1))
             joint = again.joint(scope, 1e-3)
             before = 0 if remembers else earlier
             if before:

@@ -36,9 +36,9 @@ from flower_dp.clients.local.evaluation import record_loss_and_accuracy
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
+from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
-from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.strategies import (
     DPPASGD,
     DPFedAvg,
@@ -495,7 +495,7 @@ def test_every_draw_of_noise_is_fresh():
 
 
 def test_a_ledger_on_the_device_counts_the_evaluations_of_all_runs(tmp_path):
-    ledger = LedgerFile.create(tmp_path / "ledger.json", ["c0"])
+    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
     client = device(ledger=str(ledger.path))
     assert not ask(client, instruction_of(BUDGET)).refused
     again = device(ledger=str(ledger.path))  # another run: its state is empty
@@ -503,16 +503,17 @@ def test_a_ledger_on_the_device_counts_the_evaluations_of_all_runs(tmp_path):
     assert "its budget is spent" in ask(device(ledger=str(ledger.path)), instruction_of(BUDGET)).refused["c0"]
     entries = ledger.read()
     assert {name: entry.replies for name, entry in entries.items()} == {"c0": 0, "c0, evaluation": 2}
-    assert entries["c0, evaluation"].event == LaplaceDpEvent(entries["c0, evaluation"].event.noise_multiplier)
+    ((event, count),) = entries["c0, evaluation"].counts.items()
+    assert (event, count) == (LaplaceDpEvent(event.noise_multiplier), 2)
 
 
 def test_a_ledger_of_somebody_else_pays_no_evaluation(tmp_path):
-    ledger = LedgerFile.create(tmp_path / "ledger.json", ["somebody"])
+    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["somebody"])
     assert "ledger can't be used" in ask(device(ledger=str(ledger.path)), instruction_of(BUDGET)).refused["c0"]
 
 
 def test_a_ledger_that_is_put_back_pays_no_evaluation(tmp_path):
-    ledger = LedgerFile.create(tmp_path / "ledger.json", ["c0"])
+    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
     old, state = ledger.path.read_bytes(), RecordDict()
     assert not ask(device(ledger=str(ledger.path), state=state), instruction_of(BUDGET)).refused
     ledger.path.write_bytes(old)
@@ -521,7 +522,7 @@ def test_a_ledger_that_is_put_back_pays_no_evaluation(tmp_path):
 
 
 def test_the_ledger_of_the_nodes_config_is_used(tmp_path):
-    ledger = LedgerFile.create(tmp_path / "ledger.json", NAMES)
+    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", NAMES)
     grid = grid_of(METHODS["fedsgd-dpc laplace"][1])
     for context in grid.contexts.values():
         context.node_config[LEDGER_PATH] = str(ledger.path)
@@ -549,7 +550,7 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
             return super().send_and_receive(out, timeout=timeout)
 
     grid = Watching(client_app(lambda context: client_of(context, recipe, BUDGET)), CLIENTS)
-    strategy._run.durable = kept = Kept()
+    strategy._run.log = kept = Kept()
     strategy.start(grid, flat(), num_rounds=3)
     assert_charges_are_the_ledgers(strategy, kept)
     # The third round finds the budgets of evaluation spent.

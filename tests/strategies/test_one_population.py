@@ -20,7 +20,7 @@ from torch import nn
 
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
-from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, PrivateEvaluation
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from tests.grids import LocalGrid, asks_to_train
@@ -295,7 +295,7 @@ def test_runs_with_other_numbers_of_clients_are_composed_each_by_its_own(tmp_pat
     One that is replaced by another moves the sum by twice the clip norm.
     """
     path = tmp_path / "server.sqlite"
-    ServerLedger.create(path)
+    Store.create(path)
     alone, accountant = [], RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
     for num_clients, cohort_size in ((10, 5), (4, 2)):
         sampling = FixedSizeSampling(cohort_size=cohort_size)

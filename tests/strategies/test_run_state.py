@@ -18,7 +18,7 @@ from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSam
 from flower_dp.core.stored import packed, same, stored, unpacked
 from flower_dp.privacy import accounting
 from flower_dp.privacy.private_file import LedgerError
-from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPStrategy, EvaluationBudget, LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.noised_sum import SumState
 from tests.grids import LocalGrid
@@ -235,7 +235,7 @@ def test_of_several_copies_between_rounds_one_alone_goes_on(how, first):
 def test_copies_of_a_strategy_that_has_charged_nothing_are_different_runs(how):
     strategy = DPFedAvg(**PRIVATE)
     copied = [strategy, how(strategy), how(how(strategy))]
-    assert len({one._run.durable.run for one in copied}) == 3
+    assert len({one._run.log.run for one in copied}) == 3
     for one in copied:
         rounds(one, MODEL, range(1, 2))
 
@@ -255,7 +255,7 @@ def test_a_state_of_another_run_does_not_take_the_place_of_what_this_run_has_rel
 
 
 def test_on_a_ledger_a_state_has_the_charges_that_the_run_has_there(tmp_path):
-    ServerLedger.create(tmp_path / "server.sqlite")
+    Store.create(tmp_path / "server.sqlite")
     strategy = DPFedAvg(**PRIVATE, ledger=tmp_path / "server.sqlite")
     fresh = strategy.state
     rounds(strategy, MODEL, range(1, 2))

@@ -7,10 +7,10 @@ import dp_accounting as dp
 import pytest
 from dp_accounting import GaussianDpEvent, LaplaceDpEvent, NonPrivateDpEvent, NoOpDpEvent, PoissonSampledDpEvent
 
-from flower_dp.privacy.charge import EVERY_CLIENT, Charge
-from flower_dp.privacy.joint_cost import Scope
-from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy.charges import EVERY_CLIENT, Scope
+from flower_dp.privacy.store import Store
 from flower_dp.sweeps.cost import Charged, compose, histories_of, statement_of
+from tests.charges import charge_each, folded
 
 ONE = GaussianDpEvent(3.0)
 CLIENT = Scope(unit="client", relation="add-or-remove-one")
@@ -18,9 +18,8 @@ RECORD = Scope(unit="record", relation="replace-one")
 
 
 def charge(number, owners=(EVERY_CLIENT,), events=(ONE,), scope=CLIENT):
-    return Charge(
-        release="a", number=number, kind="b", unit=scope.unit, relation=scope.relation, owners=tuple(owners), events=tuple(events)
-    )
+    words = {"release": scope.unit, "number": number, "server_round": number, "kind": "b", "scope": scope}
+    return charge_each(dict(zip(owners, events, strict=True)), **words)
 
 
 def charged(*histories):
@@ -35,11 +34,11 @@ def run(tmp_path):
         place = tmp_path / name / "checkpoint"
         place.mkdir(parents=True, mode=0o700)
         place.chmod(0o700)
-        ServerLedger.create(place / "ledger.sqlite")
-        with ServerLedger(place / "ledger.sqlite") as ledger:
-            run = ledger.begin_run(method="DP-FedAvg", delta=delta, private=private)
+        Store.create(place / "ledger.sqlite")
+        with Store(place / "ledger.sqlite") as ledger:
+            run = ledger.begin(method="DP-FedAvg", delta=delta, private=private)
             for one in charges:
-                ledger.charge(run, one, one.number)
+                ledger.append(run, one)
         return tmp_path / name
 
     return written
@@ -115,8 +114,10 @@ def test_runs_without_a_ledger_are_named(run, tmp_path):
 
 def test_a_client_is_charged_with_what_is_everyones_too():
     other = GaussianDpEvent(5.0)
-    charges = [charge(1), charge(2, ("a", "b"), (other, other)), charge(3, ("a",), (other,)), charge(4, ("c",), (NoOpDpEvent(),))]
-    assert sorted((dict(one) for one in histories_of(charges)), key=lambda one: one.get(other, 0)) == [
+    charges = folded(
+        [charge(1), charge(2, ("a", "b"), (other, other)), charge(3, ("a",), (other,)), charge(4, ("c",), (NoOpDpEvent(),))]
+    )
+    assert sorted((dict(one) for one in histories_of(charges, CLIENT)), key=lambda one: one.get(other, 0)) == [
         {ONE: 1},
         {ONE: 1, other: 1},
         {ONE: 1, other: 2},

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from flower_dp.core.checks import SettingsError
-from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy.store import Store
 from flower_dp.running.run_folder import is_finished
 from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS
 from flower_dp.sweeps import plan
@@ -121,11 +121,11 @@ def test_a_run_with_charges_and_without_a_checkpoint_stays_in_the_statement(fold
     run.launched.write(finish(folder.of(run), run.config, finished=False))
     (folder.of(run) / "checkpoint").chmod(0o700)
     path = folder.of(run) / "checkpoint" / "ledger.sqlite"
-    ServerLedger.create(path)
+    Store.create(path)
     assert not has_charges(folder.of(run))
-    with ServerLedger(path) as ledger:
-        name = ledger.begin_run(method="DP-FedAvg", delta=1e-3, private=True)
-        ledger.charge(name, charge(1), 1)
+    with Store(path) as ledger:
+        name = ledger.begin(method="DP-FedAvg", delta=1e-3, private=True)
+        ledger.append(name, charge(1))
     if damaged:
         path.write_bytes(b"no ledger")
     assert [(place.name, goes_on) for _, place, goes_on in folder.left([run])] == [(run.name, False)]

@@ -9,7 +9,7 @@ from flower_dp.clients.reasons import SEE_LOG, Declined, contained
 from flower_dp.clients.reply.pipeline import Refusal, failure
 from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.ledger_file import Numbered, evaluation_account, owner_of
+from flower_dp.privacy.device_store import Numbered, evaluation_account, owner_of
 from flower_dp.wire import Instruction, OwnAsk, Promise
 
 log = logging.getLogger("flwr")

@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 
 from flower_dp import wire
 from flower_dp.core import checks
-from flower_dp.privacy.charge import EVERY_CLIENT
+from flower_dp.privacy.charges import EVERY_CLIENT
 from flower_dp.strategies.population.held_errors import HeldErrors
 from flower_dp.strategies.population.pulled import Pulls
 from flower_dp.strategies.releases.replies import APP_RAISED, MOST_REASON

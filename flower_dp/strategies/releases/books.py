@@ -13,9 +13,9 @@ from flower_dp.core.sampling import Sampler
 from flower_dp.core.stored import stored
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.charges import History
 from flower_dp.privacy.client_terms import Terms, per_client, values_in
 from flower_dp.privacy.events import Relation, UnsupportedEventError
-from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.worst_client import WorstClient
 from flower_dp.strategies.releases.own_replies import Longest, OwnReplies, ReplyState, VectorsOf, no_vectors
 from flower_dp.strategies.releases.round import Round
@@ -251,7 +251,7 @@ class ClientBooks:
         return self.training.terms
 
     @property
-    def ledgers(self) -> dict[str, Ledger]:
+    def ledgers(self) -> dict[str, History]:
         """The ledger of every client's training."""
         return self.training.ledgers
 
@@ -290,14 +290,14 @@ class ClientBooks:
 
     # The cost
 
-    def cost(self, ledger: Ledger) -> Cost:
+    def cost(self, ledger: History) -> Cost:
         """Return the cost of a ledger; equal ledgers are accounted once."""
         key = (ledger.relation, *ledger.lines())
         if key not in self._costs:
             self._costs[key] = accounting.epsilon(ledger.event, delta=self.delta, relation=ledger.relation, grid=_GRID)
         return self._costs[key]
 
-    def total(self, name: str, ledger: Ledger) -> Cost:
+    def total(self, name: str, ledger: History) -> Cost:
         """Return the cost of one of a client's ledgers and of its private evaluations together.
 
         It is the least bound that can be proved. The sum always holds: (e1, delta) and (e2, 0) compose to (e1 + e2, delta).
@@ -311,7 +311,7 @@ class ClientBooks:
             self._costs[key] = self._together(training, ledger, evaluated)
         return self._costs[key]
 
-    def _together(self, training: Cost, ledger: Ledger, evaluated: Ledger) -> Cost:
+    def _together(self, training: Cost, ledger: History, evaluated: History) -> Cost:
         total = Cost(
             epsilon=training.epsilon + evaluated.cost(0.0).epsilon,
             delta=training.delta,

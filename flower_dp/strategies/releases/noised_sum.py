@@ -15,9 +15,8 @@ from flower_dp.core.metric_bounds import FINER_LATTICE, MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, Sampler
 from flower_dp.core.stored import stored
-from flower_dp.privacy.charge import EVERY_CLIENT, Charge
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope, frozen
 from flower_dp.privacy.events import Relation
-from flower_dp.privacy.ledger import Ledger
 from flower_dp.privacy.release import Release
 from flower_dp.strategies.releases.adaptive_clip import MovingClip
 from flower_dp.strategies.releases.left_out import RoundLeftOut
@@ -155,8 +154,8 @@ class NoisedSum:
         self.open(names)
         return self.sampling.choose(self.num_charged + 1, len(names), rng)
 
-    def next_charge(self, names: Sequence[str]) -> Charge:
-        """Return what the next round costs every client, as the shares of its noise are computed for this cohort.
+    def next_charge(self, names: Sequence[str], server_round: int = 0) -> Charge:
+        """Return what the next release costs every client, as the shares of its noise are computed for this cohort.
 
         What it costs follows from how often this release was charged, and not from the number of a round, which a caller may
         repeat or skip.
@@ -165,12 +164,13 @@ class NoisedSum:
         return Charge(
             release=self.name,
             number=number,
+            server_round=server_round or self.num_charged + 1,
             kind=self.kind,
-            unit=self.release.unit,
-            relation=self.release.relation,
+            scope=Scope(unit=self.release.unit, relation=self.release.relation),
             owners=(EVERY_CLIENT,),
             events=(self._event(shares, number, outside=False),),
             shares=shares,
+            views={"outsiders": (self._event(shares, number, outside=True),)},
         )
 
     def take(self, charge: Charge) -> None:
@@ -189,12 +189,14 @@ class NoisedSum:
             raise ValueError(f"state: what was charged is {state.kind}, and this strategy releases {self.shared!r}")
         self.state = state
 
-    def charge_to(self, ledger: Ledger, *, outside: bool = False) -> None:
-        """Charge all rounds so far to a ledger: as any single client sees them, or those who are no clients."""
+    def counts(self, *, outside: bool = False) -> Counter[dp.DpEvent]:
+        """Return how often each event was charged so far: as any single client sees it, or those who are no clients."""
         # In any order the rounds with as many shares cost the same; in turn each costs by its own number.
         kinds = Counter((shares, number if self.in_order else 1) for number, shares in enumerate(self.state.shares, start=1))
+        found: Counter[dp.DpEvent] = Counter()
         for (shares, number), count in kinds.items():
-            ledger.charge(self._event(shares, number, outside=outside), count)
+            found[frozen(self._event(shares, number, outside=outside))] += count
+        return found
 
     def _event(self, shares: int, number: int, *, outside: bool) -> dp.DpEvent:
         """Return what one charge costs: as any single client sees it, or those who are no clients."""

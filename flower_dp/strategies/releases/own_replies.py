@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from flower_dp.core import dp
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
 from flower_dp.core.stored import stored
-from flower_dp.privacy.charge import Charge
+from flower_dp.privacy.charges import Charge, History, Scope, frozen
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.events import Relation
-from flower_dp.privacy.ledger import Ledger
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.releases.round import Round
@@ -65,7 +65,6 @@ class OwnReplies:
         longest: how long an honest row is at most.
         vectors_of: the vectors that are sent with the model.
         metrics: of an evaluation; None in training.
-        owner: what a ledger is called after a client's name.
         terms: of every client, by its name.
         state: what was charged so far.
     """
@@ -78,17 +77,22 @@ class OwnReplies:
     longest: Longest
     vectors_of: VectorsOf = no_vectors
     metrics: MetricBounds | None = None
-    owner: str = ""
     terms: Mapping[str, Terms] = field(default_factory=dict)
     state: ReplyState = field(default_factory=ReplyState)
     secret_cohort: bool = False
     open_population: bool = False
     _places: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+    # The different events of a reply, and the place of each client's.
+    _events: tuple[dp.DpEvent, ...] = field(default=(), init=False, repr=False)
+    _kinds: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), init=False, repr=False)
 
     def open(self, terms: Mapping[str, Terms]) -> None:
         """Open a ledger for every client, on its terms."""
         self.terms = terms
         self.state = ReplyState(replies=np.zeros(len(terms), np.int64), kind=_digest(terms))
+        kinds: dict[dp.DpEvent, int] = {}
+        numbers = [kinds.setdefault(frozen(own.event), len(kinds)) for own in terms.values()]
+        self._events, self._kinds = tuple(kinds), np.asarray(numbers, np.int64)
         self._places = {name: place for place, name in enumerate(terms)}
 
     def go_on(self, state: ReplyState | None) -> None:
@@ -118,15 +122,14 @@ class OwnReplies:
         return dict(zip(self.terms, self.state.replies.tolist(), strict=True))
 
     @property
-    def ledgers(self) -> dict[str, Ledger]:
-        """The ledger of every client."""
+    def ledgers(self) -> dict[str, History]:
+        """What was charged to every client."""
         return {name: self.ledger(name) for name in self.terms}
 
-    def ledger(self, name: str) -> Ledger:
-        """Return a client's ledger."""
-        ledger = Ledger(owner=f"{name}{self.owner}", relation=self.relation)
-        ledger.charge(self.terms[name].event, self.replies(name))
-        return ledger
+    def ledger(self, name: str) -> History:
+        """Return what was charged to a client."""
+        place = self._places[name]
+        return History(relation=self.relation, counts={self._events[self._kinds[place]]: int(self.state.replies[place])})
 
     def can_pay(self, name: str) -> bool:
         """Return whether a client's budget covers one more reply."""
@@ -148,16 +151,18 @@ class OwnReplies:
         self.state = replace(self.state, num_unasked=self.state.num_unasked + len(chosen) - len(paying))
         return paying
 
-    def next_charge(self, names: Sequence[str]) -> Charge:
+    def next_charge(self, names: Sequence[str], server_round: int = 0) -> Charge:
         """Return what one reply of each of these clients costs it."""
+        kinds, which = np.unique(self._kinds[np.asarray([self._places[name] for name in names], np.int64)], return_inverse=True)
         return Charge(
+            owners=tuple(names),
+            events=tuple(self._events[kind] for kind in kinds.tolist()),
+            which=tuple(which.tolist()),
             release=self.name,
             number=self.num_charged + 1,
+            server_round=server_round or self.num_charged + 1,
             kind=self.state.kind,
-            unit=next(iter(self.terms.values())).release.unit,
-            relation=self.relation,
-            owners=tuple(names),
-            events=tuple(self.terms[name].event for name in names),
+            scope=Scope(unit=next(iter(self.terms.values())).release.unit, relation=self.relation),
         )
 
     def take(self, charge: Charge) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 
 from flower_dp.core import dp
 from flower_dp.privacy import accounting
+from flower_dp.privacy.charges import History
 from flower_dp.privacy.events import Relation
-from flower_dp.privacy.ledger import Ledger
 
 # Rounds to compose ahead where nobody has said how many there will be.
 _FIRST_HORIZON = 64
@@ -58,7 +58,7 @@ class PlannedCost:
         # All that were planned fit the target, as computed exactly; the bounds by round are on a coarser grid.
         return bound if self._target is None else min(bound, self._target)
 
-    def allows(self, number: int, *, ledger: Callable[[], Ledger], event: dp.DpEvent, as_planned: bool) -> bool:
+    def allows(self, number: int, *, ledger: Callable[[], History], event: dp.DpEvent, as_planned: bool) -> bool:
         """Return whether the target allows one more round.
 
         Args:

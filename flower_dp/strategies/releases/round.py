@@ -9,7 +9,7 @@ import numpy as np
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
 from flower_dp.core.vectors import Layout
-from flower_dp.privacy.charge import Charge
+from flower_dp.privacy.charges import Charge
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.wire import Ask, Model
@@ -90,7 +90,7 @@ class RoundRelease(Protocol):
     def cohort(self, names: tuple[str, ...], rng: Generator) -> np.ndarray:
         """Return the indices of the clients that are asked next: those drawn whose budget covers it."""
 
-    def next_charge(self, names: Sequence[str]) -> Charge:
+    def next_charge(self, names: Sequence[str], server_round: int = 0) -> Charge:
         """Return what the next round of this release costs if this cohort is asked; nothing changes."""
 
     def take(self, charge: Charge) -> None:

@@ -11,7 +11,7 @@ from flower_dp.core.sampling import FullSampling
 from flower_dp.core.words import epsilon_in_words
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
-from flower_dp.privacy.ledger import Ledger
+from flower_dp.privacy.charges import History
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.releases.books import ClientBooks
 from flower_dp.strategies.run_state import RunFacts
@@ -72,7 +72,7 @@ def statement_of(rules: NbAFLRules, run: RunFacts) -> PrivacyStatement:
     )
 
 
-def _worst(books: ClientBooks, ledgers: Mapping[str, Ledger]) -> Cost:
+def _worst(books: ClientBooks, ledgers: Mapping[str, History]) -> Cost:
     none = Cost(epsilon=0.0, delta=books.delta, relation=books.relation, accountant="none")
     costs = (books.total(name, ledger) for name, ledger in ledgers.items())
     return max(costs, key=lambda cost: cost.epsilon, default=none)

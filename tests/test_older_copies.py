@@ -9,10 +9,10 @@ from flower_dp import wire
 from flower_dp.clients import DPFedPAQRecipe, FedSGDDPCRecipe, LocalDPClient, client_app, model_arrays
 from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.core.sampling import FullSampling
+from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.privacy.ledger_file import LedgerFile
-from flower_dp.privacy.server_ledger import ServerLedger
+from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPFedPAQ, FedSGDDPC, LocalEvaluation
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear, records
@@ -59,7 +59,7 @@ class DyingGrid(LocalGrid):
         super().__init__(client_app(client_fn), 2)
         self.dies_in = dies_in
         for node, context in self.contexts.items():
-            context.node_config[LEDGER_PATH] = str(folder / f"{NAMES[node - 1]}.json")
+            context.node_config[LEDGER_PATH] = str(folder / f"{NAMES[node - 1]}.sqlite")
 
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
@@ -88,7 +88,7 @@ def numbered(grid):
 @pytest.fixture(params=METHODS)
 def case(request, tmp_path):
     for name in NAMES:
-        LedgerFile.create(tmp_path / f"{name}.json", [name])
+        DeviceLedger.create(tmp_path / f"{name}.sqlite", [name])
     return Case(tmp_path, *METHODS[request.param])
 
 
@@ -109,7 +109,7 @@ class Case:
         return grid, strategy
 
     def accounts(self):
-        return {name: entry for part in NAMES for name, entry in LedgerFile(self.folder / f"{part}.json").read().items()}
+        return {name: entry for part in NAMES for name, entry in DeviceLedger(self.folder / f"{part}.sqlite").read().items()}
 
     def replies(self):
         return {name: entry.replies for name, entry in self.accounts().items() if name in NAMES}
@@ -139,17 +139,17 @@ def test_rounds_that_never_arrived_raise_no_alarm_and_a_run_keeps_its_id(case):
     assert [report.replies for report in strategy.rounds] == [2, 2, 2, 2]
     assert not [line for line in strategy.statement.incidents if OLDER in line]
     assert strategy.state.missing.declined == 0
-    with ServerLedger(case.checkpoint / "ledger.sqlite", read_only=True) as ledger:
+    with Store(case.checkpoint / "ledger.sqlite", read_only=True) as ledger:
         (run,) = ledger.runs
     name = strategy.rules.training.name
-    assert [numbered(grid)[name, run.name] for grid, _ in lives] == [[1], [3], [5, 6]]
-    assert {key for grid, _ in lives for _, key in numbered(grid)} == {run.name}
-    assert case.accounts()["c0"].runs == {run.name: 6}
+    assert [numbered(grid)[name, run] for grid, _ in lives] == [[1], [3], [5, 6]]
+    assert {key for grid, _ in lives for _, key in numbered(grid)} == {run}
+    assert case.accounts()["c0"].runs == {run: 6}
 
 
 def test_training_and_evaluations_are_counted_apart(tmp_path):
     for name in NAMES:
-        LedgerFile.create(tmp_path / f"{name}.json", [name])
+        DeviceLedger.create(tmp_path / f"{name}.sqlite", [name])
     case = Case(tmp_path, *METHODS["DP-FedPAQ with evaluations"])
     grid, strategy = case.live()
     assert [numbers for _, numbers in numbered(grid).items()] == [[1, 2, 3, 4, 5, 6]] * 2
@@ -181,16 +181,16 @@ def test_a_message_that_comes_twice_is_charged_once_and_answered_once(case):
     answer = wire.answer_of(reply.content, ("c0",))
     (run,) = before.runs
     assert answer.refused == {
-        "c0": f"reply 1 of run {run} was charged before: the server's ledger is an older copy, or the message came twice"
+        "c0": f"charged-before: reply 1 of run {run}; the server's ledger is an older copy, or the message came twice"
     }
     assert case.accounts()["c0"] == before
 
 
 def test_another_refusal_is_not_taken_for_it(case):
     for name in NAMES:
-        entry = LedgerFile(case.folder / f"{name}.json")
+        entry = DeviceLedger(case.folder / f"{name}.sqlite")
         entry.path.unlink()
-        LedgerFile.create(entry.path, ["somebody else"])
+        DeviceLedger.create(entry.path, ["somebody else"])
     strategy = case.strategy()
     with pytest.raises(RuntimeError, match="its ledger can't be used"):
         case.live(strategy=strategy, checkpoint_dir=None, resume=False)

@@ -1,5 +1,6 @@
 """Runs on a server's ledger: charged in the file before a message leaves, a budget of all runs, and their joint epsilon."""
 
+import json
 import math
 import sqlite3
 from collections.abc import Iterable
@@ -11,11 +12,14 @@ from flwr.app import ConfigRecord, Message
 
 from flower_dp.clients import model_arrays
 from flower_dp.core.sampling import FullSampling, PoissonSampling
-from flower_dp.privacy import accounting, ledger_lock
-from flower_dp.privacy.charge import EVERY_CLIENT, ledgers_of
-from flower_dp.privacy.server_ledger import JointBudget, LedgerError, ServerLedger
+from flower_dp.privacy import accounting, store
+from flower_dp.privacy.budget import JointBudget
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.device_store import DeviceLedger
+from flower_dp.privacy.private_file import LedgerError
+from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPPASGD, DPFedAvg, EvaluationBudget, LocalEvaluation, PrivateEvaluation
-from tests.charges import events_of, own_ledgers
+from tests.charges import Kept, assert_charges_are_the_ledgers
 from tests.contract_runs import SMALL, app_of, evaluating_stock_app
 from tests.contracts import METHODS, Words
 from tests.grids import LocalGrid, asks_to_train
@@ -40,9 +44,8 @@ class LookingGrid(LocalGrid):
         kinds = {message.metadata.message_type for message in messages}
         if self.path is not None and ("evaluate" in kinds or any(map(asks_to_train, messages))):
             db = sqlite3.connect(self.path)
-            found = db.execute(
-                "SELECT releases.name, charges.server_round FROM charges JOIN releases ON releases.id = release"
-            ).fetchall()
+            told = [json.loads(about) for (about,) in db.execute("SELECT about FROM charges ORDER BY id")]
+            found = [(one["release"], one["round"]) for one in told]
             db.close()
             self.seen.append((next(iter(kinds)), found[-1] if found else None, len(found)))
         return super().send_and_receive(messages, timeout=timeout)
@@ -51,7 +54,7 @@ class LookingGrid(LocalGrid):
 @pytest.fixture
 def path(tmp_path):
     tmp_path.chmod(0o700)
-    ServerLedger.create(tmp_path / "ledger.sqlite")
+    Store.create(tmp_path / "ledger.sqlite")
     return tmp_path / "ledger.sqlite"
 
 
@@ -67,8 +70,8 @@ def run(strategy, path, num_rounds=3, looking=None):
 
 
 def written(path):
-    with ServerLedger(path, read_only=True) as ledger:
-        return [ledger.charges(one.name) for one in ledger.runs]
+    with Store(path, read_only=True) as ledger:
+        return [ledger.read(one) for one in ledger.runs]
 
 
 @of_each_kind
@@ -82,8 +85,8 @@ def test_every_round_of_every_method_is_in_the_file_before_its_messages_leave(me
     trained = [entry for entry in nodes.seen if entry[1] is not None]
     assert [(name, rounds, count) for _, (name, rounds), count in trained] == [(method.name, one, one) for one in (1, 2, 3)]
     (charges,) = written(path)
-    found = {owner: events_of(ledger) for owner, ledger in ledgers_of(charge for _, charge in charges).items()}
-    assert found == {owner: events_of(*ledgers) for owner, ledgers in own_ledgers(strategy).items()}
+    assert_charges_are_the_ledgers(strategy, Kept(each=list(charges)))
+    assert strategy._run.log.charges.numbers() == {method.name: 3}
     assert strategy.statement.joint is None
 
 
@@ -104,28 +107,28 @@ def test_evaluations_are_in_the_file_before_their_messages_leave(path):
 
 def test_a_charge_that_cannot_be_written_sends_nothing_and_is_not_taken(path, monkeypatch):
     strategy, nodes = DPFedAvg(**WORDS, ledger=path), grid(path)
-    charge, calls = ServerLedger.charge, []
+    append, calls = Store.append, []
 
     def full(self, *arguments, **named):
         calls.append(1)
         if len(calls) == 3:
             raise LedgerError("ledger x: database or disk is full")
-        return charge(self, *arguments, **named)
+        return append(self, *arguments, **named)
 
-    monkeypatch.setattr(ServerLedger, "charge", full)
+    monkeypatch.setattr(Store, "append", full)
     with pytest.raises(LedgerError, match="disk is full"):
         run(strategy, path, 5, nodes)
     assert [count for kind, entry, count in nodes.seen if entry] == [1, 2]
     assert len(nodes.sent) == len([one for one in nodes.sent if one.metadata.message_type != "train"]) + 8
     assert strategy.statement.num_rounds == 2 == len(written(path)[0])
     # The lock is free again.
-    ServerLedger(path).close()
+    Store(path).close()
 
 
 def test_a_run_on_a_ledger_in_use_or_missing_ends_before_any_client_is_asked(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger_lock, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(store, "_LOCK_SECONDS", 0.05)
     nodes = grid()
-    with ServerLedger(path), pytest.raises(LedgerError, match="is in use: another process writes to it"):
+    with Store(path), pytest.raises(LedgerError, match="is in use: another process writes to it"):
         run(DPFedAvg(**WORDS, ledger=path), path, 2, nodes)
     with pytest.raises(LedgerError, match="does not exist"):
         run(DPFedAvg(**WORDS, ledger=tmp_path / "other"), path, 2, nodes)
@@ -162,7 +165,7 @@ def test_the_joint_epsilon_of_two_runs_is_that_of_their_events_together(path):
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_the_statement_says_whether_a_budget_holds_for_settings_that_results_decided(tmp_path, adaptive):
     path = tmp_path / "with budget"
-    ServerLedger.create(path, JointBudget(epsilon=50.0, delta=1e-6, fully_adaptive=adaptive))
+    Store.create(path, JointBudget(epsilon=50.0, delta=1e-6, fully_adaptive=adaptive))
     first, second = (run(DPFedAvg(**WORDS, ledger=path), path, 1) for _ in range(2))
     assert first.statement.joint is None
     told = (
@@ -209,15 +212,15 @@ def test_runs_of_one_strategy_with_ledgers_of_their_own_have_a_joint_epsilon(tmp
 
 
 def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_epsilon(tmp_path, monkeypatch):
-    strategy, charge = DPFedAvg(**WORDS), ServerLedger.charge
+    strategy, append = DPFedAvg(**WORDS), Store.append
 
-    def interrupted(self, run, one, server_round):
-        charge(self, run, one, server_round)
-        if server_round == 2:
+    def interrupted(self, run, one):
+        append(self, run, one)
+        if one.server_round == 2:
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(ServerLedger, "charge", interrupted)
+        patch.setattr(Store, "append", interrupted)
         assert checkpointed(strategy, tmp_path / "a", 4) is None
     assert checkpointed(strategy, tmp_path / "b", 1).epsilon == together(3)
 
@@ -258,18 +261,18 @@ def test_the_joint_epsilon_of_local_runs_is_the_worst_clients(path):
         strategy._manager = None
         strategy.rules.plan(2)
         strategy.rules.open(tuple(f"c{place}" for place in range(4)))
-        with ServerLedger(path) as ledger:
-            name = ledger.begin_run(method=strategy.rules.title, delta=1e-3)
+        with Store(path) as ledger:
+            name = ledger.begin(method=strategy.rules.title, delta=1e-3)
             for names in (("c0", "c1"), ("c1", "c2")):
                 charge = strategy.rules.training.next_charge(names)
-                ledger.charge(name, charge, charge.number)
+                ledger.append(name, charge)
                 strategy.rules.training.take(charge)
         charged.append(strategy.rules.books.ledgers["c1"].event)
-    with ServerLedger(path) as ledger:
-        scope = next(iter(ledger.num_runs_by_scope))
+    with Store(path) as ledger:
+        (scope,) = ledger.all.scopes
         assert scope.unit == method.unit
         expected = accounting.epsilon(ComposedDpEvent(charged), delta=1e-3, relation="replace-one").epsilon
-        assert ledger.accounts.of(scope).worst(1e-3).epsilon == pytest.approx(expected, rel=1e-9)
+        assert ledger.all.worst(scope, 1e-3).epsilon == pytest.approx(expected, rel=1e-9)
 
 
 def test_runs_of_another_relation_are_told_apart(path):
@@ -303,7 +306,7 @@ def test_a_run_ends_before_the_round_that_the_ledgers_budget_does_not_cover(tmp_
     def cost(count):
         return accounting.epsilon(SelfComposedDpEvent(event, count), delta=1e-3, relation="add-or-remove-one").epsilon
 
-    ServerLedger.create(path, JointBudget(epsilon=(cost(7) + cost(8)) / 2, delta=1e-3))
+    Store.create(path, JointBudget(epsilon=(cost(7) + cost(8)) / 2, delta=1e-3))
     first = run(DPFedAvg(**WORDS, ledger=path), path, 5)
     assert first.statement.num_rounds == 5
     assert not first.incidents
@@ -325,13 +328,37 @@ def test_an_evaluation_that_the_ledgers_budget_does_not_cover_is_left_out(tmp_pa
     tmp_path.chmod(0o700)
     path = tmp_path / "ledger.sqlite"
     evaluation = PrivateEvaluation(noise_multiplier=0.5, sampling=FullSampling())
-    ServerLedger.create(path, JointBudget(epsilon=2.5, delta=1e-3))
+    Store.create(path, JointBudget(epsilon=2.5, delta=1e-3))
     strategy = run(DPFedAvg(**WORDS, evaluation=evaluation, ledger=path), path, 2, LookingGrid(evaluating_stock_app(), 4))
-    assert [charge.release for _, charge in written(path)[0]] == ["dp-fedavg", "dp-fedavg"]
+    assert [charge.release for charge in written(path)[0]] == ["dp-fedavg", "dp-fedavg"]
     assert "the evaluation of round 1 was left out: it would pass the ledger's budget" in caplog.text
     assert not strategy.evaluations
 
 
 def test_the_owner_of_a_client_level_run_is_every_client(path):
     run(DPFedAvg(**WORDS, ledger=path), path, 1)
-    assert written(path)[0][0][1].owners == (EVERY_CLIENT,)
+    assert written(path)[0][0].owners == (EVERY_CLIENT,)
+
+
+def test_a_devices_ledger_is_no_servers(tmp_path):
+    DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
+    nodes = grid()
+    with pytest.raises(LedgerError, match="is a device's ledger, and no server's"):
+        run(DPFedAvg(**WORDS, ledger=tmp_path / "ledger.sqlite"), None, 1, nodes)
+    assert nodes.sent == []
+
+
+def test_what_is_charged_in_the_log_is_what_joint_epsilon_and_budget_say(tmp_path):
+    """One charge more in the file, of another program's run: everything follows."""
+    path = tmp_path / "ledger.sqlite"
+    event = FullSampling().event(DPFedAvg(**WORDS).rules.release.mechanism.event(), 1, 4)
+    most = accounting.epsilon(SelfComposedDpEvent(event, 4), delta=1e-3, relation="add-or-remove-one").epsilon * (1 + 1e-6)
+    Store.create(path, JointBudget(epsilon=most, delta=1e-3))
+    with Store(path) as ledger:
+        words = {"release": "r", "number": 1, "server_round": 1, "kind": "k", "owners": (EVERY_CLIENT,), "events": (event,)}
+        scope = Scope(unit="client", relation="add-or-remove-one")
+        ledger.append(ledger.begin(method="another", delta=1e-3), Charge(**words, scope=scope))
+    strategy = run(DPFedAvg(**WORDS, ledger=path), path, 5)
+    assert strategy.statement.num_rounds == 3
+    assert (strategy.statement.joint.num_runs, strategy.statement.joint.epsilon) == (2, together(4))
+    assert strategy.incidents[0].startswith("ended before round 4: it would pass the ledger's budget")

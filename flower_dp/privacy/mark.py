@@ -1,4 +1,4 @@
-"""The lock of a server's ledger: one process at a time writes, and what it wrote last is remembered beside the ledger."""
+"""The file beside a ledger: its lock, for one process at a time, and what was written to the ledger last."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flower_dp.privacy.private_file import LedgerError, check_owner, create_private, open_regular
 
-_LOCK_SECONDS, _POLL_SECONDS = 2.0, 0.02
+_POLL_SECONDS = 0.02
 _LINE = re.compile(rb"(\d{20}) ([0-9a-f]{64})\n")
 
 
@@ -18,7 +18,7 @@ class Mark:
     """What a ledger had when it was last written.
 
     Attributes:
-        number: how many charges.
+        number: number of charges.
         digest: of the last one.
     """
 
@@ -27,7 +27,7 @@ class Mark:
 
     @classmethod
     def of(cls, line: bytes) -> "Mark | None":
-        """Return the mark of a lock file's content; None for an empty file.
+        """Return the mark of a file's content; None for an empty file.
 
         Raises:
             LedgerError: if it is damaged.
@@ -35,39 +35,42 @@ class Mark:
         if not line:
             return None
         if not (found := _LINE.fullmatch(line)):
-            raise LedgerError("is not safe: its .lock file is damaged; remove that if you know that the ledger is no older copy")
+            raise LedgerError("is not safe: its .mark file is damaged; remove that if you know that the ledger is no older copy")
         return cls(number=int(found[1]), digest=bytes.fromhex(found[2].decode()))
 
     @property
     def line(self) -> bytes:
-        """The content of a lock file: of one length, so that one write replaces another."""
+        """The content of a file: of one length, so that one write replaces another."""
         return f"{self.number:020d} {self.digest.hex()}\n".encode()
 
 
 class Lock:
-    """An exclusive lock (flock) on the file PATH.lock, and the mark in it.
+    """An exclusive lock (flock) on the file PATH.mark, and the mark in it.
 
     The lock ends with the process that holds it. Whoever removes the file lets a second process in; the ledger then notices
     that it has changed.
 
     Args:
         path: of the ledger.
+        seconds: for which to wait for another process.
 
     Raises:
-        LedgerError: if another process holds it for two seconds.
+        LedgerError: if another process holds it for longer.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, seconds: float) -> None:
         import fcntl  # noqa: PLC0415 (Windows has none, and no ledger then)
 
         self._path = _beside(path)
-        deadline = time.monotonic() + _LOCK_SECONDS
+        deadline = time.monotonic() + seconds
         while True:
-            self._descriptor = _opened(self._path)
+            with suppress(FileExistsError):
+                os.close(create_private(self._path))
+            self._descriptor = open_regular(self._path, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 check_owner(os.fstat(self._descriptor))
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self.is_here:  # else another file has taken its place since it was opened
+                if self._is_here:  # else another file has taken its place since it was opened
                     return
             except BlockingIOError:
                 if time.monotonic() > deadline:
@@ -102,8 +105,7 @@ class Lock:
         os.pwrite(self._descriptor, mark.line, 0)
 
     @property
-    def is_here(self) -> bool:
-        """Whether the locked file is still the one beside the ledger."""
+    def _is_here(self) -> bool:
         try:
             here = self._path.stat()
         except FileNotFoundError:
@@ -121,13 +123,7 @@ class Lock:
 
 
 def _beside(path: Path) -> Path:
-    return path.with_name(path.name + ".lock")
-
-
-def _opened(path: Path) -> int:
-    with suppress(FileExistsError):
-        os.close(create_private(path))
-    return open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
+    return path.with_name(path.name + ".mark")
 
 
 def _mark(descriptor: int) -> Mark | None:

@@ -1,0 +1,339 @@
+"""Charges: the only record of what was released. Ledgers, joint epsilon and budgets are functions of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from flower_dp.core import checks, dp
+from flower_dp.privacy import accounting
+from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.private_file import LedgerError
+
+# The owner of a release that costs all clients alike: known or not, asked or not.
+EVERY_CLIENT = "every client"
+# An owner's events by their places, each with its count, sorted.
+_Counts = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """What costs add up for: events that protect the same unit under the same relation, as one adversary sees them.
+
+    Attributes:
+        unit: what the events protect: a `client` or a `record`.
+        relation: the neighboring relation of the events.
+        view: the adversary; empty: the strongest one.
+
+    Example:
+        >>> from flower_dp.privacy.charges import Scope
+        >>> print(Scope(unit="client", relation="replace-one"))
+        for each client (replace-one)
+    """
+
+    unit: str
+    relation: Relation
+    view: str = ""
+
+    def __str__(self) -> str:
+        return f"for each {self.unit} ({self.relation})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charge:
+    """What one release of one round costs, and whom.
+
+    Attributes:
+        release: the name of the release on the wire: the method's, or that of private evaluations.
+        number: 1, 2, ...: how often this release is charged in its run, this time included.
+        server_round: 1, 2, ...
+        kind: what is charged, as text: the same in all charges of a release, or they can't belong to one run.
+        scope: what the events protect, and under which relation.
+        owners: who is charged: names of clients, or `EVERY_CLIENT` alone.
+        events: the different events that owners are charged with.
+        which: for each owner, the place of its event in `events`; may be left out if there is one event.
+        shares: number of shares in which the noise is drawn; 0 if clients' noise is their own.
+        views: the events as other adversaries see them, by the adversary's name, in the order of `events`.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent
+        >>> from flower_dp.privacy.charges import Charge, Scope
+        >>> words = {"release": "dp-pasgd", "number": 1, "server_round": 1, "kind": "by the clients' terms"}
+        >>> scope = Scope(unit="record", relation="replace-one")
+        >>> charge = Charge(owners=("a", "b"), events=(GaussianDpEvent(2.0),), scope=scope, **words)
+        >>> charge.by_owner["b"]
+        GaussianDpEvent(noise_multiplier=2.0)
+    """
+
+    release: str
+    number: int
+    server_round: int
+    kind: str
+    scope: Scope
+    owners: tuple[str, ...]
+    events: tuple[dp.DpEvent, ...]
+    which: tuple[int, ...] = ()
+    shares: int = 0
+    views: Mapping[str, tuple[dp.DpEvent, ...]] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        checks.integer("number", self.number, at_least=1, at_most=checks.MOST_COUNT)
+        checks.integer("server_round", self.server_round, at_least=1, at_most=checks.MOST_COUNT)
+        if not self.which and len(self.events) == 1:
+            object.__setattr__(self, "which", (0,) * len(self.owners))
+        places = set(self.which)
+        if len(self.which) != len(self.owners) or (places and not 0 <= min(places) <= max(places) < len(self.events)):
+            raise ValueError(f"which: has {len(self.which)} places of events for {len(self.owners)} owners; must be one of each")
+        if len(set(self.owners)) < len(self.owners) or (EVERY_CLIENT in self.owners and len(self.owners) > 1):
+            raise ValueError(f"owners: charges nobody twice at once, and no client of the name {EVERY_CLIENT!r}")
+        object.__setattr__(self, "events", tuple(map(frozen, self.events)))
+        object.__setattr__(self, "views", {view: tuple(map(frozen, events)) for view, events in self.views.items()})
+        if any(len(events) != len(self.events) for events in self.views.values()):
+            raise ValueError("views: must have one event for each of `events`")
+
+    @property
+    def by_owner(self) -> dict[str, dp.DpEvent]:
+        """The event that each owner is charged with."""
+        return {owner: self.events[place] for owner, place in zip(self.owners, self.which, strict=True)}
+
+    @property
+    def by_scope(self) -> dict[Scope, tuple[dp.DpEvent, ...]]:
+        """The events as each adversary sees them."""
+        return {self.scope: self.events} | {replace(self.scope, view=view): events for view, events in self.views.items()}
+
+    def check_after(self, last: Charge | None) -> None:
+        """Refuse to follow the last charge of the same release in the same run; None if there is none.
+
+        Raises:
+            LedgerError: if it is not the next one, or is of something else: with other noise, for example.
+        """
+        if last is None:
+            return
+        if self.number != last.number + 1:
+            raise LedgerError(f"has {last.number} charges of {self.release} in this run: number {self.number} is not the next")
+        if (self.kind, self.scope) != (last.kind, last.scope):
+            raise LedgerError(f"has charges of {self.release} in this run for something else: {last.kind}, {last.scope}")
+
+    def check_next(self, *, release: str, num_charged: int, kind: str) -> None:
+        """Refuse to take this charge for the next one of a release that was charged so often, and charges this kind.
+
+        Raises:
+            ValueError: if it is another release's, not the next one, or of another kind: with other noise, for example.
+        """
+        if self.release != release:
+            raise ValueError(f"charge: is of {self.release}, not of {release}")
+        if self.number != num_charged + 1:
+            raise ValueError(f"charge: is number {self.number} of {release}; the next one is number {num_charged + 1}")
+        if self.kind != kind:
+            raise ValueError(f"charge: what was charged for {release} is {self.kind}, and this strategy charges {kind}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """How often one owner was charged with which event.
+
+    Attributes:
+        relation: the neighboring relation of the events.
+        counts: how often, by the event.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent
+        >>> from flower_dp.privacy.charges import History
+        >>> history = History(relation="add-or-remove-one", counts={GaussianDpEvent(noise_multiplier=2.0): 2})
+        >>> history.lines()
+        ['2 x GaussianDpEvent(noise_multiplier=2.0)']
+        >>> round(history.cost(delta=1e-5).epsilon, 2)
+        2.94
+    """
+
+    relation: Relation
+    counts: Mapping[dp.DpEvent, int]
+
+    @property
+    def num_charges(self) -> int:
+        """How often, in all."""
+        return sum(self.counts.values())
+
+    @property
+    def event(self) -> dp.DpEvent:
+        """All that was charged, as one event."""
+        return dp.ComposedDpEvent([dp.SelfComposedDpEvent(event, count) for event, count in self._costing])
+
+    def cost(self, delta: float) -> Cost:
+        """Return the tight epsilon of all that was charged.
+
+        Raises:
+            ValueError: if an event can't be accounted.
+        """
+        return accounting.epsilon(self.event, delta=delta, relation=self.relation)
+
+    def lines(self) -> list[str]:
+        """Return the charged events in words, one a line, with their counts."""
+        return [f"{count} x {event}" for event, count in self._costing]
+
+    @property
+    def _costing(self) -> list[tuple[dp.DpEvent, int]]:
+        return [(event, count) for event, count in self.counts.items() if count and not isinstance(event, dp.NoOpDpEvent)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Histories:
+    """How often each owner was charged with which event, in one scope. Owners who were charged alike share one history.
+
+    Attributes:
+        events: all of them.
+        known: the histories; the first one is that of nobody.
+        of: the place of each owner's history in `known` [owners]; owner 0 is every client, whose history all others have besides.
+    """
+
+    events: tuple[dp.DpEvent, ...] = ()
+    known: tuple[_Counts, ...] = ((),)
+    of: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
+
+    def after(self, owners: np.ndarray, events: Sequence[dp.DpEvent], which: np.ndarray) -> _Histories:
+        """Return these with one more event of each of some owners."""
+        places = {event: place for place, event in enumerate(self.events)}
+        numbers = np.asarray([places.setdefault(event, len(places)) for event in events], np.int64)
+        free = {place for event, place in places.items() if isinstance(event, dp.NoOpDpEvent)}
+        of = np.zeros(max(len(self.of), int(owners.max(initial=0)) + 1), np.int64)
+        of[: len(self.of)] = self.of
+        known, index = list(self.known), {counts: place for place, counts in enumerate(self.known)}
+        # As one number, a history and an event are sorted ten times as fast.
+        pairs, inverse = np.unique((of[owners] << 32) | numbers[which], return_inverse=True)
+        after = []
+        for history, event in zip((pairs >> 32).tolist(), (pairs & 0xFFFFFFFF).tolist(), strict=True):
+            counts = dict(known[history])
+            if event not in free:
+                counts[event] = counts.get(event, 0) + 1
+            found = tuple(sorted(counts.items()))
+            if found not in index:
+                index[found] = len(known)
+                known.append(found)
+            after.append(index[found])
+        of[owners] = np.asarray(after, np.int64)[inverse.ravel()]
+        return _Histories(events=tuple(places), known=tuple(known), of=of)
+
+    def counts(self, history: int) -> dict[dp.DpEvent, int]:
+        """Return a history and every client's."""
+        found = dict(self.known[history])
+        for event, count in self.known[self.of[0]]:
+            found[event] = found.get(event, 0) + count
+        return {self.events[event]: count for event, count in found.items()}
+
+    def of_owner(self, owner: int | None) -> int:
+        """Return the history of an owner alone, not as one of all clients; that of nobody for an owner without any."""
+        return int(self.of[owner]) if owner and owner < len(self.of) else 0
+
+    @property
+    def distinct(self) -> tuple[int, ...]:
+        """The histories of all clients, also of one that was never charged alone."""
+        return tuple(np.unique(np.append(self.of[1:], 0)).tolist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Charges:
+    """All charges of one run, or of several runs; a value.
+
+    Attributes:
+        last: the last charge of each release, by the run and the release.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent
+        >>> from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, Scope
+        >>> scope = Scope(unit="client", relation="add-or-remove-one")
+        >>> words = {"release": "dp-fedavg", "kind": "z = 2", "scope": scope}
+        >>> charges = Charges()
+        >>> for number in (1, 2):
+        ...     words |= {"number": number, "server_round": number}
+        ...     charges = charges.after(Charge(**words, owners=(EVERY_CLIENT,), events=(GaussianDpEvent(2.0),)))
+        >>> charges.numbers(), round(charges.worst(scope, 1e-5).epsilon, 2)
+        ({'dp-fedavg': 2}, 2.94)
+    """
+
+    last: Mapping[tuple[str, str], Charge] = field(default_factory=dict)
+    # The number of each name: shared with those before and after, for a name keeps its number.
+    _owners: dict[str, int] = field(default_factory=lambda: {EVERY_CLIENT: 0})
+    _histories: Mapping[Scope, _Histories] = field(default_factory=dict)
+
+    def after(self, charge: Charge, *, run: str = "", private: bool = True) -> Charges:
+        """Return these and one more.
+
+        Args:
+            charge: the next one of its release in its run.
+            run: the name of its run, if there are several.
+            private: whether its noise is drawn afresh; if not, it counts as a release without noise.
+
+        Raises:
+            LedgerError: if it is not the next one of its release, or is of something else than the last one.
+        """
+        key = (run, charge.release)
+        charge.check_after(self.last.get(key))
+        owners = self._owners
+        who = np.fromiter((owners.setdefault(name, len(owners)) for name in charge.owners), np.int64, len(charge.owners))
+        which = np.asarray(charge.which, np.int64)
+        histories = dict(self._histories)
+        for scope, events in charge.by_scope.items():
+            counted = events if private else (dp.NonPrivateDpEvent(),) * len(events)
+            histories[scope] = histories.get(scope, _Histories()).after(who, counted, which)
+        return Charges(last={**self.last, key: charge}, _owners=owners, _histories=histories)
+
+    def numbers(self, run: str = "") -> dict[str, int]:
+        """Return how often each release of a run was charged."""
+        return {release: charge.number for (of, release), charge in self.last.items() if of == run}
+
+    @property
+    def scopes(self) -> tuple[Scope, ...]:
+        """What was charged for, if it costs anything, as the strongest adversary sees it."""
+        return tuple(scope for scope, found in self._histories.items() if not scope.view and len(found.known) > 1)
+
+    def runs(self, scope: Scope) -> set[str]:
+        """Return the names of the runs that were charged in a scope."""
+        return {run for (run, _), charge in self.last.items() if charge.scope == scope}
+
+    def owners(self, scope: Scope) -> list[str]:
+        """Return the names of all who were charged alone in a scope, and `EVERY_CLIENT` if all were charged."""
+        found = self._histories.get(scope, _Histories())
+        return [name for name, owner in self._owners.items() if owner < len(found.of) and found.of[owner]]
+
+    def history(self, scope: Scope, owner: str = EVERY_CLIENT) -> History:
+        """Return all that an owner was charged with, alone and as one of all clients."""
+        found = self._histories.get(scope, _Histories())
+        return History(relation=scope.relation, counts=found.counts(found.of_owner(self._owners.get(owner))))
+
+    def histories(self, scope: Scope) -> list[History]:
+        """Return the different histories of all clients; the first one is that of a client who was not charged alone."""
+        found = self._histories.get(scope, _Histories())
+        return [History(relation=scope.relation, counts=found.counts(history)) for history in found.distinct]
+
+    def before(self, charge: Charge) -> list[tuple[History, dp.DpEvent]]:
+        """Return the different histories of a charge's owners, each with the event that it would add."""
+        if charge.owners == (EVERY_CLIENT,):
+            return [(history, charge.events[charge.which[0]]) for history in self.histories(charge.scope)]
+        found = self._histories.get(charge.scope, _Histories())
+        pairs = {(found.of_owner(self._owners.get(name)), place) for name, place in zip(charge.owners, charge.which, strict=True)}
+        relation = charge.scope.relation
+        return [(History(relation=relation, counts=found.counts(one)), charge.events[place]) for one, place in pairs]
+
+    def worst(self, scope: Scope, delta: float) -> Cost:
+        """Return the largest cost of a client.
+
+        Raises:
+            UnsupportedEventError: if nothing here accounts an event.
+        """
+        return max((history.cost(delta) for history in self.histories(scope)), key=lambda cost: cost.epsilon)
+
+
+def frozen(event: dp.DpEvent) -> dp.DpEvent:
+    """Return the event with tuples instead of lists: lists can't be keys, and code that holds them could change the charge."""
+    if isinstance(event, dp.ComposedDpEvent):
+        return dp.ComposedDpEvent(tuple(map(frozen, event.events)))
+    if isinstance(event, dp.SelfComposedDpEvent):
+        return dp.SelfComposedDpEvent(frozen(event.event), event.count)
+    try:
+        hash(event)
+    except TypeError as error:
+        raise ValueError(f"event {event}: must be a (sampled) release whose parameters are numbers, or a composition") from error
+    return event

@@ -1,0 +1,238 @@
+"""A client's account in a file on its device: the number of replies that it was charged for, over all runs and crashes.
+
+It is a ledger as a server has one (`flower_dp.privacy.store`), of the device's own clients. With a charge the server's own number
+of the reply is kept: a server that goes on from an older copy of its ledger repeats one, and is refused.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from flower_dp.core import dp
+from flower_dp.privacy.charges import Charge, History, Scope
+from flower_dp.privacy.client_terms import Spent, Terms, num_replies_of
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.ledger_tables import naming
+from flower_dp.privacy.private_file import LedgerError
+from flower_dp.privacy.store import Store
+
+# How the reason begins with which a device refuses a number that is not larger than the last one: the server looks for it.
+REPEATED = "charged-before"
+_TRAINING, _EVALUATION = "training", "evaluation"
+_SUFFIX = f", {_EVALUATION}"
+# For which a reply waits for other processes of its device.
+_LOCK_SECONDS = 10.0
+
+
+def evaluation_account(name: str) -> str:
+    """Return the name of the account of a client's evaluations, beside that of its replies in training."""
+    return name + _SUFFIX
+
+
+def owner_of(account: str) -> str:
+    """Return the client whose account this is."""
+    return account.removesuffix(_SUFFIX)
+
+
+class Numbered(NamedTuple):
+    """Which reply of a client it is by the server's count: the id of the run, and 1, 2, ... in it."""
+
+    run: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One client's account.
+
+    Attributes:
+        replies: number of replies that the client was charged for.
+        terms: the terms with which it was opened, as one line; None before the first reply. They can't change.
+        relation: the neighboring relation of the terms.
+        counts: how often it was charged with which event.
+        runs: the largest number of a reply by the server's count, by the run's id.
+    """
+
+    replies: int = 0
+    terms: str | None = None
+    relation: Relation = "add-or-remove-one"
+    counts: Mapping[dp.DpEvent, int] = field(default_factory=dict)
+    runs: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_replies(self) -> int:
+        """The most replies that the terms allow; 0 without terms."""
+        return 0 if self.terms is None else num_replies_of(self.terms)
+
+    @property
+    def spent(self) -> History:
+        """All that was charged."""
+        return History(relation=self.relation, counts=self.counts)
+
+    def why_repeated(self, asked: Numbered) -> Spent | None:
+        """Return why this is no new reply by the server's own count; None if it is one.
+
+        A round that was charged and never arrived makes the next number larger, and never smaller.
+        """
+        if asked.number > self.runs.get(asked.run, 0):
+            return None
+        what = "the server's ledger is an older copy, or the message came twice"
+        reason = f"{REPEATED}: reply {asked.number} of run {asked.run}; {what}"
+        return Spent(public=reason, own=f"{reason}; the last one was {self.runs[asked.run]}")
+
+    def after(self, run: str, charge: Charge, event: dp.DpEvent) -> "Entry":
+        """Return the account with one more charge.
+
+        Raises:
+            LedgerError: if it does not follow the last one.
+        """
+        if charge.number != self.replies + 1:
+            raise LedgerError(f"is damaged: reply {self.replies + 1} of {charge.release} is missing")
+        if self.why_repeated(Numbered(run=run, number=charge.server_round)):
+            raise LedgerError(f"is damaged: reply {charge.number} of {charge.release} repeats a number of the server")
+        if self.terms not in (None, charge.kind):
+            raise LedgerError(f"is damaged: reply {charge.number} of {charge.release} has other terms")
+        return replace(
+            self,
+            replies=charge.number,
+            terms=charge.kind,
+            relation=charge.scope.relation,
+            counts={**self.counts, event: self.counts.get(event, 0) + 1},
+            runs={**self.runs, run: charge.server_round},
+        )
+
+
+class DeviceLedger:
+    """The accounts of a device's clients in one file, which the device's owner creates.
+
+    It is an error, and never a new account, if the file is missing, unreadable, damaged, an older copy, locked by another process
+    for 10 seconds, owned by another user, open to others, or without an account of a client that is asked.
+
+    Args:
+        path: of the file. Its folder must be writable by this user alone: others could restore an older copy.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from flower_dp.privacy.device_store import DeviceLedger
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ledger = DeviceLedger.create(Path(folder) / "ledger.sqlite", ["hospital-7"])
+        ...     ledger.read()["hospital-7"].replies
+        0
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], names: Sequence[str]) -> "DeviceLedger":
+        """Create the file with an empty account for each client, readable and writable by this user alone.
+
+        Raises:
+            LedgerError: if the file exists, or can't be written.
+            ValueError: if there is no name, an empty one, one twice, or one of an account of evaluations.
+        """
+        listed = list(names)
+        if not listed or not all(isinstance(name, str) and name.strip() for name in listed) or len(set(listed)) != len(listed):
+            raise ValueError(f"names={listed}: must be names of clients, at least one, none of them empty or twice")
+        Store.create(path, clients=listed)
+        return cls(path)
+
+    def read(self) -> dict[str, Entry]:
+        """Return every client's account, without a lock; that of its evaluations if there were any.
+
+        Raises:
+            LedgerError: if the file is missing, unreadable or damaged.
+        """
+        with Store(self.path, read_only=True) as store:
+            return _entries(store)
+
+    def charge(
+        self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered], *, at_least: Mapping[str, int] | None = None
+    ) -> tuple[dict[str, Spent], dict[str, int]]:
+        """Charge one reply to each account that can pay it, on the disk when this returns.
+
+        To be called before anything is computed from the clients' records.
+
+        Args:
+            asked: the terms of the accounts that are asked.
+            numbered: which reply of each account it is by the server's count. One that is not larger than the last one is refused
+                and not charged; the larger one is written with the charge.
+            at_least: number of replies that accounts are known to have been charged for; a file with fewer is an older copy.
+
+        Returns:
+            Why some accounts can't be charged, and for each of the others the number of its replies, including this one.
+
+        Raises:
+            LedgerError: if the file can't be used; no client may reply then.
+        """
+        refused: dict[str, Spent] = {}
+        counts: dict[str, int] = {}
+        # Accounts that are charged alike share one charge.
+        alike: dict[tuple[str, Charge], list[str]] = {}
+        with Store(self.path, seconds=_LOCK_SECONDS) as store:
+            entries = _entries(store)
+            with naming(self.path):
+                for account in asked:
+                    if owner_of(account) not in store.clients:
+                        names = ", ".join(sorted(store.clients))
+                        raise LedgerError(f"has no account of client {account!r}; it is the ledger of {names}")
+                    replies, known = entries.get(account, _EMPTY).replies, (at_least or {}).get(account, 0)
+                    if replies < known:
+                        raise LedgerError(
+                            f"counts {replies} replies of client {account!r}: it is an older copy, for there were {known}"
+                        )
+            for account, terms in asked.items():
+                entry, of = entries.get(account, _EMPTY), numbered[account]
+                if reason := entry.why_repeated(of) or terms.why_not(entry.replies, entry.terms):
+                    refused[account] = reason
+                    continue
+                counts[account] = entry.replies + 1
+                alike.setdefault((of.run, _charge(account, terms, entry, of.number)), []).append(owner_of(account))
+            for run in dict.fromkeys(run for run, _ in alike):
+                if run not in store.runs:
+                    store.begin(run)
+                charges = [
+                    replace(one, owners=tuple(owners), which=()) for (of_run, one), owners in alike.items() if of_run == run
+                ]
+                store.append(run, *charges)
+        return refused, counts
+
+
+_EMPTY = Entry()
+
+
+def _charge(account: str, terms: Terms, entry: Entry, number: int) -> Charge:
+    """Return the charge of one more reply, without its owner.
+
+    It has the terms with which the account was opened, so that many small differences never add up to a large one, and the event
+    of its own noise.
+    """
+    return Charge(
+        release=_TRAINING if owner_of(account) == account else _EVALUATION,
+        number=entry.replies + 1,
+        server_round=number,
+        kind=entry.terms or terms.text,
+        scope=Scope(unit=terms.release.unit, relation=terms.release.relation),
+        owners=(),
+        events=(terms.event,),
+    )
+
+
+def _entries(store: Store) -> dict[str, Entry]:
+    """Return every account in a file.
+
+    Raises:
+        LedgerError: if it is a server's ledger, or a reply is missing.
+    """
+    with naming(store.path):
+        if not store.clients:
+            raise LedgerError("is a server's ledger, and no device's")
+        entries = dict.fromkeys(store.clients, _EMPTY)
+        for run, charge in store.each:
+            for owner, event in charge.by_owner.items():
+                account = owner if charge.release == _TRAINING else evaluation_account(owner)
+                entries[account] = entries.get(account, _EMPTY).after(run, charge, event)
+        return entries

@@ -1,0 +1,251 @@
+"""The tables of a ledger's file: what they hold, how a charge stands in them, and the checks that they are whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from flower_dp.core import checks, dp
+from flower_dp.privacy.charges import Charge, Scope
+from flower_dp.privacy.events import RELATIONS, Relation, as_json
+from flower_dp.privacy.mark import Lock
+from flower_dp.privacy.private_file import BudgetSpentError, LedgerError, check_folder, create_private, sync_folder
+
+APPLICATION, FORMAT = int.from_bytes(b"fldp", "big"), 3
+TABLES = {
+    "about": "key TEXT PRIMARY KEY, value TEXT NOT NULL",
+    "runs": "id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, about TEXT NOT NULL",
+    "owners": "id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE",
+    "events": "id INTEGER PRIMARY KEY, event TEXT NOT NULL UNIQUE",
+    "charges": "id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs, about TEXT NOT NULL, owners BLOB NOT NULL, "
+    "which BLOB NOT NULL, events BLOB NOT NULL, digest BLOB NOT NULL",
+}
+SCHEMA = tuple(f"CREATE TABLE {table} ({columns})" for table, columns in TABLES.items()) + tuple(
+    f"CREATE TRIGGER {table}_{change.lower()} BEFORE {change} ON {table} "
+    "BEGIN SELECT RAISE(ABORT, 'a ledger is never changed'); END"
+    for table in TABLES
+    for change in ("UPDATE", "DELETE")
+)
+# For which to wait for another process that creates the same ledger, and for one that reads or commits.
+_CREATE_SECONDS = 2.0
+_BUSY_SECONDS = 60.0
+# The names of a million clients, so that a round's are found in memory.
+_CACHE_KIB = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerRun:
+    """One run on a ledger.
+
+    Attributes:
+        name: a random id.
+        method: its title.
+        delta: the delta of its statement.
+        started: when, in UTC.
+        private: whether its noise is drawn afresh; with noise from a fixed seed, as in a test, its events protect nobody.
+    """
+
+    name: str
+    method: str = ""
+    delta: float = 0.0
+    started: str = ""
+    private: bool = True
+
+
+def text_of(event: dp.DpEvent) -> str:
+    """Return an event as the file has it: equal ones are equal text."""
+    return json.dumps(as_json(event), allow_nan=False, default=lambda number: number.item())
+
+
+def words_of(charge: Charge) -> str:
+    """Return what a charge says besides owners and events, as the file has it."""
+    words = {
+        "release": charge.release,
+        "number": charge.number,
+        "round": charge.server_round,
+        "kind": charge.kind,
+        "unit": charge.scope.unit,
+        "relation": charge.scope.relation,
+        "shares": charge.shares,
+        "views": list(charge.views),
+    }
+    return json.dumps(words)
+
+
+def charge_of(words: str, owners: tuple[str, ...], which: bytes, events: list[dp.DpEvent]) -> Charge:
+    """Return a charge as it was written."""
+    about = json.loads(words)
+    views = about["views"]
+    size = len(events) // (1 + len(views))
+    unit = checks.one_of("unit", about["unit"], ("client", "record"))
+    relation = cast("Relation", checks.one_of("relation", about["relation"], RELATIONS))
+    return Charge(
+        release=about["release"],
+        number=about["number"],
+        server_round=about["round"],
+        kind=about["kind"],
+        scope=Scope(unit=unit, relation=relation),
+        owners=owners,
+        events=tuple(events[:size]),
+        which=tuple(np.frombuffer(which, "<i4").tolist()),
+        shares=about["shares"],
+        views={view: tuple(events[size * place : size * (place + 1)]) for place, view in enumerate(views, start=1)},
+    )
+
+
+def all_events(charge: Charge) -> list[dp.DpEvent]:
+    """Return all events of a charge: the strongest adversary's, and those of each view."""
+    return [event for events in charge.by_scope.values() for event in events]
+
+
+def about_of(run: LedgerRun) -> str:
+    """Return what is said of a run, besides its name, as the file has it."""
+    return json.dumps({key: value for key, value in asdict(run).items() if key != "name"}, allow_nan=False)
+
+
+def digest_of(before: bytes, run: LedgerRun, about: str, owners: Sequence[str], which: bytes, events: Sequence[str]) -> bytes:
+    """Return the digest of a charge: of all that it says, and of the digest before it."""
+    said = json.dumps([run.name, about_of(run), about, list(owners), which.hex(), list(events)])
+    return hashlib.sha256(before + said.encode()).digest()
+
+
+def blob_of(numbers: Sequence[int]) -> bytes:
+    """Return numbers as the file has them."""
+    return np.asarray(numbers, "<i4").tobytes()
+
+
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    """Open a database that exists, in SQLite's mode `rw` or `ro`."""
+    db = sqlite3.connect(
+        f"{path.as_uri()}?mode={mode}", uri=True, isolation_level=None, timeout=_BUSY_SECONDS, check_same_thread=False
+    )
+    db.execute("PRAGMA trusted_schema = OFF")
+    return db
+
+
+def open_database(path: Path, *, read_only: bool) -> sqlite3.Connection:
+    """Open a ledger, whose tables are then right; to be read, a copy in memory of what it is now.
+
+    Raises:
+        LedgerError: if it is no ledger, of another format, or damaged so that SQLite notices it.
+    """
+    db = _snapshot(path) if read_only else _connect(path, "rw")
+    try:
+        _check_database(db)
+        if not read_only:
+            _make_durable(db)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _snapshot(path: Path) -> sqlite3.Connection:
+    """Return a copy in memory of a ledger as it is now: reading it keeps nobody from writing."""
+    copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    # What a killed process has left unfinished is undone by whoever reads next, if it may write.
+    with closing(_connect(path, "rw" if os.access(path.parent, os.W_OK) and os.access(path, os.W_OK) else "ro")) as db:
+        db.execute("BEGIN")
+        db.execute("SELECT * FROM sqlite_master LIMIT 1").fetchone()
+        db.backup(copy)
+    return copy
+
+
+def _make_durable(db: sqlite3.Connection) -> None:
+    """Make commits last: a rollback journal that is on the disk first, and the names in the folder too."""
+    if db.execute("PRAGMA journal_mode = TRUNCATE").fetchone()[0] != "truncate":
+        raise LedgerError("can't be written safely: another process has it open in another mode")
+    db.execute("PRAGMA synchronous = EXTRA")
+    db.execute("PRAGMA fullfsync = ON")  # macOS: fsync alone leaves it in the drive's cache
+    db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+
+
+def _check_database(db: sqlite3.Connection) -> None:
+    """Refuse a database that is no ledger, is of another format, or is damaged so that SQLite notices it."""
+    (application,), (version,) = (db.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version"))
+    if application != APPLICATION:
+        raise LedgerError("is no ledger: it is another program's database, or an empty file")
+    if version != FORMAT:
+        raise LedgerError(f"has format {version}; this release of flower-dp reads format {FORMAT}")
+    if (found := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
+        raise LedgerError(f"is damaged: {found}")
+    tables = db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+    if sorted(text for (text,) in tables) != sorted(SCHEMA):
+        raise LedgerError("is damaged: its tables are not those of a ledger")
+
+
+def create_file(path: Path, about: Mapping[str, Any]) -> None:
+    """Create a ledger without charges, readable and writable by this user alone: whole, or not at all.
+
+    Raises:
+        LedgerError: if the file exists, or its folder can't be used.
+    """
+    with naming(path):
+        if not path.parent.is_dir():
+            raise LedgerError("its folder does not exist")
+        check_folder(path.parent)
+        place = path.parent.resolve() / path.name
+        _check_absent(place)
+        lock = Lock(place, seconds=_CREATE_SECONDS)
+        try:
+            _check_absent(place)
+            lock.forget()
+            _write_new(place, about)
+            sync_folder(place.parent)
+        finally:
+            lock.close()
+
+
+def _check_absent(place: Path) -> None:
+    if os.path.lexists(place):
+        raise LedgerError("exists already")
+
+
+def _write_new(path: Path, about: Mapping[str, Any]) -> None:
+    """Write an empty ledger: whole, or not at all."""
+    new = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")
+    os.close(create_private(new))
+    try:
+        with closing(_connect(new, "rw")) as db:
+            _make_durable(db)
+            db.execute("BEGIN")
+            db.execute(f"PRAGMA application_id = {APPLICATION}")
+            db.execute(f"PRAGMA user_version = {FORMAT}")
+            for statement in SCHEMA:
+                db.execute(statement)
+            rows = [(key, json.dumps(value, allow_nan=False)) for key, value in {**about, "id": uuid.uuid4().hex}.items()]
+            db.executemany("INSERT INTO about VALUES (?, ?)", rows)
+            db.execute("COMMIT")
+        new.rename(path)
+    finally:
+        for left in (new, new.with_name(new.name + "-journal")):
+            with suppress(OSError):
+                left.unlink()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn every error into a `LedgerError` that names the file."""
+    try:
+        yield
+    except BudgetSpentError:
+        raise  # it says all in public statements, which are no place for a path
+    except LedgerError as error:
+        raise LedgerError(f"ledger {path}: {error}") from None
+    except FileNotFoundError as error:
+        how = f"`flower-dp ledger {path} --create-server`, that of a device with --create NAME"
+        raise LedgerError(f"ledger {path}: does not exist; create it with {how}") from error
+    except OSError as error:
+        raise LedgerError(f"ledger {path}: {error.strerror or error}") from error
+    except sqlite3.Error as error:
+        raise LedgerError(f"ledger {path}: {error}") from error

@@ -1,0 +1,87 @@
+"""What an owner was charged with, and its cost."""
+
+import math
+from typing import Any
+
+import pytest
+from dp_accounting import (
+    ComposedDpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SelfComposedDpEvent,
+)
+
+from flower_dp.privacy import accounting
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, History, Scope
+
+STRONG = PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0))
+WEAK = PoissonSampledDpEvent(0.1, GaussianDpEvent(1.5))
+
+
+def spent(*events: Any, relation: Any = "add-or-remove-one") -> History:
+    charges = Charges()
+    scope = Scope(unit="client", relation=relation)
+    for number, event in enumerate(events, start=1):
+        words = {"release": "r", "number": number, "server_round": number, "kind": "k", "scope": scope}
+        charges = charges.after(Charge(**words, owners=(EVERY_CLIENT,), events=(event,)))
+    return charges.history(scope)
+
+
+def test_no_charge_costs_nothing() -> None:
+    cost = spent().cost(1e-5)
+    assert (cost.epsilon, cost.delta) == (0, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
+def test_charges_one_by_one_cost_what_they_cost_together(relation: Any) -> None:
+    history = spent(STRONG, WEAK, STRONG, NoOpDpEvent(), STRONG, relation=relation)
+    together = ComposedDpEvent([SelfComposedDpEvent(STRONG, 3), WEAK])
+    assert history.cost(1e-4) == accounting.epsilon(together, delta=1e-4, relation=relation)
+    assert history.num_charges == 4
+    assert history.lines() == [f"3 x {STRONG}", f"1 x {WEAK}"]
+
+
+REFUSED = [
+    GaussianDpEvent(float("nan")),
+    GaussianDpEvent(0.0),
+    GaussianDpEvent(-1.0),
+    PoissonSampledDpEvent(1.5, GaussianDpEvent(1.0)),
+    PoissonSampledDpEvent(0.5, PoissonSampledDpEvent(0.5, GaussianDpEvent(1.0))),
+    SampledWithoutReplacementDpEvent(10, 2, GaussianDpEvent(1.0)),
+]
+
+
+@pytest.mark.parametrize("event", REFUSED)
+def test_no_epsilon_is_told_of_an_event_that_nothing_accounts(event: Any) -> None:
+    with pytest.raises(ValueError, match=r"event|noise_multiplier|sampling_probability"):
+        spent(STRONG, event).cost(1e-4)
+
+
+def test_composed_events_are_charged_like_others() -> None:
+    together = ComposedDpEvent([STRONG, WEAK])
+    assert spent(together).cost(1e-4) == accounting.epsilon(together, delta=1e-4, relation="add-or-remove-one")
+
+
+def test_composed_events_are_copied() -> None:
+    events = [STRONG, WEAK]
+    history = spent(ComposedDpEvent(events))
+    events.clear()
+    assert history.cost(1e-4).epsilon > 0
+
+
+def test_what_can_not_be_charged_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be a"):
+        spent(PoissonSampledDpEvent(0.1, ComposedDpEvent([STRONG])))
+
+
+def test_one_release_without_noise_makes_all_of_it_not_private() -> None:
+    assert spent(STRONG, NonPrivateDpEvent()).cost(1e-5).epsilon == math.inf
+
+
+def test_pure_costs() -> None:
+    assert spent(*[LaplaceDpEvent(2.0)] * 3, relation="replace-one").cost(0).epsilon == pytest.approx(3.0, rel=1e-12)

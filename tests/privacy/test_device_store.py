@@ -1,0 +1,460 @@
+"""Device ledgers: what was paid stays paid, whatever happens to processes; and whatever is wrong with a file is an error."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import sqlite3
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from dp_accounting import (
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SelfComposedDpEvent,
+)
+
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
+from flower_dp.privacy import device_store, ledger_tables, store
+from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.device_store import DeviceLedger, Entry, Numbered
+from flower_dp.privacy.mechanisms import Gaussian, Laplace
+from flower_dp.privacy.private_file import LedgerError
+from flower_dp.privacy.release import Release
+
+FORK = multiprocessing.get_context("fork")
+
+
+def terms(num_replies=3, mechanism=None, sampler=None, relation="add-or-remove-one"):
+    release = Release(
+        what="a reply",
+        seen_by="the server",
+        unit="record",
+        relation=relation,
+        clip_norm=1.0,
+        mechanism=mechanism or Laplace(noise_multiplier=4.0),
+        sampler=sampler or FullSampling(),
+        num_clients=100,
+    )
+    return Terms(release=release, num_replies=num_replies)
+
+
+@pytest.fixture
+def path(tmp_path):
+    DeviceLedger.create(tmp_path / "ledger.sqlite", ["a", "b"])
+    return tmp_path / "ledger.sqlite"
+
+
+def replies(path, name="a"):
+    return DeviceLedger(path).read()[name].replies
+
+
+def pay(path, asked, **named):
+    """Charge one reply each, which the server numbers as the ledger does; an own number for each reply of a killed process."""
+    pay.number += 1
+    return DeviceLedger(path).charge(
+        asked, {name: Numbered(run=f"process {os.getpid()}", number=pay.number) for name in asked}, **named
+    )
+
+
+pay.number = 0
+
+
+def test_what_was_paid_stays_paid_for_every_object_that_is_made_anew(path):
+    assert [pay(path, {"a": terms()}) for _ in range(3)] == [({}, {"a": count}) for count in (1, 2, 3)]
+    refused, counts = pay(path, {"a": terms(), "b": terms()})
+    assert {name: reason.public for name, reason in refused.items()} == {
+        "a": "its budget is spent: num_replies=3, all of them sent"
+    }
+    assert counts == {"b": 1}
+    assert (replies(path, "a"), replies(path, "b")) == (3, 1)
+
+
+def test_an_account_keeps_its_terms(path):
+    pay(path, {"a": terms(3)})
+    for other in (terms(100), terms(3, Laplace(noise_multiplier=0.1)), terms(3, Gaussian(noise_multiplier=4.0))):
+        refused, _ = pay(path, {"a": other})
+        assert refused["a"].public == "its account was opened on other terms"
+        assert refused["a"].own.startswith("its account was opened on other terms (3 replies, Laplace")
+    assert replies(path) == 1
+
+
+@pytest.mark.parametrize(
+    ("keywords", "event"),
+    [
+        ({}, LaplaceDpEvent(4.0)),
+        ({"mechanism": Gaussian(noise_multiplier=1.1)}, GaussianDpEvent(1.1)),
+        (
+            {"mechanism": Gaussian(noise_multiplier=1.1), "sampler": PoissonSampling(sampling_rate=0.25)},
+            PoissonSampledDpEvent(0.25, GaussianDpEvent(1.1)),
+        ),
+        (
+            {
+                "mechanism": Gaussian(noise_multiplier=1.1),
+                "sampler": FixedSizeSampling(cohort_size=10),
+                "relation": "replace-one",
+            },
+            SampledWithoutReplacementDpEvent(100, 10, GaussianDpEvent(1.1)),
+        ),
+    ],
+)
+def test_the_file_says_what_was_spent(path, keywords, event):
+    for _ in range(2):
+        pay(path, {"a": terms(**keywords)})
+    entry = DeviceLedger(path).read()["a"]
+    assert entry.counts == {event: 2}
+    assert entry.spent.num_charges == 2
+    assert entry.relation == keywords.get("relation", "add-or-remove-one")
+    assert (entry.num_replies, entry.terms) == (3, terms(**keywords).text)
+    assert DeviceLedger(path).read()["b"].counts == {}
+
+
+def changed(path, change):
+    """Change what the last charge says, and its digest with it, as anyone can."""
+    db = sqlite3.connect(path)
+    key, run, about, digest = db.execute("SELECT id, run, about, digest FROM charges ORDER BY id DESC LIMIT 1").fetchone()
+    said = json.dumps(json.loads(about) | change)
+    (before,) = db.execute("SELECT digest FROM charges WHERE id = ?", (key - 1,)).fetchone()
+    with store.Store(path, read_only=True) as ledger:
+        of = list(ledger.runs.values())[run - 1]
+        charge = ledger.each[-1][1]
+    own = store.digest_of(before, of, about, charge.owners, bytes(4), [store.text_of(charge.events[0])])
+    assert own == digest
+    own = store.digest_of(before, of, said, charge.owners, bytes(4), [store.text_of(charge.events[0])])
+    db.execute("DROP TRIGGER charges_update")
+    db.execute("UPDATE charges SET about = ?, digest = ? WHERE id = ?", (said, own, key))
+    db.execute(next(one for one in ledger_tables.SCHEMA if "TRIGGER charges_update" in one))
+    db.commit()
+    db.close()
+    path.with_name(path.name + ".mark").unlink()
+
+
+FAULTS = {
+    "missing": (Path.unlink, "does not exist"),
+    "empty": (lambda path: path.write_bytes(b""), "is no ledger"),
+    "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-4096]), "malformed|is damaged"),
+    "no database": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "not a database"),
+    "another digit": (
+        lambda path: path.write_bytes(path.read_bytes().replace(b"3 replies", b"4 replies")),
+        "is damaged: charge 1",
+    ),
+    "a reply twice": (lambda path: changed(path, {"number": 1}), "reply 2 of training is missing"),
+    "a reply too many": (lambda path: changed(path, {"number": 5}), "reply 2 of training is missing"),
+    "other terms": (lambda path: changed(path, {"kind": "9 replies"}), "reply 2 of training has other terms"),
+    "an older copy": (lambda path: shutil.copy(path.with_name("old"), path), "is an older copy"),
+    "a server's": (lambda path: (path.unlink(), store.Store.create(path)), "is a server's ledger, and no device's"),
+    "foreign": (
+        lambda path: (path.unlink(), DeviceLedger.create(path, ["b"])),
+        "has no account of client 'a'; it is the ledger of b",
+    ),
+    "for all to write": (lambda path: path.chmod(0o622), "is open to others .mode 622"),
+    "for all to read": (lambda path: path.chmod(0o604), "is open to others .mode 604"),
+    "for the group to read": (lambda path: path.chmod(0o640), "is open to others .mode 640"),
+    "in a folder for all to write": (lambda path: path.parent.chmod(0o777), "in a folder that others can write to .mode 777"),
+    "two links": (lambda path: os.link(path, path.with_name("second")), "has 2 hard links"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "is no regular file"),
+    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "is no regular file"),
+    "a link to nowhere": (lambda path: (path.unlink(), path.symlink_to("nowhere")), "does not exist"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_file_that_does_not_look_right_pays_nothing(path, fault):
+    pay(path, {"a": terms()})
+    shutil.copy2(path, path.with_name("old"))
+    pay(path, {"a": terms()})
+    break_it, why = FAULTS[fault]
+    break_it(path)
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(LedgerError, match=why):
+        pay(path, {"a": terms(), "b": terms()})
+    assert (path.read_bytes() if path.is_file() else None) == before
+
+
+def test_a_folder_for_all_to_write_is_refused_but_for_a_sticky_one(tmp_path):
+    tmp_path.chmod(0o775)
+    with pytest.raises(LedgerError, match="in a folder that others can write"):
+        DeviceLedger.create(tmp_path / "ledger.sqlite", ["a"])
+    tmp_path.chmod(0o1777)
+    assert pay(DeviceLedger.create(tmp_path / "ledger.sqlite", ["a"]).path, {"a": terms()})[1] == {"a": 1}
+
+
+def test_a_file_of_another_user_pays_nothing(path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(LedgerError, match=f"belongs to user {os.getuid()}; this process is user {os.getuid() + 1}"):
+        pay(path, {"a": terms()})
+    assert replies(path) == 0
+
+
+def test_a_locked_file_pays_nothing(path, monkeypatch):
+    monkeypatch.setattr(device_store, "_LOCK_SECONDS", 0.05)
+    with store.Store(path), pytest.raises(LedgerError, match="is in use: another process writes to it"):
+        pay(path, {"a": terms()})
+    assert pay(path, {"a": terms()}) == ({}, {"a": 1})
+
+
+def test_a_reply_waits_for_another_process(path, monkeypatch):
+    monkeypatch.setattr(store, "_LOCK_SECONDS", 0.0)
+    held = store.Store(path)
+    timer = threading.Timer(0.3, held.close)
+    timer.start()
+    assert pay(path, {"a": terms()}) == ({}, {"a": 1})
+    timer.join()
+
+
+def _charge_many(path, times, results):
+    try:
+        results.put(sum(not pay(path, {"a": terms(60)})[0] for _ in range(times)))
+    except Exception:  # of whatever kind: the test must not wait for it
+        results.put(-1000)
+
+
+def test_two_processes_at_once_never_pay_with_one_reply_twice(path):
+    """Three times 30 replies are asked for, 60 can be paid: each is paid once."""
+    results = FORK.Queue()
+    children = [FORK.Process(target=_charge_many, args=(path, 30, results)) for _ in range(3)]
+    for child in children:
+        child.start()
+    try:
+        assert sum(results.get(timeout=90) for _ in children) == 60
+    finally:
+        for child in children:
+            child.kill()
+    assert replies(path) == 60
+
+
+def test_a_file_that_is_mounted_without_its_folder_pays_nothing(path, monkeypatch):
+    """What SQLite must write beside it would be lost with the container."""
+    stat_of = Path.stat
+
+    def stat(self, **keywords):
+        found = stat_of(self, **keywords)
+        values = [*found]
+        values[2] += self == path.parent
+        return os.stat_result(values) if self == path.parent else found
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(LedgerError, match="is mounted without its folder"):
+        pay(path, {"a": terms()})
+
+
+def test_a_link_and_its_target_are_one_ledger(path, tmp_path):
+    link = tmp_path / "link.sqlite"
+    link.symlink_to(path)
+    for count, way in enumerate((link, path, link), 1):
+        assert pay(way, {"a": terms()})[1] == {"a": count}
+    assert link.is_symlink()
+
+
+def test_a_copy_put_back_is_noticed_by_who_remembers_and_by_nobody_else(path, tmp_path):
+    pay(path, {"a": terms()})
+    shutil.copy(path, tmp_path / "copy")
+    pay(path, {"a": terms()})
+    shutil.copy(tmp_path / "copy", path)
+    with pytest.raises(LedgerError, match="has 1 charges of 2: it is an older copy"):
+        pay(path, {"a": terms()})
+    path.with_name(path.name + ".mark").unlink()
+    with pytest.raises(LedgerError, match="counts 1 replies of client 'a': it is an older copy, for there were 2"):
+        pay(path, {"a": terms()}, at_least={"a": 2})
+    # What the docs say: a file alone can't tell.
+    assert pay(path, {"a": terms()})[1] == {"a": 2}
+
+
+def test_a_ledger_is_created_once_and_for_its_owner_alone(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    assert DeviceLedger.create(path, ["a"]).read() == {"a": Entry()}
+    assert path.stat().st_mode & 0o777 == 0o600
+    pay(path, {"a": terms()})
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(LedgerError, match="exists already"):
+        DeviceLedger.create(path, ["a"])
+    assert replies(path) == 1
+    for names in ([], [""], [" "], ["a", "a"]):
+        with pytest.raises(ValueError, match="must be names of clients"):
+            DeviceLedger.create(tmp_path / "other.sqlite", names)
+    with pytest.raises(LedgerError, match="its folder does not exist"):
+        DeviceLedger.create(tmp_path / "no" / "ledger.sqlite", ["a"])
+
+
+# What others on the machine can do
+
+
+def test_a_link_where_the_new_file_is_to_be_is_not_followed(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_tables.uuid, "uuid4", lambda: SimpleNamespace(hex="0" * 32))
+    target, path = tmp_path / "target", tmp_path / "ledger.sqlite"
+    target.write_text("the owner's")
+    path.with_name(f"{path.name}.{'0' * 32}.new").symlink_to(target)
+    with pytest.raises(LedgerError, match="File exists"):
+        DeviceLedger.create(path, ["a"])
+    assert target.read_text() == "the owner's"
+    assert not path.exists()
+
+
+def test_reading_does_not_wait_for_a_pipe(path):
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    child = FORK.Process(target=_read_a_pipe, args=(path,))
+    child.start()
+    child.join(30)
+    hung = child.is_alive()
+    child.kill()
+    assert not hung
+    assert child.exitcode == 5
+
+
+def _read_a_pipe(path):
+    try:
+        DeviceLedger(path).read()
+    except LedgerError as error:
+        os._exit(5 if "is no regular file" in str(error) else 6)
+
+
+def test_a_folder_of_another_user_pays_nothing(path, monkeypatch):
+    """Its owner can rename an older copy over the file, sticky bit or not."""
+    stat_of = Path.stat
+
+    def stat(self, **keywords):
+        found = stat_of(self, **keywords)
+        if self == path.parent:
+            values = list(found)
+            values[4] = os.geteuid() + 1
+            return os.stat_result(values)
+        return found
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(LedgerError, match=f"is in a folder of user {os.geteuid() + 1}"):
+        pay(path, {"a": terms()})
+    monkeypatch.undo()
+    assert replies(path) == 0
+
+
+# Terms that another library computes
+
+
+@pytest.mark.parametrize(
+    ("factor", "goes_on", "charged"),
+    [
+        (1 - 1e-10, True, 4.0 * (1 - 1e-10)),
+        (1 + 1e-10, True, 4.0 * (1 + 1e-10)),
+        (1 + 9e-4, True, 4.0 * (1 + 9e-4)),
+        (1 - 1e-8, False, None),
+        (1 + 1e-2, False, None),
+        (2.0, False, None),
+    ],
+)
+def test_an_account_goes_on_with_the_noise_of_its_opening_and_charges_every_reply_its_own(path, factor, goes_on, charged):
+    """The last digits of a calibration may change with a library; a smaller budget is another one, which old replies exceed."""
+    pay(path, {"a": terms()})
+    opened = DeviceLedger(path).read()["a"].terms
+    refused, _ = pay(path, {"a": terms(mechanism=Laplace(noise_multiplier=4.0 * factor))})
+    assert bool(refused) != goes_on
+    if refused:
+        assert opened in refused["a"].own
+        assert str(4.0 * factor) in refused["a"].own
+    entry = DeviceLedger(path).read()["a"]
+    assert (entry.replies, entry.terms) == (1 + goes_on, opened)
+    assert entry.counts == {LaplaceDpEvent(4.0): 1} | ({LaplaceDpEvent(charged): 1} if goes_on else {})
+
+
+def test_many_small_differences_never_add_up(path):
+    """Each is compared with the terms of the opening, not with the last."""
+    many = 50
+    results = [bool(pay(path, {"a": terms(many, Laplace(noise_multiplier=4.0 * (1 - step * 4e-10)))})[0]) for step in range(9)]
+    assert results == [False] * 3 + [True] * 6
+
+
+def test_terms_of_a_numpy_number_are_the_same_line():
+    assert terms(mechanism=Laplace(noise_multiplier=np.float64(4.0))).text == terms().text
+    assert terms().why_not(1, terms().text.replace("=4.0", "=np.float64(4.0)")) is None
+    assert terms().why_not(1, terms().text.replace("=4.0", "=nonsense")).public == "its account was opened on other terms"
+
+
+def test_a_reply_of_several_releases_is_written_down_as_all_of_them(path):
+    """DP-PASGD with several local steps charges each of them; a ledger that could not hold that paid for no reply."""
+    steps = Terms(release=terms(mechanism=Gaussian(noise_multiplier=2.0)).release, num_replies=3, num_releases=4)
+    assert pay(path, {"a": steps}) == ({}, {"a": 1})
+    assert pay(path, {"a": steps}) == ({}, {"a": 2})
+    entry = DeviceLedger(path).read()["a"]
+    assert entry.counts == {SelfComposedDpEvent(GaussianDpEvent(2.0), 4): 2}
+
+
+# The server's own count
+
+
+def charged(path, run, number, name="a"):
+    """Charge one reply; return why it is refused, if it is."""
+    refused, _ = DeviceLedger(path).charge({name: terms(num_replies=20)}, {name: Numbered(run=run, number=number)})
+    return refused[name].public if refused else None
+
+
+def test_a_number_that_is_not_larger_is_refused_and_not_charged(path):
+    assert [charged(path, "r", number) for number in (1, 2, 5)] == [None] * 3  # 3 and 4 never arrived
+    for number in (5, 4, 1):
+        assert charged(path, "r", number) == (
+            f"charged-before: reply {number} of run r; the server's ledger is an older copy, or the message came twice"
+        )
+    assert DeviceLedger(path).read()["a"].runs == {"r": 5}
+    assert replies(path) == 3
+    assert charged(path, "r", 6) is None
+    assert replies(path) == 4
+
+
+def test_runs_and_clients_are_counted_apart(path):
+    for number in (1, 2):
+        assert [charged(path, run, number, name) for run in ("r", "s") for name in ("a", "b")] == [None] * 4
+    assert charged(path, "r", 2) is not None
+    assert {name: entry.runs for name, entry in DeviceLedger(path).read().items()} == {name: {"r": 2, "s": 2} for name in "ab"}
+
+
+def test_who_is_refused_for_its_budget_keeps_no_number(path):
+    for number in (1, 2):
+        refused, _ = DeviceLedger(path).charge({"a": terms(1)}, {"a": Numbered(run="r", number=number)})
+    assert "its budget is spent" in refused["a"].public
+    assert DeviceLedger(path).read()["a"].runs == {"r": 1}
+
+
+def test_a_refused_number_beside_a_charge_is_not_charged(path):
+    charged(path, "r", 1)
+    numbered = {name: Numbered(run="r", number=1) for name in "ab"}
+    refused, counts = DeviceLedger(path).charge({name: terms(20) for name in "ab"}, numbered)
+    assert (set(refused), counts) == ({"a"}, {"b": 1})
+    assert (replies(path, "a"), replies(path, "b")) == (1, 1)
+
+
+def test_a_repeated_number_is_told_of_a_spent_budget_too(path):
+    charged(path, "r", 1)
+    refused, _ = DeviceLedger(path).charge({"a": terms(1)}, {"a": Numbered(run="r", number=1)})
+    assert refused["a"].public.startswith(device_store.REPEATED)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2, "3", None])
+def test_a_number_that_the_server_cannot_have_told_is_damage(path, number):
+    charged(path, "r", 1)
+    charged(path, "r", 2)
+    charged(path, "r", 3)
+    changed(path, {"round": number})
+    with pytest.raises(LedgerError, match="is damaged"):
+        charged(path, "r", 9)
+
+
+def test_clients_that_are_charged_alike_share_one_row(path):
+    """And those that are not have their own; nobody is charged in the place of another."""
+    with pytest.raises(KeyError):
+        DeviceLedger(path).charge({"a": terms()}, {})
+    for number, names in enumerate((("a", "b"), ("a", "b"), ("b",), ("a", "b")), start=1):
+        numbered = {name: Numbered(run="r", number=number) for name in names}
+        DeviceLedger(path).charge({name: terms(9) for name in names}, numbered)
+    with store.Store(path, read_only=True) as ledger:
+        assert [(charge.number, charge.owners) for _, charge in ledger.each] == [
+            (1, ("a", "b")),
+            (2, ("a", "b")),
+            (3, ("b",)),
+            (3, ("a",)),
+            (4, ("b",)),
+        ]
+    assert {name: entry.replies for name, entry in DeviceLedger(path).read().items()} == {"a": 3, "b": 4}

@@ -1,0 +1,964 @@
+"""A ledger's file: what was acknowledged is there, whatever happens to processes and files; anything wrong is an error."""
+
+import fcntl
+import json
+import math
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from dp_accounting import (
+    ComposedDpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SelfComposedDpEvent,
+)
+
+from flower_dp.privacy import accounting, ledger_tables, store
+from flower_dp.privacy.budget import JointBudget
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
+from flower_dp.privacy.store import Store
+from tests.charges import charge_each
+from tests.crash.points import Points
+
+FORK = multiprocessing.get_context("fork")
+GAUSSIAN = GaussianDpEvent(2.0)
+CLIENTS = Scope(unit="client", relation="add-or-remove-one")
+RECORDS = Scope(unit="record", relation="replace-one")
+DELTA = 1e-5
+
+
+def charge(number=1, owners=(EVERY_CLIENT,), event=GAUSSIAN, **changes):
+    words = {"release": "dp-fedavg", "number": number, "server_round": number, "kind": "z = 2", "scope": CLIENTS, "shares": 3}
+    return Charge(**words | {"owners": owners, "events": (event,)} | changes)
+
+
+def local(number=1, owners=("a", "b"), event=GAUSSIAN, **changes):
+    return charge(number, owners, event, **{"scope": RECORDS, "release": "dp-pasgd"} | changes)
+
+
+@pytest.fixture
+def path(tmp_path):
+    tmp_path.chmod(0o700)
+    Store.create(tmp_path / "ledger.sqlite")
+    return tmp_path / "ledger.sqlite"
+
+
+def filled(path, count=12, **create):
+    """A ledger of two runs, and all that was charged."""
+    if not path.exists():
+        Store.create(path, **create)
+    charges = {}
+    with Store(path) as ledger:
+        one, other = ledger.begin(method="DP-FedAvg", delta=1e-3), ledger.begin(method="DP-PASGD", delta=1e-4)
+        for number in range(1, count + 1):
+            for run, made in ((one, charge(number)), (other, local(number, (f"c{number % 3}", f"c{3 + number}")))):
+                ledger.append(run, made)
+                charges.setdefault(run, []).append(made)
+    return {run: tuple(made) for run, made in charges.items()}
+
+
+def content(path):
+    with Store(path, read_only=True) as ledger:
+        return {run: ledger.read(run) for run in ledger.runs}
+
+
+def in_child(function, *arguments):
+    """Run a function in a process of its own, which ends as if it was killed: nothing is closed. Return its exit status."""
+
+    def body():
+        try:
+            function(*arguments)
+        except LedgerError:
+            os._exit(3)
+        os._exit(0)
+
+    child = FORK.Process(target=body)
+    child.start()
+    child.join(60)
+    return child.exitcode
+
+
+# What is written is read back
+
+
+def test_charges_are_read_back_as_they_were_written(path):
+    events = (
+        GAUSSIAN,
+        LaplaceDpEvent(0.1 + 0.2),
+        NoOpDpEvent(),
+        PoissonSampledDpEvent(1 / 3, GaussianDpEvent(1e-7)),
+        SampledWithoutReplacementDpEvent(9, 3, GAUSSIAN),
+        SelfComposedDpEvent(PoissonSampledDpEvent(0.1, GAUSSIAN), 4),
+        ComposedDpEvent([GAUSSIAN, SelfComposedDpEvent(LaplaceDpEvent(2.0), 2)]),
+    )
+    names = tuple(f"client {number} «ü» \n\"'" for number in range(len(events)))
+    first = charge_each(
+        dict(zip(names, events, strict=True)),
+        **{key: getattr(local(), key) for key in ("release", "number", "shares", "scope")},
+        kind="Ω" * 900,
+        server_round=7,
+    )
+    second = replace(first, number=2, server_round=8, owners=names[::-1], views={"outsiders": (GaussianDpEvent(9.0),) * 7})
+    third = replace(first, number=3, server_round=9, owners=(), events=(), which=(), shares=0)
+    made = (first, second, third)
+    with Store(path) as ledger:
+        run = ledger.begin(method="m", delta=0.0)
+        for one in made:
+            ledger.append(run, one)
+        assert ledger.read(run) == made
+        ledger.append(run, replace(first, number=4), replace(first, number=5))
+        assert [one.number for one in ledger.read(run, {"dp-pasgd": 2})] == [3, 4, 5]
+    with Store(path) as ledger:
+        assert ledger.read(run)[:3] == made
+        assert [one.number for one in ledger.read(run)] == [1, 2, 3, 4, 5]
+        assert [(one.method, one.delta, one.private) for one in ledger.runs.values()] == [("m", 0.0, True)]
+        outside = ledger.charges[run].history(replace(RECORDS, view="outsiders"), names[0])
+        assert outside.counts == {GaussianDpEvent(9.0): 1}
+
+
+def test_a_ledger_that_knows_less_than_the_run_is_an_older_copy(path):
+    with Store(path) as ledger:
+        run = ledger.begin(method="m", delta=DELTA)
+        ledger.append(run, charge())
+        assert ledger.read(run, {"dp-fedavg": 1}) == ()
+        for known in ({"dp-fedavg": 2}, {"dp-fedavg": 1, "private-evaluation": 1}):
+            with pytest.raises(LedgerError, match="is an older copy: it has"):
+                ledger.read(run, known)
+        with pytest.raises(LedgerError, match="has no run nobody"):
+            ledger.read("nobody")
+
+
+def test_charges_of_a_release_follow_each_other_and_are_of_one_kind(path):
+    with Store(path) as ledger:
+        run, other = ledger.begin(method="m", delta=DELTA), ledger.begin(method="m", delta=DELTA)
+        ledger.append(run, charge())
+        for wrong in (charge(1), charge(3)):
+            with pytest.raises(
+                LedgerError, match=f"has 1 charges of dp-fedavg in this run: number {wrong.number} is not the next"
+            ):
+                ledger.append(run, wrong)
+        for change in (
+            {"kind": "z = 4"},
+            {"scope": replace(CLIENTS, relation="replace-one")},
+            {"scope": replace(CLIENTS, unit="record")},
+        ):
+            with pytest.raises(LedgerError, match="has charges of dp-fedavg in this run for something else: z = 2"):
+                ledger.append(run, charge(2, **change))
+        with pytest.raises(LedgerError, match="has no run nobody"):
+            ledger.append("nobody", charge(2))
+        for owners in (("a", "a"), ("a", EVERY_CLIENT)):
+            with pytest.raises(
+                ValueError, match="owners: charges nobody twice at once, and no client of the name 'every client'"
+            ):
+                charge(2, owners)
+        with pytest.raises(LedgerError, match="has 0 charges of other in this run: number 2 is not the next"):
+            ledger.append(run, charge(2, release="other"))
+        ledger.append(other, charge(1, kind="z = 4"))
+        ledger.append(run, charge(2))
+    assert [len(charges) for charges in content(path).values()] == [2, 1]
+
+
+def test_a_closed_ledger_and_one_that_is_read_take_no_charge(path):
+    made = filled(path, 1)
+    run = next(iter(made))
+    with Store(path, read_only=True) as ledger, pytest.raises(LedgerError, match="is not open for writing"):
+        ledger.append(run, charge(2))
+    ledger = Store(path)
+    ledger.close()
+    with pytest.raises(LedgerError, match="is not open for writing"):
+        ledger.append(run, charge(2))
+    assert content(path) == made
+
+
+def test_it_is_written_so_that_a_crash_of_the_machine_loses_nothing(path):
+    """A rollback journal that is on the disk first; with EXTRA its name and its end are, too."""
+    with Store(path) as ledger:
+        modes = [ledger._db.execute(f"PRAGMA {name}").fetchone() for name in ("journal_mode", "synchronous", "fullfsync")]
+        assert modes == [("truncate",), (3,), (1,)]
+
+
+def test_nothing_that_was_written_can_be_changed_or_removed(path):
+    filled(path, 2)
+    db = sqlite3.connect(path)
+    tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    assert len(tables) == 5
+    for table in tables:
+        column = db.execute(f"SELECT name FROM pragma_table_info('{table}')").fetchone()[0]  # noqa: S608
+        for statement in (f"UPDATE {table} SET {column} = {column}", f"DELETE FROM {table}"):  # noqa: S608
+            with pytest.raises(sqlite3.IntegrityError, match="a ledger is never changed"):
+                db.execute(statement)
+    db.close()
+
+
+def test_it_is_its_owners_alone(path):
+    filled(path)
+    with Store(path):
+        modes = {entry.name: entry.stat().st_mode & 0o777 for entry in path.parent.iterdir()}
+    assert modes == {f"ledger.sqlite{suffix}": 0o600 for suffix in ("", "-journal", ".mark")}
+
+
+# Joint cost
+
+
+def gaussian(*multipliers, relation="add-or-remove-one"):
+    """What Gaussian releases cost together, by hand: one release of multiplier 1 / sqrt(sum of z^-2)."""
+    together = 1 / math.sqrt(sum(one**-2 for one in multipliers))
+    return accounting.epsilon(GaussianDpEvent(together), delta=DELTA, relation=relation).epsilon
+
+
+def test_what_all_runs_have_cost_every_owner_is_the_composition_of_its_events(path):
+    with Store(path) as ledger:
+        for multiplier in (2.0, 3.0):
+            run = ledger.begin(method="m", delta=DELTA)
+            ledger.append(run, local(1, ("a", "b"), GaussianDpEvent(multiplier)))
+            ledger.append(run, local(2, ("b", "c"), GaussianDpEvent(multiplier)))
+        ledger.append(ledger.begin(method="m", delta=DELTA), charge(event=GaussianDpEvent(5.0)))
+    with Store(path) as ledger:
+        expected = {"a": (2, 3), "b": (2, 2, 3, 3), "c": (2, 3)}
+        for name, multipliers in expected.items():
+            assert ledger.all.history(RECORDS, name).cost(DELTA).epsilon == pytest.approx(
+                gaussian(*multipliers, relation="replace-one"), rel=1e-6
+            )
+        assert ledger.all.worst(RECORDS, DELTA).epsilon == pytest.approx(gaussian(2, 2, 3, 3, relation="replace-one"), rel=1e-6)
+        assert ledger.all.worst(CLIENTS, DELTA).epsilon == pytest.approx(gaussian(5), rel=1e-6)
+        assert ledger.all.scopes == (RECORDS, CLIENTS)
+        assert {scope: len(ledger.all.runs(scope)) for scope in ledger.all.scopes} == {RECORDS: 2, CLIENTS: 1}
+        assert ledger.all.owners(RECORDS) == ["a", "b", "c"]
+        assert ledger.all.owners(CLIENTS) == [EVERY_CLIENT]
+
+
+def test_what_every_client_is_charged_with_costs_each_of_them(path):
+    with Store(path) as ledger:
+        ledger.append(ledger.begin(method="m", delta=DELTA), charge())
+        ledger.append(ledger.begin(method="m", delta=DELTA), charge(1, ("a", "b"), GaussianDpEvent(3.0)))
+        found = [ledger.all.history(CLIENTS, name).cost(DELTA).epsilon for name in ("a", EVERY_CLIENT, "somebody")]
+        assert found == pytest.approx([gaussian(2, 3), gaussian(2), gaussian(2)], rel=1e-6)
+        assert ledger.all.worst(CLIENTS, DELTA).epsilon == pytest.approx(gaussian(2, 3), rel=1e-6)
+
+
+def test_noise_from_a_fixed_seed_protects_nobody(path):
+    with Store(path) as ledger:
+        ledger.append(ledger.begin(method="m", delta=DELTA, private=False), charge())
+        assert ledger.all.worst(CLIENTS, DELTA).epsilon == math.inf
+    with Store(path) as ledger:
+        assert ledger.all.history(CLIENTS).counts == {NonPrivateDpEvent(): 1}
+
+
+def test_epsilons_add_up_where_no_accountant_composes(path):
+    """Laplace noise on samples of fixed size has a pure bound alone; (e1, delta) and (e2, 0) compose to (e1 + e2, delta)."""
+    sampled = SampledWithoutReplacementDpEvent(10, 5, LaplaceDpEvent(4.0))
+    with Store(path) as ledger:
+        ledger.append(ledger.begin(method="m", delta=DELTA), local())
+        ledger.append(ledger.begin(method="m", delta=0.0), local(event=sampled))
+        found = ledger.all.worst(RECORDS, DELTA)
+    pure = math.log(1 + 0.5 * math.expm1(2 / 4))
+    assert found.epsilon <= (gaussian(2, relation="replace-one") + pure) * (1 + 1e-6)
+    assert found.epsilon > gaussian(2, relation="replace-one")
+
+
+# A budget
+
+
+def affordable(epsilon, event=GAUSSIAN):
+    return accounting.affordable(
+        lambda count: SelfComposedDpEvent(event, count), epsilon=epsilon, delta=DELTA, relation="add-or-remove-one", limit=1000
+    )
+
+
+@pytest.mark.parametrize("epsilon", [1.9, 2.0, 7.0])
+def test_charges_end_where_the_budget_of_all_runs_does(tmp_path, epsilon):
+    tmp_path.chmod(0o700)
+    path, most = tmp_path / "ledger.sqlite", affordable(epsilon)
+    assert most == 0 or gaussian(*[2.0] * most) <= epsilon
+    assert gaussian(*[2.0] * (most + 1)) > epsilon
+    Store.create(path, JointBudget(epsilon=epsilon, delta=DELTA))
+    charged = 0
+    while charged < most:
+        with Store(path) as ledger:
+            run = ledger.begin(method="m", delta=0.5)
+            for number in range(1, min(7, most - charged) + 1):
+                ledger.append(run, charge(number))
+                charged += 1
+    with Store(path) as ledger:
+        run = ledger.begin(method="m", delta=0.5)
+        for _ in range(2):
+            with pytest.raises(
+                BudgetSpentError,
+                match=f"^it would pass the ledger's budget, epsilon {epsilon:g} at delta 1e-05 for all runs together",
+            ):
+                ledger.append(run, charge())
+        # What costs less may still be covered, and nothing of the refused ones was written.
+        ledger.append(run, charge(event=NoOpDpEvent()))
+    assert sum(map(len, content(path).values())) == most + 1
+
+
+def test_a_budget_holds_for_every_client_whoever_else_was_charged(tmp_path):
+    tmp_path.chmod(0o700)
+    path = tmp_path / "ledger.sqlite"
+    budget = gaussian(2, 2, 3) * (1 + 1e-6)
+    Store.create(path, JointBudget(epsilon=budget, delta=DELTA))
+    with Store(path) as ledger:
+        run = ledger.begin(method="m", delta=DELTA)
+        ledger.append(run, charge(1, ("a", "b"), GaussianDpEvent(3.0)))
+        ledger.append(run, charge(2, ("b", "c")))
+        everyone = ledger.begin(method="m", delta=DELTA)
+        ledger.append(everyone, charge())  # b has 3, 2, 2 now, and c has 2, 2
+        for owners, event in ((("c", "b"), GaussianDpEvent(30.0)), (("c",), GAUSSIAN), ((EVERY_CLIENT,), GaussianDpEvent(30.0))):
+            with pytest.raises(BudgetSpentError):
+                ledger.append(run, charge(3, owners, event))
+        ledger.append(run, charge(3, ("c",), GaussianDpEvent(3.0)))
+        ledger.append(run, charge(4, ("a", "d")))
+
+
+def test_a_budget_covers_one_kind_of_charges_and_no_noise_from_a_seed(tmp_path):
+    tmp_path.chmod(0o700)
+    path = tmp_path / "ledger.sqlite"
+    Store.create(path, JointBudget(epsilon=1e6, delta=DELTA))
+    with Store(path) as ledger:
+        with pytest.raises(BudgetSpentError, match="noise from a fixed seed is within no budget"):
+            ledger.append(ledger.begin(method="m", delta=DELTA, private=False), charge())
+        with pytest.raises(BudgetSpentError, match="would pass"):
+            ledger.append(ledger.begin(method="m", delta=DELTA), local(event=NonPrivateDpEvent()))
+        ledger.append(ledger.begin(method="m", delta=DELTA), charge())
+        with pytest.raises(
+            BudgetSpentError, match=r"charges for each record \(replace-one\) don't add up with those for each client"
+        ):
+            ledger.append(ledger.begin(method="m", delta=DELTA), local())
+
+
+def test_far_from_its_end_a_budget_needs_few_accounts(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    path = tmp_path / "ledger.sqlite"
+    Store.create(path, JointBudget(epsilon=100.0, delta=DELTA))
+    calls, epsilon = [], accounting.epsilon
+    monkeypatch.setattr(accounting, "epsilon", lambda *arguments, **named: calls.append(1) or epsilon(*arguments, **named))
+    with Store(path) as ledger:
+        run = ledger.begin(method="m", delta=DELTA)
+        for number in range(1, 65):
+            ledger.append(run, local(number, tuple(f"c{(number * 7 + place) % 500}" for place in range(100))))
+    assert len(calls) < 20
+
+
+@pytest.mark.parametrize("word", ["epsilon", "delta"])
+def test_a_budget_that_makes_no_sense_is_refused(word):
+    for value in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=word):
+            JointBudget(**{"epsilon": 1.0, "delta": 1e-5} | {word: value})
+
+
+def spend(path, attempts, results):
+    """Open, charge once, close, and again: as many times as the budget lets it."""
+    done = 0
+    for _ in range(attempts):
+        try:
+            with Store(path) as ledger:
+                ledger.append(ledger.begin(method="m", delta=DELTA), charge())
+                done += 1
+        except BudgetSpentError:
+            break
+        except LedgerError as error:
+            if "is in use" not in str(error):
+                raise
+    results.put(done)
+
+
+@pytest.mark.slow
+def test_two_processes_cannot_spend_one_budget_twice(tmp_path):
+    tmp_path.chmod(0o700)
+    path, most = tmp_path / "ledger.sqlite", affordable(6.0)
+    assert most > 5
+    Store.create(path, JointBudget(epsilon=6.0, delta=DELTA))
+    results = FORK.Queue()
+    children = [FORK.Process(target=spend, args=(path, 60, results)) for _ in range(2)]
+    for child in children:
+        child.start()
+    done = [results.get(timeout=120) for _ in children]
+    for child in children:
+        child.join()
+    assert sum(done) == most == sum(map(len, content(path).values()))
+
+
+def test_who_writes_without_the_lock_is_noticed(path):
+    """Another program may know nothing of it, and a disk that several machines share may have none."""
+    filled(path, 2)
+    with Store(path) as ledger:
+        run = next(iter(ledger.runs))
+        ledger.append(run, charge(3, ("else",)))
+        db = sqlite3.connect(path)
+        db.execute("INSERT INTO charges SELECT id + 1, run, about, owners, which, events, digest FROM charges WHERE id = 5")
+        db.commit()
+        db.close()
+        for _ in range(2):
+            with pytest.raises(LedgerError, match="was changed by another process while this one had its lock"):
+                ledger.append(run, charge(4, ("somebody",)))
+
+
+def test_who_gets_past_the_lock_is_noticed_and_spends_nothing_twice(path):
+    """The lock file is removed while it is held: a second process can write then, and the first one can't any more."""
+    with Store(path) as first:
+        run = first.begin(method="m", delta=DELTA)
+        first.append(run, charge())
+        path.with_name(path.name + ".mark").unlink()
+        with Store(path) as second:
+            second.append(run, charge(2))
+        with pytest.raises(LedgerError, match="was moved, replaced or removed while this process was writing to it"):
+            first.append(run, charge(2))
+    assert [len(charges) for charges in content(path).values()] == [2]
+
+
+# What is no ledger of ours
+
+
+def refused(path, match, read_only=(False, True)):
+    for only in read_only:
+        with pytest.raises(LedgerError, match=match):
+            Store(path, read_only=only)
+
+
+def test_a_missing_ledger_is_an_error_and_is_not_made(tmp_path):
+    tmp_path.chmod(0o700)
+    refused(tmp_path / "ledger.sqlite", "ledger .*: does not exist; create it with")
+    refused(tmp_path / "no" / "ledger.sqlite", "does not exist")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_files_are_no_ledger(path, tmp_path):
+    foreign = tmp_path / "foreign.sqlite"
+    db = sqlite3.connect(foreign)
+    db.execute("CREATE TABLE charges (id INTEGER PRIMARY KEY)")
+    db.commit()
+    db.close()
+    wal = tmp_path / "wal.sqlite"
+    db = sqlite3.connect(wal)
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("CREATE TABLE charges (id INTEGER PRIMARY KEY)")
+    db.commit()
+    db.close()
+    empty, text = tmp_path / "empty.sqlite", tmp_path / "text.sqlite"
+    empty.write_bytes(b"")
+    text.write_text("flower" * 1000)
+    for other in (foreign, wal, empty):
+        other.chmod(0o600)
+        before = other.read_bytes()
+        refused(other, "is no ledger: it is another program's database, or an empty file")
+        assert other.read_bytes() == before
+    for other in (text,):
+        other.chmod(0o600)
+        refused(other, "file is not a database")
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    refused(tmp_path / "pipe", "is no regular file")
+    refused(tmp_path, "is no regular file")
+
+
+def test_another_format_is_refused(path):
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 4")
+    db.close()
+    refused(path, "has format 4; this release of flower-dp reads format 3")
+
+
+def test_a_ledger_is_created_once(path, tmp_path):
+    made = filled(path, 2)
+    with pytest.raises(LedgerError, match="exists already"):
+        Store.create(path)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(LedgerError, match="exists already"):
+        Store.create(tmp_path / "link")
+    with pytest.raises(LedgerError, match="its folder does not exist"):
+        Store.create(tmp_path / "no" / "ledger.sqlite")
+    assert content(path) == made
+    assert [entry.name for entry in tmp_path.iterdir() if ".new" in entry.name] == []
+
+
+def test_two_names_of_one_ledger_have_one_lock(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_LOCK_SECONDS", 0.05)
+    (tmp_path / "other").symlink_to(path)
+    with Store(path):
+        refused(tmp_path / "other", "is in use: another process writes to it", [False])
+
+
+def test_who_gets_the_lock_of_a_mark_that_has_just_been_removed_takes_the_new_one(path, monkeypatch):
+    """Else two processes would hold the locks of two files."""
+    flock, late = fcntl.flock, []
+
+    def lock(*arguments):
+        if not late:
+            late.append(True)
+            path.with_name(path.name + ".mark").unlink()  # another process, between our open and our lock
+        flock(*arguments)
+
+    monkeypatch.setattr(store, "_LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(fcntl, "flock", lock)
+    with Store(path):
+        monkeypatch.undo()
+        monkeypatch.setattr(store, "_LOCK_SECONDS", 0.05)
+        assert in_child(Store, path) == 3
+
+
+def test_one_process_writes_and_others_read(path, monkeypatch):
+    monkeypatch.setattr(store, "_LOCK_SECONDS", 0.05)
+    with Store(path) as ledger:
+        run = ledger.begin(method="m", delta=DELTA)
+        for number in range(1, 4):
+            ledger.append(run, charge(number))
+            assert in_child(Store, path) == 3
+            refused(path, "is in use: another process writes to it", [False])
+            assert len(content(path)[run]) == number
+    assert in_child(Store, path) == 0
+
+
+@pytest.mark.parametrize("change", ["mode", "folder", "link"])
+def test_what_others_can_change_is_refused(path, change):
+    if change == "mode":
+        path.chmod(0o640)
+    elif change == "folder":
+        path.parent.chmod(0o777)
+    else:
+        os.link(path, path.with_name("second"))
+    refused(path, "is open to others|is in a folder that others can write to|has 2 hard links", [False])
+
+
+# Damage
+
+
+def damaged_or_whole(path, made):
+    """Whether it is refused; else it must be complete."""
+    try:
+        found = content(path)
+    except LedgerError:
+        with pytest.raises(LedgerError):
+            Store(path)
+        return True
+    assert found == made
+    with Store(path) as ledger:
+        assert {run: ledger.read(run) for run in ledger.runs} == made
+    return False
+
+
+def copied(path, folder, *suffixes):
+    for suffix in ("", *suffixes):
+        shutil.copy2(path.with_name(path.name + suffix), folder / (path.name + suffix))
+    return folder / path.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("marked", [True, False], ids=["with its lock file", "without"])
+def test_a_byte_that_has_changed_anywhere_is_noticed_or_changes_nothing(path, tmp_path, marked):
+    """Every page, 3 places of each, one bit each: a charge is never lost, nor does it become a smaller one."""
+    made, rng, noticed, where = filled(path), random.Random(5), 0, []
+    size = path.stat().st_size
+    for page in range(0, size, 4096):
+        places = rng.sample(range(page, page + 4096), 3) + ([*range(page, page + 100, 7)] if page == 0 else [])
+        where += [place for place in places if place < size]
+    (tmp_path / "copy").mkdir(mode=0o700)
+    for place in where:
+        copy = copied(path, tmp_path / "copy", *([".mark"] if marked else []))
+        spoilt = bytearray(copy.read_bytes())
+        spoilt[place] ^= 1 << rng.randrange(8)
+        copy.write_bytes(spoilt)
+        noticed += damaged_or_whole(copy, made)
+        for entry in copy.parent.iterdir():
+            entry.unlink()
+    assert noticed >= 10
+
+
+CHANGES = {
+    "release": ("charges", "about", "replace(about, 'dp-fedavg', 'dp-fedsam')"),
+    "number": ("charges", "about", "replace(about, '\"number\": 1', '\"number\": 2')"),
+    "round": ("charges", "about", "replace(about, '\"round\": 1', '\"round\": 2')"),
+    "relation": ("charges", "about", "replace(about, 'add-or-remove-one', 'replace-one')"),
+    "owners": ("charges", "owners", "x'02000000'"),
+    "nobody": ("charges", "owners", "x''"),
+    "events of the charge": ("charges", "events", "x'0100000001000000'"),
+    "which": ("charges", "which", "x'01000000'"),
+    "digest": ("charges", "digest", "zeroblob(32)"),
+    "run of the charge": ("charges", "run", "2"),
+    "name": ("owners", "name", "name || 1"),
+    "event": ("events", "event", "replace(event, '2.0', '4.0')"),
+    "method": ("runs", "about", "replace(about, 'DP-FedAvg', 'DP-FedSAM')"),
+    "private": ("runs", "about", "replace(about, 'true', 'false')"),
+    "run": ("runs", "name", "name || 1"),
+    "budget": ("about", "value", '\'{"epsilon": 99.0, "delta": 0.001}\''),
+}
+
+
+def changed(path, table, *statements):
+    """Change a ledger as nobody should, and put its triggers back."""
+    db = sqlite3.connect(path)
+    for trigger in ("update", "delete"):
+        db.execute(f"DROP TRIGGER {table}_{trigger}")
+    for statement in statements:
+        db.execute(statement)
+    db.executescript("; ".join(one for one in ledger_tables.SCHEMA if f"TRIGGER {table}_" in one))
+    db.commit()
+    db.close()
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_value_that_has_changed_is_noticed(path, what):
+    table, column, value = CHANGES[what]
+    filled(path)
+    db = sqlite3.connect(path)
+    before = db.execute(f"SELECT {column} FROM {table} ORDER BY rowid").fetchone()  # noqa: S608
+    db.close()
+    changed(path, table, f"UPDATE {table} SET {column} = {value} WHERE rowid = 1")  # noqa: S608
+    db = sqlite3.connect(path)
+    assert db.execute(f"SELECT {column} FROM {table} ORDER BY rowid").fetchone() != before  # noqa: S608
+    db.close()
+    refused(path, "is damaged")
+
+
+@pytest.mark.parametrize("which", [24, 5])
+def test_a_charge_that_was_removed_is_noticed(path, which):
+    filled(path)
+    changed(path, "charges", f"DELETE FROM charges WHERE id = {which}")  # noqa: S608
+    refused(path, "is damaged: charge 5 is missing" if which == 5 else "has 23 charges of 24: it is an older copy")
+
+
+def test_a_charge_that_was_written_by_hand_is_refused(path):
+    """Anyone can compute digests; what can't be a charge is refused even so, and is no error of another kind."""
+    made = filled(path, 1)
+    db = sqlite3.connect(path)
+    about, digest = db.execute("SELECT about, digest FROM charges WHERE id = 2").fetchone()
+    for words in (
+        {"number": 3},
+        {"number": "x"},
+        {"unit": "person"},
+        {"relation": "none"},
+        {"views": ["a", "b"]},
+        {"kind": "other"},
+    ):
+        said = json.dumps(json.loads(about) | {"number": 2} | words)
+        with Store(path, read_only=True) as ledger:
+            run = list(ledger.runs.values())[1]
+        names, texts = ("c1", "c4"), [store.text_of(GAUSSIAN)]
+        own = store.digest_of(digest, run, said, names, bytes(8), texts)
+        db.execute("DROP TRIGGER charges_delete")
+        db.execute("INSERT INTO charges SELECT 3, run, ?, owners, which, events, ? FROM charges WHERE id = 2", (said, own))
+        db.executescript("; ".join(one for one in ledger_tables.SCHEMA if "TRIGGER charges_delete" in one))
+        db.commit()
+        refused(path, "is damaged")
+        db.execute("DROP TRIGGER charges_delete")
+        db.execute("DELETE FROM charges WHERE id = 3")
+        db.executescript("; ".join(one for one in ledger_tables.SCHEMA if "TRIGGER charges_delete" in one))
+        db.commit()
+    db.close()
+    assert content(path) == made
+
+
+def test_a_ledger_without_its_triggers_is_refused(path):
+    db = sqlite3.connect(path)
+    db.execute("DROP TRIGGER charges_delete")
+    db.commit()
+    db.close()
+    refused(path, "is damaged: its tables are not those of a ledger")
+
+
+@pytest.mark.slow
+def test_a_ledger_that_was_cut_off_is_refused(path, tmp_path):
+    made = filled(path)
+    (tmp_path / "copy").mkdir(mode=0o700)
+    size = path.stat().st_size
+    for length in [*range(0, size, 4096), *range(1, size, 4999), size - 1]:
+        copy = copied(path, tmp_path / "copy", ".mark")
+        os.truncate(copy, length)
+        assert damaged_or_whole(copy, made), length
+        for entry in copy.parent.iterdir():
+            entry.unlink()
+
+
+def die_in_a_transaction(path, run, number):
+    """End as by kill -9 when half of a transaction is in the file: what was there before is in the journal."""
+    ledger = Store(path)
+    ledger._db.execute("PRAGMA cache_size = 1")
+    store.digest_of = lambda *said: os._exit(7)
+    ledger.append(run, local(number, tuple(f"new-{place}" for place in range(3000))))
+
+
+def test_what_a_killed_process_has_left_half_written_is_undone(path):
+    made = filled(path, 3)
+    run = list(made)[1]
+    size = path.stat().st_size
+    assert in_child(die_in_a_transaction, path, run, 4) == 7
+    assert path.with_name(path.name + "-journal").stat().st_size
+    assert path.stat().st_size > size
+    assert content(path) == made
+    with Store(path) as ledger:
+        ledger.append(run, local(4))
+    assert [len(charges) for charges in content(path).values()] == [3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_a_journal_that_was_lost_or_damaged_takes_no_charge_away(path, tmp_path, seed):
+    made, rng = filled(path, 3), random.Random(seed)
+    assert in_child(die_in_a_transaction, path, list(made)[1], 4) == 7
+    journal = path.with_name(path.name + "-journal")
+    whole = bytearray(journal.read_bytes())
+    if seed < 4:
+        journal.write_bytes(whole[: len(whole) * seed // 4])
+    else:
+        whole[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        journal.write_bytes(whole)
+    damaged_or_whole(path, made)
+
+
+def test_an_older_copy_is_noticed_by_the_lock_file_and_by_what_a_run_knows(path, tmp_path):
+    made = filled(path, 2)
+    old = copied(path, Path(tempfile.mkdtemp(dir=tmp_path)))
+    with Store(path) as ledger:
+        ledger.append(next(iter(made)), charge(3))
+    shutil.copy2(old, path)
+    refused(path, "has 4 charges of 5: it is an older copy")
+    # Without the lock file nothing in the folder knows of more.
+    path.with_name(path.name + ".mark").unlink()
+    assert content(path) == made
+
+
+def test_another_copy_that_has_gone_on_by_itself_is_noticed(path, tmp_path):
+    made = filled(path, 2)
+    other = copied(path, Path(tempfile.mkdtemp(dir=tmp_path)), ".mark")
+    for one, shares in ((path, 1), (other, 2)):
+        with Store(one) as ledger:
+            ledger.append(next(iter(made)), charge(3, shares=shares))
+    shutil.copy2(other, path)
+    refused(path, "is not the one of its .mark file, which remembers the last charge: it is another copy")
+
+
+def test_a_damaged_lock_file_is_no_missing_one(path):
+    made = filled(path, 2)
+    lock = path.with_name(path.name + ".mark")
+    whole = lock.read_bytes()
+    for spoilt in (whole[:-1], b"x" + whole[1:], whole + b"0", whole.upper()):
+        lock.write_bytes(spoilt)
+        refused(path, r"its \.mark file is damaged; remove that if you know that the ledger is no older copy")
+    lock.write_bytes(whole)
+    assert content(path) == made
+
+
+def test_a_ledger_that_is_replaced_or_removed_under_a_run_takes_no_more_charges(path, tmp_path):
+    made = filled(path, 2)
+    run = next(iter(made))
+    old = copied(path, Path(tempfile.mkdtemp(dir=tmp_path)))
+    with Store(path) as ledger:
+        os.replace(old, path)
+        with pytest.raises(LedgerError, match="was moved, replaced or removed while this process was writing to it"):
+            ledger.append(run, charge(3))
+    shutil.rmtree(path.parent / old.parent.name)
+
+
+# A full disk, a folder that can't be written
+
+
+def fill_up(path, made, acknowledged):
+    """Charge until the files may not grow any more: SQLite sees what it sees on a full disk, a write that fails."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    ledger = Store(path)
+    run = next(iter(made))
+    most = path.stat().st_size + 20_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+    for number in range(len(made[run]) + 1, 200):
+        ledger.append(run, charge(number))
+        acknowledged.value = number
+
+
+def test_on_a_full_disk_a_charge_fails_and_what_was_acknowledged_stays(path):
+    made, acknowledged = filled(path, 2), FORK.Value("i", 0)
+    run = next(iter(made))
+    assert in_child(fill_up, path, made, acknowledged) == 3
+    assert 2 < acknowledged.value < 199
+    assert len(content(path)[run]) - acknowledged.value in (0, 1)
+    with Store(path) as ledger:
+        ledger.append(run, charge(len(ledger.read(run)) + 1))
+
+
+def as_nobody(function, *arguments):
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    function(*arguments)
+
+
+def test_in_a_folder_that_cannot_be_written_a_ledger_is_read_alone():
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ledger.sqlite"
+        made = filled(path, 2)
+        if os.geteuid() == 0:
+            for entry in (path.parent, *path.parent.iterdir()):
+                os.chown(entry, 65534, 65534)
+        path.parent.chmod(0o500)
+
+        def reads():
+            assert content(path) == made
+
+        assert in_child(as_nobody, reads) == 0
+        assert in_child(as_nobody, Store, path) == 3
+        assert in_child(as_nobody, Store.create, path.with_name("new")) == 3
+        path.parent.chmod(0o700)
+
+
+def test_a_reader_that_takes_its_time_holds_up_no_charge_for_good(path):
+    """Another program may read for a while; this package's readers take a copy first."""
+    run = next(iter(filled(path, 1)))
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN")
+    assert other.execute("SELECT count(*) FROM charges").fetchone() == (2,)
+    late = threading.Timer(0.4, other.close)
+    with Store(path) as ledger, Store(path, read_only=True) as reader:
+        late.start()
+        ledger.append(run, charge(2))
+        assert len(reader.read(run)) == 1  # as it was
+    late.join()
+    assert len(content(path)[run]) == 2
+
+
+def test_of_several_charges_all_are_written_or_none(path):
+    with Store(path) as ledger:
+        run = ledger.begin(method="m", delta=DELTA)
+        ledger.append(run, charge(1), charge(2))
+        for wrong in (charge(5), charge(4, kind="another")):
+            with pytest.raises(LedgerError):
+                ledger.append(run, charge(3, ("a",)), wrong)
+        ledger.append(run, charge(3), local(1, ("a", "b")))
+        assert ledger.all.owners(CLIENTS) == [EVERY_CLIENT]
+    assert [len(made) for made in content(path).values()] == [4]
+
+
+# Kill -9
+
+
+def charge_under(path, at, out):
+    """Two runs and some charges, by a process that is killed at a point; it says what it goes on from."""
+    points = Points(path.parent, at, lambda kind: None)
+    points.install()
+    with Store(path) as ledger:
+        for number in (1, 2):
+            run = ledger.begin(method="m", delta=DELTA)
+            for place in (1, 3):
+                ledger.append(run, local(place, (f"c{number}", "d")), local(place + 1, ("d", f"e{place}")))
+                os.write(out, b"..")
+    os.write(out, b"!" if at is None else b"")
+    os.write(out, bytes([points.passed.total()]) if at is None else b"")
+
+
+def killed_at(path, at):
+    """Return what the process went on from, and how many points it has."""
+    inlet, outlet = os.pipe()
+    child = FORK.Process(target=charge_under, args=(path, at, outlet))
+    child.start()
+    os.close(outlet)
+    child.join(60)
+    said = os.read(inlet, 100)
+    os.close(inlet)
+    return said.count(b"."), said[-1] if at is None else 0
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_at_any_statement_leaves_whole_charges(path):
+    """Before and after each statement of SQLite and each call of the system: never fewer charges than it went on from."""
+    whole = path.read_bytes()
+    count, points = killed_at(path, None)
+    assert (count, points > 30) == (8, True)
+    for at in range(1, points + 1):
+        for name in ("", ".mark", "-journal"):
+            path.with_name(path.name + name).unlink(missing_ok=True)
+        path.write_bytes(whole)
+        path.chmod(0o600)
+        gone_on, _ = killed_at(path, at)
+        found = sum(map(len, content(path).values()))
+        assert found - gone_on in (0, 2), at
+        with Store(path) as ledger:
+            run = ledger.begin(method="m", delta=DELTA)
+            ledger.append(run, local(1))
+        assert sum(map(len, content(path).values())) == found + 1
+
+
+def charge_until_killed(path, out):
+    ledger = Store(path)
+    run = ledger.begin(method="m", delta=DELTA)
+    for number in range(1, 100_000):
+        ledger.append(run, local(number, tuple(f"c{(number * 3 + place) % 50}" for place in range(20))))
+        os.write(out, b".")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_a_process_that_is_killed_leaves_all_that_it_has_acknowledged(path, seed):
+    rng = random.Random(seed)
+    inlet, outlet = os.pipe()
+    child = FORK.Process(target=charge_until_killed, args=(path, outlet))
+    child.start()
+    os.close(outlet)
+    acknowledged = sum(len(os.read(inlet, 1)) for _ in range(rng.randrange(30)))
+    child.join(rng.random() * 0.01)
+    child.kill()
+    child.join()
+    while found := os.read(inlet, 65536):
+        acknowledged += len(found)
+    os.close(inlet)
+    charges = [len(one) for one in content(path).values()] or [0]
+    assert charges[0] - acknowledged in (0, 1)
+    with Store(path) as ledger:
+        ledger.begin(method="m", delta=DELTA)
+
+
+def test_the_text_of_a_ledger_is_for_people_too(path):
+    filled(path, 1)
+    db = sqlite3.connect(path)
+    method, about = db.execute("SELECT runs.about, charges.about FROM charges JOIN runs ON runs.id = run").fetchone()
+    assert (json.loads(method)["method"], json.loads(about)["release"]) == ("DP-FedAvg", "dp-fedavg")
+    assert db.execute("SELECT name FROM owners").fetchone() == (EVERY_CLIENT,)
+    assert json.loads(db.execute("SELECT event FROM events").fetchone()[0]) == {
+        "kind": "GaussianDpEvent",
+        "noise_multiplier": 2.0,
+    }
+    db.close()
+
+
+@pytest.mark.parametrize("owner", ["a", EVERY_CLIENT])
+def test_a_budget_counts_down_to_its_end(tmp_path, owner):
+    tmp_path.chmod(0o700)
+    path, most = tmp_path / "ledger.sqlite", affordable(12.0)
+    assert most > 8  # more than are accounted at once
+    Store.create(path, JointBudget(epsilon=12.0, delta=DELTA))
+    with Store(path) as ledger:
+        run = ledger.begin(method="m", delta=DELTA)
+        for number in range(1, most + 1):
+            ledger.append(run, charge(number, (owner,)))
+        with pytest.raises(BudgetSpentError):
+            ledger.append(run, charge(most + 1, (owner,)))
+        if owner == EVERY_CLIENT:
+            with pytest.raises(BudgetSpentError):
+                ledger.append(run, charge(most + 1, ("b",)))
+        else:
+            ledger.append(run, charge(most + 1, ("b",)))
+
+
+def test_a_charge_that_fails_takes_nothing_of_earlier_ones_away(path):
+    """Names and events that were written stay known to the process that goes on."""
+    with Store(path) as ledger:
+        run = ledger.begin(method="m", delta=DELTA)
+        ledger.append(run, local(1, ("a", "b")))
+        other = sqlite3.connect(path)
+        other.execute("BEGIN IMMEDIATE")
+        ledger._db.execute("PRAGMA busy_timeout = 10")
+        with pytest.raises(LedgerError, match="locked"):
+            ledger.append(run, local(2, ("a", "c")))
+        other.close()
+        ledger.append(run, local(2, ("a", "b", "c")))
+        assert [one.owners for one in ledger.read(run)] == [("a", "b"), ("a", "b", "c")]
+    assert content(path) == {run: (local(1, ("a", "b")), local(2, ("a", "b", "c")))}
