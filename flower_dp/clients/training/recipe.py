@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,7 @@ from flower_dp.clients.reasons import (
 )
 from flower_dp.clients.training.attributes import Attributes, fingerprint
 from flower_dp.clients.training.base import base_hash
+from flower_dp.clients.training.channels_last import Convolutions
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.lus import LUS
@@ -75,6 +77,7 @@ class FlatModel:
         self.parameters: list[Tensor] = list(named.values())
         self.vector = self.layout.flatten({name: parameter.detach() for name, parameter in named.items()})
         self.device = self.vector.device  # with its index: "cuda" and "cuda:0" are not equal
+        self.convolutions = Convolutions(self.module, self.device)
         self._share(self.vector, self.parameters)
         self._frozen = [value for value in self.module.parameters() if not value.requires_grad]
         # One copy of a buffer that two layers share.
@@ -215,13 +218,18 @@ class Training:
         velocity = [torch.zeros_like(weight) for weight in weights] if self.momentum else []
         start = model.vector.clone() if self.regularizers else model.vector
         adam = torch.optim.Adam(weights, lr=step_size) if self.optimizer == "adam" else None
-        losses = []
+        losses: list[Tensor] = []
+        turned: object = None
         for positions in self.positions(len(records), rng):
             fetched = records.batch(positions, model.device)
+            if not losses:
+                turned = self._turned_kind(model, *fetched)
             for inputs, targets in zip(*(split(part, self.batch_size) for part in fetched), strict=True):
-                loss, gradients = self._gradients(model, inputs, targets)
-                if self.sam_radius:
-                    gradients = self._sam_gradients(model, inputs, targets, gradients)
+                alike = turned is not None and model.convolutions.kind_of(inputs, targets) == turned
+                with model.convolutions.channels_last() if alike else nullcontext():
+                    loss, gradients = self._gradients(model, inputs, targets)
+                    if self.sam_radius:
+                        gradients = self._sam_gradients(model, inputs, targets, gradients)
                 losses.append(loss)
                 gradients = self.penalized(gradients, model.vector, start, model.layout)
                 if adam is None:
@@ -231,6 +239,15 @@ class Training:
                         weight.grad = gradient
                     adam.step()
         return torch.stack(losses).mean()
+
+    def _turned_kind(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> object:
+        """Return the kind of records that the model trains on in channels last; None if it doesn't, on these.
+
+        It is found out before a client's first step, where the model is as after `reset`: no other client's records matter.
+        """
+        suit = model.convolutions.suit(inputs, targets, lambda *batch: self._gradients(model, *batch)[1], key=self.loss)
+        model.reset_buffers()
+        return model.convolutions.kind_of(inputs, targets) if suit else None
 
     @torch.no_grad()
     def penalized(self, gradients: list[Tensor], weights: Tensor, start: Tensor, layout: Layout) -> list[Tensor]:
