@@ -13,16 +13,7 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from flower_dp.clients.reasons import (
-    HALVES,
-    LOSS_SHAPE,
-    OPACUS,
-    BatchStatisticsError,
-    ChangedBaseError,
-    HalfPrecisionError,
-    UnfitLossError,
-    WrappedModelError,
-)
+from flower_dp.clients import reasons
 from flower_dp.clients.training.attributes import Attributes, fingerprint
 from flower_dp.clients.training.base import base_hash
 from flower_dp.clients.training.channels_last import Convolutions
@@ -102,7 +93,9 @@ class FlatModel:
         """
         self.reset_buffers()
         if not torch.equal(self._base, fingerprint(self._frozen)):
-            raise ChangedBaseError("training has changed frozen parameters (requires_grad=False): keep what changes in buffers")
+            raise reasons.ChangedBaseError(
+                "training has changed frozen parameters (requires_grad=False): keep what changes in buffers"
+            )
 
     def reset_buffers(self) -> None:
         """Restore the initial buffers and attributes, and the parameters' place in the vector, before another forward pass."""
@@ -277,7 +270,7 @@ class Training:
     def _gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
         loss = checked(self.loss)(outputs_of(model.module, inputs), targets)
         if loss.ndim:
-            raise UnfitLossError(LOSS_SHAPE)
+            raise reasons.UnfitLossError(reasons.LOSS_SHAPE)
         return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
 
     def _sam_gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
@@ -328,7 +321,7 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
             advice = f"make it with track_running_stats=False, or use {replacement}"
         else:  # whose own code nobody knows, such as FrozenBatchNorm2d of torchvision
             advice = f"replace it by hand, e.g. by {replacement}, or by its scale and shift alone if its statistics never change"
-        raise BatchStatisticsError(
+        raise reasons.BatchStatisticsError(
             f"layer {name!r} ({type(layer).__name__}) mixes or keeps statistics of private records: {advice}"
         )
 
@@ -336,7 +329,7 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
 def _refuse_halves(module: nn.Module) -> None:
     for name, value in module.named_parameters():
         if value.requires_grad and value.dtype in _HALVES:
-            raise HalfPrecisionError(f"parameter {name!r} is of {value.dtype}: {HALVES}")
+            raise reasons.HalfPrecisionError(f"parameter {name!r} is of {value.dtype}: {reasons.HALVES}")
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
@@ -345,4 +338,4 @@ def _refuse_wrapped(module: nn.Module) -> None:
         if any(
             str(made.__module__).startswith(_OPACUS) for made in (*type(layer).__mro__, *hooks) if hasattr(made, "__module__")
         ):
-            raise WrappedModelError(OPACUS)
+            raise reasons.WrappedModelError(reasons.OPACUS)
