@@ -29,68 +29,43 @@ if TYPE_CHECKING:
     from flower_dp.clients.training.records import DatasetRecords, Records, TensorRecords, as_records
     from flower_dp.clients.training.regularizers import ProximalTerm, Regularizer
 
+# fmt: off
 __all__ = [
-    "BLUR",
-    "LUS",
-    "ClientPolicy",
-    "DPClient",
-    "DPFedPAQRecipe",
-    "DPPASGDRecipe",
-    "DatasetRecords",
-    "EvaluationBudget",
-    "FedSGDDPCRecipe",
-    "FlatModel",
-    "LocalDPClient",
-    "NbAFLRecipe",
-    "NbAFLTerms",
-    "ProximalTerm",
-    "RecordMetrics",
-    "Records",
-    "Regularizer",
-    "ScaffoldRecipe",
-    "TensorRecords",
-    "Training",
-    "as_records",
-    "client_app",
-    "fix_batchnorm",
-    "local_updates",
-    "model_arrays",
-    "privacy_mod",
+    "BLUR", "LUS", "ClientPolicy", "DPClient", "DPFedPAQRecipe", "DPPASGDRecipe", "DatasetRecords", "EvaluationBudget",
+    "FedSGDDPCRecipe", "FlatModel", "LocalDPClient", "NbAFLRecipe", "NbAFLTerms", "ProximalTerm", "RecordMetrics",
+    "Records", "Regularizer", "ScaffoldRecipe", "TensorRecords", "Training", "as_records", "client_app", "fix_batchnorm",
+    "local_updates", "model_arrays", "privacy_mod",
 ]
+# fmt: on
 
-# What needs torch, by its module here.
+# Names that need torch, by their modules here.
 _WITH_TORCH = {
-    "BLUR": "training.blur",
-    "DatasetRecords": "training.records",
-    "as_records": "training.records",
-    "fix_batchnorm": "training.fixes",
-    "DPClient": "client",
-    "DPFedPAQRecipe": "dp_fedpaq",
-    "DPPASGDRecipe": "dp_pasgd",
-    "FedSGDDPCRecipe": "fedsgd_dpc",
-    "FlatModel": "training.recipe",
-    "LUS": "training.lus",
-    "LocalDPClient": "local.client",
-    "Training": "training.recipe",
-    "NbAFLRecipe": "nbafl",
-    "ProximalTerm": "training.regularizers",
-    "RecordMetrics": "local.evaluation",
-    "Records": "training.records",
-    "Regularizer": "training.regularizers",
-    "ScaffoldRecipe": "scaffold",
-    "TensorRecords": "training.records",
-    "client_app": "app",
-    "local_updates": "training.engines",
-    "model_arrays": "training.recipe",
+    "app": "client_app",
+    "client": "DPClient",
+    "dp_fedpaq": "DPFedPAQRecipe",
+    "dp_pasgd": "DPPASGDRecipe",
+    "fedsgd_dpc": "FedSGDDPCRecipe",
+    "local.client": "LocalDPClient",
+    "local.evaluation": "RecordMetrics",
+    "nbafl": "NbAFLRecipe",
+    "scaffold": "ScaffoldRecipe",
+    "training.blur": "BLUR",
+    "training.engines": "local_updates",
+    "training.fixes": "fix_batchnorm",
+    "training.lus": "LUS",
+    "training.recipe": "FlatModel Training model_arrays",
+    "training.records": "DatasetRecords Records TensorRecords as_records",
+    "training.regularizers": "ProximalTerm Regularizer",
 }
+_MODULES = {name: module for module, names in _WITH_TORCH.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch."""
-    if name not in _WITH_TORCH:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

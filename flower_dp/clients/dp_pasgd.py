@@ -166,12 +166,7 @@ class DPPASGDRecipe:
         clip = RecordClip(clip_norm=release.clip_norm, step=release.lattice_step(model.layout.size))
         noise = StepNoise(release=release)
         train = NoisedSteps(
-            model=model,
-            record_clip=clip,
-            step_noise=noise,
-            steps=self._steps(),
-            server_round=server_round,
-            loss=self.loss,
+            model=model, record_clip=clip, step_noise=noise, steps=self._steps(), server_round=server_round, loss=self.loss
         )
         return Pipeline(train=train, clip=clip, noise=noise, encode=SinglePrecision())
 

@@ -18,7 +18,7 @@ from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.losses import checked
 from flower_dp.clients.training.per_record import UnfitModelError
 from flower_dp.clients.training.recipe import FlatModel, Training
-from flower_dp.clients.training.records import Inputs, Records, each, made_up, outputs_of
+from flower_dp.clients.training.records import Inputs, Records, made_up, outputs_of, repeated
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
 from flower_dp.privacy.nbafl import check_epsilons, weights_terms
 from flower_dp.privacy.release import Release
@@ -79,14 +79,11 @@ class TrainedWeights:
 
     def _gradients(self, vector: Tensor, inputs: Inputs, targets: Tensor, count: int) -> None:
         """Compute gradients on so many records like this one [1, ...]."""
-
-        def repeated(tensor: Tensor) -> Tensor:
-            return tensor.expand(count, *tensor.shape[1:]).clone()
-
+        features, labels = repeated(inputs, targets, count)
         self.model.vector.copy_(vector)
         with OwnDraws(self.model.vector.device, 0):
-            outputs = outputs_of(self.model.module, each(inputs, repeated))
-            loss = checked(self.training.loss)(outputs, repeated(targets))
+            outputs = outputs_of(self.model.module, features)
+            loss = checked(self.training.loss)(outputs, labels)
             torch.autograd.grad(loss, self.model.parameters, allow_unused=True)
 
 

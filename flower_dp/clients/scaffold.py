@@ -1,7 +1,7 @@
 """SCAFFOLD on the client (Karimireddy et al. 2020, option II): local steps with control variates, with and without privacy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
@@ -117,12 +117,4 @@ class ScaffoldRecipe:
         return self.common if self.common is None or self.own is None else self.common - self.own
 
     def _plain(self) -> DPFedPAQRecipe:
-        return DPFedPAQRecipe(
-            steps=self.steps,
-            epsilon=self.epsilon,
-            delta=self.delta,
-            num_replies=self.num_replies,
-            calibration=self.calibration,
-            quantization_levels=self.quantization_levels,
-            loss=self.loss,
-        )
+        return DPFedPAQRecipe(**{one.name: getattr(self, one.name) for one in fields(DPFedPAQRecipe)})

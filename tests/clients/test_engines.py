@@ -364,6 +364,60 @@ def test_no_bit_depends_on_slot_or_number(
         assert not torch.equal(rows[1], alone)
 
 
+def _used_slots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The slots of every group that is trained from now on, those of trials included."""
+    used: list[int] = []
+
+    def train(self: Program, *arguments: Any) -> Any:
+        used.append(self.num_slots)
+        return real(self, *arguments)
+
+    real = Program.train
+    monkeypatch.setattr(Program, "train", train)
+    return used
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "records", "training"),
+    [(_deep, _wide, STEPS), (_convolutions, _images, replace(EVERYTHING, num_local_steps=10))],
+    ids=["linear layers of odd sizes", "convolutions"],
+)
+def test_few_clients_have_few_slots_and_the_same_bits(
+    make: Callable[[], nn.Module],
+    records: Callable[[int, int], TensorRecords],
+    training: Training,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = FlatModel(make())
+    full = batched.num_slots(model.layout.size, model.device)
+    clients = [records(20, seed) for seed in range(full + 3)]
+    expected = rows_of(model, clients, training, engine="batched")
+    used = _used_slots(monkeypatch)
+    for number, slots in ((1, 2), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (full - 1, full), (full + 3, 4)):
+        rows = rows_of(model, clients[:number], training, engine="batched")
+        assert used[-1] == slots
+        assert all(torch.equal(*pair) for pair in zip(rows, expected, strict=False))
+
+
+def test_a_number_of_slots_that_gives_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a library computes the products of few matrices in another way."""
+
+    def uneven(self: Program, weights: list[Tensor]) -> tuple[Tensor, list[Any]]:
+        losses, gradients = real(self, weights)
+        return losses, [self._weights[0] * (1 + 1e-6) if self.num_slots == 4 else gradients[0], *gradients[1:]]
+
+    real, clients = Program._gradients, [_classes(9, seed) for seed in range(5)]
+    monkeypatch.setattr(Program, "_gradients", uneven)
+    used, model = _used_slots(monkeypatch), FlatModel(_perceptron())
+    expected = rows_of(model, clients, PLAIN, engine="batched")
+    assert used[-1] == 8
+    for number, slots in ((2, 2), (3, 8), (4, 8)):
+        rows = rows_of(model, clients[:number], PLAIN, engine="batched")
+        assert used[-1] == slots
+        assert all(torch.equal(*pair) for pair in zip(rows, expected, strict=False))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rounding_error_would_be_seen(engine: str) -> None:
     """By the tests above: the last bit of one weight changes bits of the row in every layer."""

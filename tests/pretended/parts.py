@@ -380,7 +380,7 @@ def limited(monkeypatch: Any, fits: Callable[[Any], bool], error: Any = NO_MEMOR
     stage, sizes = program.Program._stage, []
 
     def tried(self: Any, batches: Any) -> None:
-        sizes.append(self._num_slots)
+        sizes.append(self.num_slots)
         if not fits(self):
             raise error
         stage(self, batches)
@@ -397,7 +397,7 @@ def rounds_of(model: FlatModel, clients: list[Any], number: int) -> list[list[An
 
 
 def test_a_group_that_does_not_fit_into_memory_is_halved(caplog: Any, monkeypatch: Any) -> None:
-    sizes = limited(monkeypatch, lambda program: program._num_slots <= 4)
+    sizes = limited(monkeypatch, lambda program: program.num_slots <= 4)
     first, *others = rounds_of(FlatModel(convolutions(), DEVICE), [images(6, seed) for seed in range(3)], 3)
     assert list(dict.fromkeys(sizes)) == [16, 8, 4]
     assert caplog.text.count("do not fit into memory") == 2
@@ -407,7 +407,7 @@ def test_a_group_that_does_not_fit_into_memory_is_halved(caplog: Any, monkeypatc
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: str(error)[:40])
 def test_a_group_whose_libraries_have_no_memory_left_is_halved(error: Any, caplog: Any, monkeypatch: Any) -> None:
-    sizes = limited(monkeypatch, lambda program: program._num_slots <= 8, error)
+    sizes = limited(monkeypatch, lambda program: program.num_slots <= 8, error)
     first, second = rounds_of(FlatModel(nn.Linear(8, 3), DEVICE), [flat(6, seed) for seed in range(3)], 2)
     assert all(isinstance(row, Tensor) for row in (*first, *second))
     assert list(dict.fromkeys(sizes)) == [16, 8]

@@ -8,25 +8,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, get_args
 
 from array_api_compat import array_namespace
 
 from flower_dp.clients.reasons import SEE_LOG, UNFIT, Declined, UnfitModelError
-from flower_dp.clients.reply.parts import (
-    Clip,
-    FullNoise,
-    GaussianShare,
-    IndicatorClip,
-    Mask,
-    Noise,
-    NotPrivate,
-    RecordClip,
-    RowClip,
-    Secret,
-    ServerNoise,
-    StepNoise,
-)
+from flower_dp.clients.reply.parts import Clip, Mask, Noise, RecordClip, Secret, ServerNoise, StepNoise
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value, width_of_sum
 from flower_dp.clients.tracebacks import new_traceback_of, place_of
 from flower_dp.core.clipping import NOT_FINITE, NotFiniteError, l2_norms
@@ -40,7 +27,7 @@ if TYPE_CHECKING:  # it needs torch, and a device that trains in another framewo
 
 log = logging.getLogger("flwr")
 
-_NOISES = (NotPrivate, ServerNoise, GaussianShare, FullNoise, StepNoise)
+_CLIPS, _NOISES = get_args(Clip), get_args(Noise)
 # A client's row [d] and its 0-d training loss, or its error; arrays of any library.
 Trained = tuple[Array, Array] | Exception
 
@@ -178,7 +165,7 @@ class Pipeline:
         # Check exact types: a subclass could change what its parent does.
         if type(self.before_clip) not in (type(None), Mask):
             raise ValueError(f"before_clip: {_kind(self.before_clip)} may not stand here; must be a Mask, which no data chose")
-        if type(self.clip) not in (RowClip, IndicatorClip, RecordClip):
+        if type(self.clip) not in _CLIPS:
             raise ValueError(f"clip: {_kind(self.clip)} may not stand here; must be RowClip, IndicatorClip or RecordClip")
         if type(self.noise) not in _NOISES:
             names = ", ".join(one.__name__ for one in _NOISES)

@@ -38,8 +38,8 @@ class Generator(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Functions:
-    """A generator by the functions of a device's module, for a backend that does not list its generators (MPS)."""
+class Functions:
+    """A generator by three functions, such as those of the module of a backend that does not list its generators (MPS)."""
 
     get_state: Callable[[], Any]
     set_state: Callable[[Any], Any]
@@ -106,7 +106,7 @@ def default_generators(device: torch.device) -> list[Generator]:
         return [torch.default_generator, listed[index]]
     if not hasattr(module, "get_rng_state"):
         raise RuntimeError(f"device {device}: its random generator can't be found")
-    own = _Functions(get_state=module.get_rng_state, set_state=module.set_rng_state, manual_seed=module.manual_seed)
+    own = Functions(get_state=module.get_rng_state, set_state=module.set_rng_state, manual_seed=module.manual_seed)
     return [torch.default_generator, own]
 
 

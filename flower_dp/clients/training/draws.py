@@ -7,26 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from flower_dp.clients.training.devices import Generator, default_generators
+from flower_dp.clients.training.devices import Functions, Generator, default_generators
 
 
-class _Python:
-    """The generator of the module `random`."""
-
-    get_state = staticmethod(random.getstate)
-    set_state = staticmethod(random.setstate)
-    manual_seed = staticmethod(random.seed)
+def _seed_numpy(seed: int) -> None:
+    np.random.seed([seed % 2**32, seed >> 32])  # noqa: NPY002 (it is that one which is seeded)
 
 
-class _NumPy:
-    """The generator of the functions of `numpy.random`."""
-
-    get_state = staticmethod(np.random.get_state)
-    set_state = staticmethod(np.random.set_state)
-
-    @staticmethod
-    def manual_seed(seed: int) -> None:
-        np.random.seed([seed % 2**32, seed >> 32])  # noqa: NPY002 (it is that one which is seeded)
+# Of the module `random`, and of the functions of `numpy.random`.
+_PYTHON = Functions(get_state=random.getstate, set_state=random.setstate, manual_seed=random.seed)
+_NUMPY = Functions(get_state=np.random.get_state, set_state=np.random.set_state, manual_seed=_seed_numpy)
 
 
 class OwnDraws:
@@ -44,7 +34,7 @@ class OwnDraws:
     def of_data_sets(cls, device: torch.device) -> "OwnDraws":
         """Return a context for whatever a data set may draw from, NumPy and Python included; call `restart` for every record."""
         draws = cls(device, 0)
-        draws._lent += [_NumPy(), _Python()]
+        draws._lent += [_NUMPY, _PYTHON]
         return draws
 
     def restart(self, seed: int) -> None:

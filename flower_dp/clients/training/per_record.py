@@ -23,28 +23,11 @@ from flower_dp.core import checks
 from flower_dp.core.root_logger import untouched_root_logger
 
 # Layers without parameters and random draws that work record by record; options that mix records are checked below.
-_APART = frozenset(
-    {
-        nn.Sequential,
-        nn.Flatten,
-        nn.Unflatten,
-        nn.Identity,
-        nn.ReLU,
-        nn.LeakyReLU,
-        nn.ELU,
-        nn.GELU,
-        nn.SiLU,
-        nn.Sigmoid,
-        nn.Tanh,
-        nn.Softplus,
-        nn.MaxPool1d,
-        nn.MaxPool2d,
-        nn.AvgPool1d,
-        nn.AvgPool2d,
-        nn.AdaptiveAvgPool1d,
-        nn.AdaptiveAvgPool2d,
-    }
+_NAMES = (
+    "Sequential Flatten Unflatten Identity ReLU LeakyReLU ELU GELU SiLU Sigmoid Tanh Softplus MaxPool1d MaxPool2d AvgPool1d "
+    "AvgPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d"
 )
+_APART = frozenset(getattr(nn, name) for name in _NAMES.split())
 # Layers whose per-record gradients by expanded weights are right; those of an Embedding with some options are not, see below, and
 # Conv3d fails with dilation.
 _EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding})

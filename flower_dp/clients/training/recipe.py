@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,18 +13,10 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from flower_dp.clients.reasons import (
-    HALVES,
-    LOSS_SHAPE,
-    OPACUS,
-    BatchStatisticsError,
-    ChangedBaseError,
-    HalfPrecisionError,
-    UnfitLossError,
-    WrappedModelError,
-)
+from flower_dp.clients import reasons
 from flower_dp.clients.training.attributes import Attributes, fingerprint
 from flower_dp.clients.training.base import base_hash
+from flower_dp.clients.training.channels_last import Convolutions
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.lus import LUS
@@ -75,6 +68,7 @@ class FlatModel:
         self.parameters: list[Tensor] = list(named.values())
         self.vector = self.layout.flatten({name: parameter.detach() for name, parameter in named.items()})
         self.device = self.vector.device  # with its index: "cuda" and "cuda:0" are not equal
+        self.convolutions = Convolutions(self.module, self.device)
         self._share(self.vector, self.parameters)
         self._frozen = [value for value in self.module.parameters() if not value.requires_grad]
         # One copy of a buffer that two layers share.
@@ -99,7 +93,9 @@ class FlatModel:
         """
         self.reset_buffers()
         if not torch.equal(self._base, fingerprint(self._frozen)):
-            raise ChangedBaseError("training has changed frozen parameters (requires_grad=False): keep what changes in buffers")
+            raise reasons.ChangedBaseError(
+                "training has changed frozen parameters (requires_grad=False): keep what changes in buffers"
+            )
 
     def reset_buffers(self) -> None:
         """Restore the initial buffers and attributes, and the parameters' place in the vector, before another forward pass."""
@@ -215,13 +211,18 @@ class Training:
         velocity = [torch.zeros_like(weight) for weight in weights] if self.momentum else []
         start = model.vector.clone() if self.regularizers else model.vector
         adam = torch.optim.Adam(weights, lr=step_size) if self.optimizer == "adam" else None
-        losses = []
+        losses: list[Tensor] = []
+        turned: object = None
         for positions in self.positions(len(records), rng):
             fetched = records.batch(positions, model.device)
+            if not losses:
+                turned = self._turned_kind(model, *fetched)
             for inputs, targets in zip(*(split(part, self.batch_size) for part in fetched), strict=True):
-                loss, gradients = self._gradients(model, inputs, targets)
-                if self.sam_radius:
-                    gradients = self._sam_gradients(model, inputs, targets, gradients)
+                alike = turned is not None and model.convolutions.kind_of(inputs, targets) == turned
+                with model.convolutions.channels_last() if alike else nullcontext():
+                    loss, gradients = self._gradients(model, inputs, targets)
+                    if self.sam_radius:
+                        gradients = self._sam_gradients(model, inputs, targets, gradients)
                 losses.append(loss)
                 gradients = self.penalized(gradients, model.vector, start, model.layout)
                 if adam is None:
@@ -231,6 +232,15 @@ class Training:
                         weight.grad = gradient
                     adam.step()
         return torch.stack(losses).mean()
+
+    def _turned_kind(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> object:
+        """Return the kind of records that the model trains on in channels last; None if it doesn't, on these.
+
+        It is found out before a client's first step, where the model is as after `reset`: no other client's records matter.
+        """
+        suit = model.convolutions.suit(inputs, targets, lambda *batch: self._gradients(model, *batch)[1], key=self.loss)
+        model.reset_buffers()
+        return model.convolutions.kind_of(inputs, targets) if suit else None
 
     @torch.no_grad()
     def penalized(self, gradients: list[Tensor], weights: Tensor, start: Tensor, layout: Layout) -> list[Tensor]:
@@ -260,7 +270,7 @@ class Training:
     def _gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
         loss = checked(self.loss)(outputs_of(model.module, inputs), targets)
         if loss.ndim:
-            raise UnfitLossError(LOSS_SHAPE)
+            raise reasons.UnfitLossError(reasons.LOSS_SHAPE)
         return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
 
     def _sam_gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
@@ -311,7 +321,7 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
             advice = f"make it with track_running_stats=False, or use {replacement}"
         else:  # whose own code nobody knows, such as FrozenBatchNorm2d of torchvision
             advice = f"replace it by hand, e.g. by {replacement}, or by its scale and shift alone if its statistics never change"
-        raise BatchStatisticsError(
+        raise reasons.BatchStatisticsError(
             f"layer {name!r} ({type(layer).__name__}) mixes or keeps statistics of private records: {advice}"
         )
 
@@ -319,7 +329,7 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
 def _refuse_halves(module: nn.Module) -> None:
     for name, value in module.named_parameters():
         if value.requires_grad and value.dtype in _HALVES:
-            raise HalfPrecisionError(f"parameter {name!r} is of {value.dtype}: {HALVES}")
+            raise reasons.HalfPrecisionError(f"parameter {name!r} is of {value.dtype}: {reasons.HALVES}")
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
@@ -328,4 +338,4 @@ def _refuse_wrapped(module: nn.Module) -> None:
         if any(
             str(made.__module__).startswith(_OPACUS) for made in (*type(layer).__mro__, *hooks) if hasattr(made, "__module__")
         ):
-            raise WrappedModelError(OPACUS)
+            raise reasons.WrappedModelError(reasons.OPACUS)

@@ -16,7 +16,7 @@ from flower_dp.clients.training.per_record import UnfitModelError, record_gradie
 from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_loss import RecordLoss
-from flower_dp.clients.training.records import Inputs, Records, canonical, each, kinds, made_up, split
+from flower_dp.clients.training.records import Inputs, Records, canonical, each, kinds, made_up, repeated, split
 from flower_dp.privacy.events import Relation
 
 log = logging.getLogger("flwr")
@@ -143,11 +143,7 @@ def check_model(model: FlatModel, records: Records, loss: Loss) -> None:
         if key in findings:
             return
         size, start = _chunk(model), model.vector.clone()
-
-        def repeated(tensor: Tensor) -> Tensor:
-            return tensor.expand(size, *tensor.shape[1:]).clone()
-
-        _Gradients(model, loss, 0)(each(inputs, repeated), repeated(targets))
+        _Gradients(model, loss, 0)(*repeated(inputs, targets, size))
         model.vector.copy_(start)
     except Exception as error:
         raise UnfitModelError(f"the gradient of a single record can't be computed: {type(error).__name__}") from error

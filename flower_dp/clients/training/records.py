@@ -59,6 +59,15 @@ def outputs_of(module: nn.Module, inputs: Inputs) -> Tensor:
     return outputs
 
 
+def repeated(inputs: Inputs, targets: Tensor, count: int) -> tuple[Inputs, Tensor]:
+    """Return a batch of so many copies of one record [1, ...]."""
+
+    def copies(tensor: Tensor) -> Tensor:
+        return tensor.expand(count, *tensor.shape[1:]).clone()
+
+    return each(inputs, copies), copies(targets)
+
+
 def kinds(inputs: Inputs, targets: Tensor) -> object:
     """Return names, shapes and types of a batch, as a key."""
     named = {"": inputs} if isinstance(inputs, Tensor) else inputs

@@ -1,13 +1,15 @@
 """Training of groups of clients at once, for simulations.
 
-No bit of a client's row depends on the other clients of its group, on its slot in the group, or on the number of clients. A group
-always has the same number of slots, and a step the same number of records. Before a model is trained in groups, made-up records
-are trained in all slots and next to different records, and must give the same bits everywhere.
+No bit of a client's row depends on the other clients of its group, on its slot in the group, or on the number of clients. A step
+always has the same number of records. Before a model is trained in groups, made-up records are trained in all slots and next to
+different records, and must give the same bits everywhere; so must a group with fewer slots, in which a processor trains fewer
+clients. (A GPU takes as long for few as for many.)
 """
 
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -64,7 +66,7 @@ def train_batched(
 
 
 def num_slots(num_parameters: int, device: torch.device, group_size: int | None = None) -> int:
-    """Return how many clients are in a group, an even number that never depends on which clients take part, or how many.
+    """Return how many clients are in a full group, an even number that never depends on which clients take part, or how many.
 
     Args:
         num_parameters: of the model.
@@ -124,7 +126,7 @@ class _Trainer:
         self, kind: Kind, feeds: dict[int, Feed], clients: Sequence[Records], seeds: Sequence[int]
     ) -> Iterator[tuple[int, Trained]]:
         """Yield the results of clients whose records are of one kind, and who fit into one group, each with its index."""
-        program, places, left = self._program(kind), list(feeds), set(feeds)
+        program, places, left = self._program_for(kind, len(feeds)), list(feeds), set(feeds)
         if program is None:
             yield from ((index, self._alone(clients[index], seeds[index])) for index in places)
             return
@@ -208,6 +210,33 @@ class _Trainer:
         program: Program | None = self._model.programs[key]
         return program
 
+    def _program_for(self, kind: Kind, num_clients: int) -> Program | None:
+        """Return the program for so many clients: on a processor with as few slots as hold them, a power of two."""
+        full = self._program(kind)
+        if full is None or is_accelerator(self._model.device):
+            return full
+        slots = max(2, 1 << (num_clients - 1).bit_length())
+        while slots < full.num_slots:
+            key = ("fewer slots", self._training, kind, self._threads, slots)
+            if key not in self._model.programs:
+                self._model.programs[key] = self._smaller(kind, full, slots)
+            if self._model.programs[key]:
+                smaller: Program = self._model.programs[key]
+                return smaller
+            slots *= 2
+        return full
+
+    def _smaller(self, kind: Kind, full: Program, slots: int) -> Program | Literal[False]:
+        """Return a program with fewer slots if it gives made-up records the bits that the full one gives them, else False."""
+        try:
+            with contained():
+                program = Program(self._model, self._training, kind, slots, sliced=full.sliced)
+                rows = [self._one_row(one, kind) for one in (program, full)]
+        except Exception as error:
+            log.debug("no program of %s slots: %s: %s", slots, type(error).__name__, error)
+            return False
+        return program if _same_bits([row for row in rows if row is not None], of=2) else False
+
     def _use_less_memory(self, kind: Kind) -> None:
         """Make the groups of clients with records of a kind half as large from now on.
 
@@ -227,29 +256,34 @@ class _Trainer:
         """
         if self._training.optimizer != "sgd":
             raise UnfitRecipeError(f"optimizer={self._training.optimizer!r}")
-        slots = self._slots(kind)
         # Matrix products slot by slot only where they need it.
         for sliced in (False, True):
-            program = Program(self._model, self._training, kind, slots, sliced=sliced)
-            own, other = (_made_up(kind, self._training.batch_size, self._model.device, seed) for seed in (1, 2))
-            layouts = [[own] * slots, [own, other] * (slots // 2), [other, own] * (slots // 2)]
-            trained = [self._tried(program, layout) for layout in layouts]
-            pairs = [pair for layout, rows in zip(layouts, trained, strict=True) for pair in zip(layout, rows, strict=True)]
-            rows = [row for records, row in pairs if records is own]
-            if all(torch.equal(row.view(torch.int32), rows[0].view(torch.int32)) for row in rows):
+            program = Program(self._model, self._training, kind, self._slots(kind), sliced=sliced)
+            if (row := self._one_row(program, kind)) is not None:
                 break
         else:
             raise RuntimeError("a client's bits depend on its slot in the group")
+        own = _made_up(kind, self._training.batch_size, self._model.device, seed=1)
         expected = train_one(self._vector, own, self._brief(), model=self._model, server_round=self._round, seed=0)
         if isinstance(expected, Exception):
             raise expected
-        distance = float((rows[0] - expected[0]).norm() / expected[0].norm().clamp(min=_TINY))
+        distance = float((row - expected[0]).norm() / expected[0].norm().clamp(min=_TINY))
         if not distance <= _TOLERANCE:
             raise RuntimeError(
                 f"a client's update in a group differs from its update alone by {distance:.1e} of its norm; is the loss a mean "
                 "over records?"
             )
         return program
+
+    def _one_row(self, program: Program, kind: Kind) -> Tensor | None:
+        """Return the row of made-up records; None if it is not the same in every slot and beside all others."""
+        own, other = (_made_up(kind, self._training.batch_size, self._model.device, seed) for seed in (1, 2))
+        slots = program.num_slots
+        layouts = [[own] * slots, [own, other] * (slots // 2), [other, own] * (slots // 2)]
+        rows = [
+            row for layout in layouts for records, row in zip(layout, self._tried(program, layout), strict=True) if records is own
+        ]
+        return rows[0] if _same_bits(rows, of=len(rows)) else None
 
     def _brief(self) -> Training:
         return replace(self._training, num_local_epochs=1, num_local_steps=None)
@@ -262,6 +296,10 @@ class _Trainer:
                 raise trained
             rows[slot] = trained[0]
         return [rows[slot] for slot in range(len(feeds))]
+
+
+def _same_bits(rows: Sequence[Tensor], *, of: int) -> bool:
+    return len(rows) == of and all(torch.equal(row.view(torch.int32), rows[0].view(torch.int32)) for row in rows)
 
 
 def _made_up(kind: Kind, batch_size: int, device: torch.device, seed: int) -> TensorRecords:

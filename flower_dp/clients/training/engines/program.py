@@ -53,7 +53,7 @@ class Program:
     """
 
     def __init__(self, model: FlatModel, training: Training, kind: Kind, num_slots: int, *, sliced: bool) -> None:
-        self._training, self._num_slots = training, num_slots
+        self.num_slots, self.sliced, self._training = num_slots, sliced, training
         self._by_class = checked(training.loss) is cross_entropy and kind.target_type == torch.int64
         self._layout, self._vectors = model.layout, _vectors(model, num_slots)
         self._vectors.copy_(model.vector)
@@ -183,7 +183,7 @@ class Program:
     def _stage(self, batches: dict[int, Batch]) -> None:
         """Stack the batches, each filled up with its own last record; slots without a batch get any batch."""
         some = next(iter(batches.values()))
-        inputs, targets = zip(*(batches.get(slot, some) for slot in range(self._num_slots)), strict=True)
+        inputs, targets = zip(*(batches.get(slot, some) for slot in range(self.num_slots)), strict=True)
         sizes = [batch.shape[0] for batch in targets]
         if sizes != self._sizes:
             self._sizes, self._rows, self._present = sizes, *self._places(torch.tensor(sizes)[:, None])
