@@ -38,6 +38,8 @@ _MOST_STEPS_A_CLIP = 2.0**48
 _SMALLEST = 2.0**-900
 # Exact integers of a double; sums of lattice values must stay below.
 LARGEST_EXACT = 2.0**53
+# So many entries of a long vector are drawn at once: no second vector of its length is needed.
+_BLOCK = 2**15
 # Outside this range float32 can't hold the multiples of a step, or can't be divided by the step.
 _FLOAT32_STEPS = (2.0**-100, 2.0**100)
 
@@ -114,7 +116,7 @@ def nearest(values: Array, step: float) -> Array:
     return xp.round(values * (1 / step)) * step + 0.0
 
 
-def gaussian(like: Array, scale: float, step: float, rng: Generator) -> Array:
+def gaussian(like: Array, scale: float, step: float, rng: Generator, *, onto: np.ndarray | None = None) -> Array:
     """Draw N(0, scale^2) for every entry of `like`, rounded to multiples of `step`.
 
     Args:
@@ -122,27 +124,29 @@ def gaussian(like: Array, scale: float, step: float, rng: Generator) -> Array:
         scale: standard deviation; 0 gives zeros.
         step: a power of two, at most scale / 1024.
         rng: a fresh generator, see `noise_generator`.
+        onto: a float64 vector of multiples of the step, to which the noise of a NumPy generator is added in place.
 
     Returns:
-        float64 noise.
+        float64 noise, or `onto` with it.
 
     Raises:
         ValueError: if the step is not such a power of two, or `rng` is no generator.
     """
     numpy = _is_numpy(rng)
     if checks.number("noise_std", scale, at_least=0) == 0:
-        return _zeros(like)
+        return _zeros(like) if onto is None else onto
     parts = [_check_step(scale, step)]
     if parts[0] > _MOST_STEPS:
         # A sum of two Gaussians: the small one fills the gaps between the doubles that the large one can take.
         parts = [math.sqrt(parts[0] ** 2 - _FINE_STEPS**2), _FINE_STEPS]
     if numpy:
-        total = np.zeros(like.shape)
+        total = np.zeros(like.shape) if onto is None else onto
+        flat = total.reshape(-1)  # a view
         for part in parts:
-            drawn = np.asarray(rng.standard_normal(like.shape))
-            drawn *= part
-            total += np.rint(drawn, out=drawn)
-        total *= step
+            for start in range(0, flat.size, _BLOCK):
+                drawn = np.asarray(rng.standard_normal(min(_BLOCK, flat.size - start)))
+                drawn *= part
+                flat[start : start + _BLOCK] += np.rint(drawn, out=drawn) * step
         return _to(like, total)  # sums that start at 0 have no negative zeros
     total = _zeros(like)
     for part in parts:
@@ -175,7 +179,8 @@ def uniform(like: Array, rng: Generator) -> Array:
 def exact(values: Array, step: float) -> bool:
     """Tell whether a float64 sum of multiples of a step is exact: its entries have at most 53 bits."""
     xp = array_namespace(values)
-    return step == 0 or bool(xp.all(xp.abs(values) < LARGEST_EXACT * step))
+    most = LARGEST_EXACT * step
+    return step == 0 or not math.prod(values.shape) or bool((xp.min(values) > -most) & (xp.max(values) < most))
 
 
 def noise_generator(seed: int | None = None, *purpose: object, on: Array | None = None) -> Generator:

@@ -25,6 +25,7 @@ from flower_dp.wire.messages import (
     evaluate_message,
     instruction_of,
     is_client_query,
+    records_of,
     reported_metrics,
     train_message,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "most_answer_characters",
     "numpy_arrays",
     "payload_of",
+    "records_of",
     "reported_metrics",
     "train_message",
     "with_vectors",

@@ -25,9 +25,9 @@ import torch
 from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
 from safetensors.numpy import load_file
 
+from flower_dp import record_run
 from flower_dp.apps.client_app import app as client_app
 from flower_dp.apps.server_app import app as server_app
-from flower_dp import record_run
 from flower_dp.clients import model_arrays
 from flower_dp.core import dp, noise
 from tests.contract_runs import SMALL, grid_of
