@@ -116,7 +116,7 @@ def nearest(values: Array, step: float) -> Array:
     return xp.round(values * (1 / step)) * step + 0.0
 
 
-def gaussian(like: Array, scale: float, step: float, rng: Generator, *, onto: np.ndarray | None = None) -> Array:
+def gaussian(like: Array, scale: float, step: float, rng: Generator) -> Array:
     """Draw N(0, scale^2) for every entry of `like`, rounded to multiples of `step`.
 
     Args:
@@ -124,23 +124,22 @@ def gaussian(like: Array, scale: float, step: float, rng: Generator, *, onto: np
         scale: standard deviation; 0 gives zeros.
         step: a power of two, at most scale / 1024.
         rng: a fresh generator, see `noise_generator`.
-        onto: a float64 vector of multiples of the step, to which the noise of a NumPy generator is added in place.
 
     Returns:
-        float64 noise, or `onto` with it.
+        float64 noise.
 
     Raises:
         ValueError: if the step is not such a power of two, or `rng` is no generator.
     """
     numpy = _is_numpy(rng)
     if checks.number("noise_std", scale, at_least=0) == 0:
-        return _zeros(like) if onto is None else onto
+        return _zeros(like)
     parts = [_check_step(scale, step)]
     if parts[0] > _MOST_STEPS:
         # A sum of two Gaussians: the small one fills the gaps between the doubles that the large one can take.
         parts = [math.sqrt(parts[0] ** 2 - _FINE_STEPS**2), _FINE_STEPS]
     if numpy:
-        total = np.zeros(like.shape) if onto is None else onto
+        total = np.zeros(like.shape)
         flat = total.reshape(-1)  # a view
         for part in parts:
             for start in range(0, flat.size, _BLOCK):

@@ -330,7 +330,7 @@ class NoisedSum:
         std = self.shared.at(ask.promise.clip_norm).server_std(num_replies)
         # Exact sums of multiples of the step: what is released is post-processing of the ideal mechanism.
         kept = slice(None) if ask.mask is None else _kept(ask, total.size)
-        total[kept] = noise.gaussian(total[kept], std, ask.step, rng, onto=total[kept])
+        total[kept] += noise.gaussian(total[kept], std, ask.step, rng)
         if not noise.exact(total, ask.step):
             raise RoundLeftOut("the replies' sum is too large to be exact")
         mean = np.divide(total, self.release.expected_cohort, out=total)
