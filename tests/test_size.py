@@ -24,7 +24,7 @@ LIMITS = {
     "flower_dp/sweeps": 1462,
     "flower_dp/simulation": 1452,
     "flower_dp/cli": 1410,
-    "flower_dp/core": 1057,
+    "flower_dp/core": 1058,
     "flower_dp/reporting": 1015,
     "flower_dp/wire": 731,
     "flower_dp/methods": 155,
