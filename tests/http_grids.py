@@ -1,12 +1,12 @@
 """Flower's own grid over HTTP, with a SuperLink in this process."""
 
-from types import SimpleNamespace
-
 from flwr.proto.message_pb2 import Message as Packed
 from flwr.proto.message_pb2 import Metadata, ObjectTree, PullObjectResponse
 from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects  # noqa: TID251
 from flwr.superlink.grid import http_grid
+
+from flower_dp.simulation.identity import run_of
 
 
 class LocalHttpGrid(http_grid.HttpGrid):
@@ -20,7 +20,7 @@ class LocalHttpGrid(http_grid.HttpGrid):
     def __init__(self, local):
         super().__init__(token="made up")  # noqa: S106
         self.local, self.packed, self.objects = local, {}, {}
-        self._client, self._run = self, SimpleNamespace(run_id=1)
+        self._client, self._run = self, run_of(1)
 
     def get_node_ids(self):
         return self.local.get_node_ids()
@@ -33,7 +33,7 @@ class LocalHttpGrid(http_grid.HttpGrid):
             number, objects, uploaded = self.reply(message, reply, objects)
             self.objects |= uploaded
             ids.append(message.metadata.message_id)
-            self.packed[ids[-1]] = number, list(objects)
+            self.packed[ids[-1]] = ids[-1], number, list(objects)
         return ids
 
     def reply(self, message, reply, objects):
@@ -44,8 +44,8 @@ class LocalHttpGrid(http_grid.HttpGrid):
 
     def PullMessages(self, request):
         there = [self.packed.pop(number) for number in request.message_ids if number in self.packed]
-        trees = [ObjectTree(object_id=number, children=[ObjectTree(object_id=one) for one in rest]) for number, rest in there]
-        messages = [Packed(metadata=Metadata(message_id=number)) for number, _ in there]
+        trees = [ObjectTree(object_id=number, children=[ObjectTree(object_id=one) for one in rest]) for _, number, rest in there]
+        messages = [Packed(metadata=Metadata(message_id=number, reply_to_message_id=asked)) for asked, number, _ in there]
         return PullAppMessagesResponse(messages_list=messages, message_object_trees=trees)
 
     def PullObject(self, request):

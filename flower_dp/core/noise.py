@@ -38,6 +38,8 @@ _MOST_STEPS_A_CLIP = 2.0**48
 _SMALLEST = 2.0**-900
 # Exact integers of a double; sums of lattice values must stay below.
 LARGEST_EXACT = 2.0**53
+# So many entries of a long vector are drawn at once: no second vector of its length is needed.
+_BLOCK = 2**15
 # Outside this range float32 can't hold the multiples of a step, or can't be divided by the step.
 _FLOAT32_STEPS = (2.0**-100, 2.0**100)
 
@@ -138,11 +140,12 @@ def gaussian(like: Array, scale: float, step: float, rng: Generator) -> Array:
         parts = [math.sqrt(parts[0] ** 2 - _FINE_STEPS**2), _FINE_STEPS]
     if numpy:
         total = np.zeros(like.shape)
+        flat = total.reshape(-1)  # a view
         for part in parts:
-            drawn = np.asarray(rng.standard_normal(like.shape))
-            drawn *= part
-            total += np.rint(drawn, out=drawn)
-        total *= step
+            for start in range(0, flat.size, _BLOCK):
+                drawn = np.asarray(rng.standard_normal(min(_BLOCK, flat.size - start)))
+                drawn *= part
+                flat[start : start + _BLOCK] += np.rint(drawn, out=drawn) * step
         return _to(like, total)  # sums that start at 0 have no negative zeros
     total = _zeros(like)
     for part in parts:
@@ -175,7 +178,8 @@ def uniform(like: Array, rng: Generator) -> Array:
 def exact(values: Array, step: float) -> bool:
     """Tell whether a float64 sum of multiples of a step is exact: its entries have at most 53 bits."""
     xp = array_namespace(values)
-    return step == 0 or bool(xp.all(xp.abs(values) < LARGEST_EXACT * step))
+    most = LARGEST_EXACT * step
+    return step == 0 or not math.prod(values.shape) or bool((xp.min(values) > -most) & (xp.max(values) < most))
 
 
 def noise_generator(seed: int | None = None, *purpose: object, on: Array | None = None) -> Generator:

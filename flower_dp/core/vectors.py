@@ -101,8 +101,8 @@ class Layout:
         parts = [xp.astype(xp.reshape(arrays[name], (-1,)), xp.float32, copy=False) for name in self.names]
         return xp.concat(parts)
 
-    def unflatten(self, vector: Array) -> dict[str, Array]:
-        """Return the named arrays of a vector, each a new array in its own shape and dtype.
+    def unflatten(self, vector: Array, *, copy: bool = True) -> dict[str, Array]:
+        """Return the named arrays of a vector, each in its own shape and dtype: new arrays, or views where no copy is needed.
 
         Raises:
             ValueError: if the vector's shape is not (size,).
@@ -113,7 +113,7 @@ class Layout:
         arrays, start = {}, 0
         for name, shape, dtype, size in zip(self.names, self.shapes, self.dtypes, self.sizes, strict=True):
             part = xp.reshape(vector[start : start + size], shape)
-            arrays[name] = xp.astype(part, getattr(xp, dtype), copy=True)
+            arrays[name] = xp.astype(part, getattr(xp, dtype), copy=copy)
             start += size
         return arrays
 
@@ -123,7 +123,7 @@ class Layout:
         names, start = [], 0
         for name, dtype, size in zip(self.names, self.dtypes, self.sizes, strict=True):
             part = vector[start : start + size]
-            if not bool(xp.all(xp.abs(part) <= _LARGEST[dtype])):
+            if size and not bool((xp.min(part) >= -_LARGEST[dtype]) & (xp.max(part) <= _LARGEST[dtype])):
                 names.append(name)
             start += size
         return tuple(names)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,8 @@ class RayGrid(SimulatedGrid):
         # Ray's reference to an answer -> the worker, what it has, and when it is ended.
         self._running: dict[Any, tuple[int, _Call, float]] = {}
         self._busy: set[int] = set()
-        # Message id -> its reply, None before there is one; without those that nobody waits for any more.
-        self._replies: dict[str, Message | None] = {}
+        # Message id -> its reply, None before there is one, or where it is put; without those that nobody waits for any more.
+        self._replies: dict[str, Message | deque[Message] | None] = {}
         self._lock, self._waiting = threading.RLock(), threading.Lock()
         self._ray, self._workers = ray, workers
         self._queues: list[deque[_Call]] = [deque() for _ in workers.actors]
@@ -194,13 +194,13 @@ class RayGrid(SimulatedGrid):
         """Send messages, and return their ids."""
         return self._push(messages, self.patience)
 
-    def _push(self, messages: Iterable[Message], patience: float | None) -> list[str]:
+    def _push(self, messages: Iterable[Message], patience: float | None, arrived: deque[Message] | None = None) -> list[str]:
         sent = []
         with self._lock:
             for message in messages:
                 call = _Call(number=numbered(message), node=message.metadata.dst_node_id, message=message, patience=patience)
                 sent.append(call.number)
-                self._replies[call.number] = None
+                self._replies[call.number] = arrived
                 if call.node in self._nodes:
                     self._queues[(call.node - FIRST_NODE) % len(self._queues)].append(call)
                 else:
@@ -215,15 +215,25 @@ class RayGrid(SimulatedGrid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send messages and return the replies that come within `timeout` seconds, in the order of the messages."""
-        ids = self._push(messages, None if timeout is None else max(2 * timeout, _PATIENCE_SECONDS))
-        deadline = None if timeout is None else time.monotonic() + timeout
+        messages = list(messages)
+        replies = {reply.metadata.reply_to_message_id: reply for reply in self.stream(messages, timeout=timeout)}
+        ids = (message.metadata.message_id for message in messages)
+        return [replies[number] for number in ids if number in replies]
+
+    def stream(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
+        """Send messages and return the replies that come within `timeout` seconds, each as it arrives; none of them is kept."""
+        arrived = deque[Message]()
+        ids = self._push(messages, None if timeout is None else max(2 * timeout, _PATIENCE_SECONDS), arrived)
+        return self._arriving(ids, arrived, math.inf if timeout is None else time.monotonic() + timeout)
+
+    def _arriving(self, ids: list[str], arrived: deque[Message], deadline: float) -> Iterator[Message]:
         try:
-            while any(self._replies[number] is None for number in ids):
-                left = _SLICE_SECONDS if deadline is None else min(_SLICE_SECONDS, deadline - time.monotonic())
-                if left <= 0:
-                    break
-                self._advance(left)
-            return self._take(ids)
+            for _ in ids:
+                while not arrived:
+                    if (left := min(_SLICE_SECONDS, deadline - time.monotonic())) <= 0:
+                        return
+                    self._advance(left)
+                yield arrived.popleft()
         finally:
             self._forget(ids)
 
@@ -231,7 +241,7 @@ class RayGrid(SimulatedGrid):
 
     def _take(self, ids: Iterable[str]) -> list[Message]:
         with self._lock:
-            found = [(number, reply) for number in ids if (reply := self._replies.get(number)) is not None]
+            found = [(number, reply) for number in ids if isinstance(reply := self._replies.get(number), Message)]
             for number, _ in found:
                 del self._replies[number]
         return [reply for _, reply in found]
@@ -346,7 +356,11 @@ class RayGrid(SimulatedGrid):
         """A reply is there."""
         if call.number in self._replies:
             numbered(reply)
-            self._replies[call.number] = reply
+            if isinstance(arrived := self._replies[call.number], deque):
+                arrived.append(reply)
+                del self._replies[call.number]
+            else:
+                self._replies[call.number] = reply
 
 
 def clients_of(message: Message) -> tuple[str, ...]:

@@ -216,7 +216,8 @@ class ClientLevelRules:
         replied = len(collected.clients)
         mean = self.training.noised(now.ask, collected.total, num_replies=replied, cohort_size=now.cohort_size, rng=rng)
         self.training.keep(mean)
-        return np.asarray(now.vector + mean)
+        mean += now.vector
+        return mean
 
     def unfinished(self, charge: Charge) -> None:
         """Count nothing: the charge has all that a round that was not finished may have released."""

@@ -2,13 +2,15 @@
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_dp.strategies.evaluate_fn import EvaluateFn
+from flower_dp.strategies.exchange.stream import Replies
 from flower_dp.strategies.run import Run
 
 log = logging.getLogger("flwr")
@@ -28,6 +30,7 @@ class Rounds:
         evaluate_config: sent to clients that evaluate.
         evaluate_fn: evaluates the initial model, as round 0, and that of every round.
         clients_evaluate: whether clients are asked to evaluate.
+        overridden: the strategy's methods that are a subclass's own: it may read replies twice, and gets them as a list.
     """
 
     num_rounds: int
@@ -36,6 +39,7 @@ class Rounds:
     evaluate_config: ConfigRecord
     evaluate_fn: EvaluateFn | None
     clients_evaluate: bool
+    overridden: frozenset[str]
 
     def run(self, strategy: Strategy, run: Run, grid: Grid, initial_arrays: ArrayRecord) -> Result:
         """Run the rounds by a strategy's own methods, and return their metrics and the last model.
@@ -55,7 +59,7 @@ class Rounds:
             messages = strategy.configure_train(server_round, result.arrays, self.train_config, grid)
             if run.record.ended_before:
                 break
-            arrays, metrics = strategy.aggregate_train(server_round, run.exchange.replies(grid, messages, self.timeout))
+            arrays, metrics = strategy.aggregate_train(server_round, self._replies("aggregate_train", grid, messages))
             if arrays is not None:
                 result.arrays = arrays
             if metrics is not None:
@@ -66,11 +70,15 @@ class Rounds:
     def _end_round(self, server_round: int, result: Result, strategy: Strategy, run: Run, grid: Grid) -> None:
         if self.clients_evaluate:
             messages = strategy.configure_evaluate(server_round, result.arrays, self.evaluate_config, grid)
-            metrics = strategy.aggregate_evaluate(server_round, run.exchange.replies(grid, messages, self.timeout))
+            metrics = strategy.aggregate_evaluate(server_round, self._replies("aggregate_evaluate", grid, messages))
             if metrics is not None:
                 log.info("round %s: clients: %s", server_round, dict(metrics))
                 result.evaluate_metrics_clientapp[server_round] = metrics
         self._evaluate(server_round, result)
+
+    def _replies(self, method: str, grid: Grid, messages: Iterable[Message]) -> Iterable[Message]:
+        replies = Replies(grid, messages, self.timeout)
+        return list(replies) if method in self.overridden else replies
 
     def _evaluate(self, server_round: int, result: Result) -> None:
         metrics = self.evaluate_fn(server_round, result.arrays) if self.evaluate_fn else None

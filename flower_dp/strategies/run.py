@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
 
 from flower_dp import wire
 from flower_dp.core.noise import Generator, noise_generator
 from flower_dp.privacy.device_store import REPEATED
 from flower_dp.strategies import diagnostics
-from flower_dp.strategies.exchange import Asked, Exchange
+from flower_dp.strategies.exchange import Asked, Exchange, Letter
+from flower_dp.strategies.exchange.stream import Replies
 from flower_dp.strategies.log import ChargeLog, MemoryLog
 from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.left_out import RoundLeftOut
@@ -159,6 +161,7 @@ class Run:
         known_clients: KnownClients,
         arrays: ArrayRecord,
         config: Mapping[str, Any],
+        grid: Grid,
         **fields: Any,
     ) -> list[Message]:
         """Charge a release for its cohort, and return the messages that ask the cohort: none leaves before the charge.
@@ -172,6 +175,7 @@ class Run:
             known_clients: who is there.
             arrays: the model as it is sent.
             config: sent with it.
+            grid: through which the messages are sent.
             fields: further fields of the instruction.
 
         Raises:
@@ -187,6 +191,8 @@ class Run:
         release.take(charge)
         self.note(num_known=max(self._own.num_known, len(known_clients.names)))
         self.charged(release, server_round)
+        if self._own.model is not None and np.array_equal(self._own.model, model.vector):
+            model = replace(model, vector=self._own.model)  # one copy of what was released last
         now = Round(
             server_round=server_round,
             method=release.name,
@@ -197,9 +203,17 @@ class Run:
             started=started,
             stock=not known_clients.hosting,
         )
-        messages = self.exchange.messages(now, known_clients, arrays, config, **fields)
+        letter = Letter(record_names=known_clients.record_names, arrays=arrays, config=config, fields=fields)
+        messages = list(self.exchange.messages(now, letter))  # Flower's own grid reads them twice
         now = replace(now, bytes_down=sum(wire.content_bytes(message.content) for message in messages))
-        self.asked[release.name] = Asked(now=now, limits=release.limits(now), sent=messages, number=charge.number)
+        self.asked[release.name] = Asked(
+            now=now,
+            limits=release.limits(now),
+            sent=tuple(message.metadata for message in messages),
+            number=charge.number,
+            letter=letter,
+            grid=grid,
+        )
         return messages
 
     def charged(self, release: RoundRelease, server_round: int) -> None:
@@ -227,7 +241,8 @@ class Run:
                 f"state: {release.name} has {release.num_charged} charges, and round {asked.now.server_round} was charge "
                 f"{asked.number}: its state was changed while the round was open, and the round is not released"
             )
-        collected = self.exchange.total(asked, replies, seeded=self.seeded_noise)
+        more = replies.more if isinstance(replies, Replies) else Replies(asked.grid).more
+        collected = self.exchange.total(asked, replies, more, seeded=self.seeded_noise)
         repeated = any(reason.startswith(REPEATED) for reason in collected.refused.values())
         for seen, incident in ((collected.seeded_clients, _SEEDED), (repeated, _OLDER)):
             # Told once, and not where it tells who was in a cohort.
@@ -242,6 +257,7 @@ class Run:
         kept = None if self._optimizer is None else self._optimizer.state
         try:
             vector = self.rules.learn(now, collected, self.generator("noise", now.server_round))
+            collected.total = collected.total[:0].copy()  # nobody needs it any more
             if self._optimizer is not None:
                 vector = self._optimizer.step(now.server_round, now.layout, now.vector, vector)
             if names := now.layout.overflows(vector):

@@ -23,7 +23,7 @@ from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.evaluate_fn import EvaluateFn, named
-from flower_dp.strategies.exchange import PlainExchange
+from flower_dp.strategies.exchange.plain import PlainExchange
 from flower_dp.strategies.figures import RunFigures
 from flower_dp.strategies.journal import Journal
 from flower_dp.strategies.legacy import LegacyAppError
@@ -224,6 +224,7 @@ class DPStrategy(RunFigures, Strategy):
             evaluate_config=evaluate_config or ConfigRecord(),
             evaluate_fn=None if evaluate_fn is None else named(evaluate_fn),
             clients_evaluate=clients_evaluate,
+            overridden=frozenset(name for name in ("aggregate_train", "aggregate_evaluate") if self._overrides(name)),
         )
         result = rounds.run(self, self._run, grid, initial_arrays)
         diagnostics.check_usable_updates(self._run.record, self.num_clients, ended=True)
@@ -268,6 +269,7 @@ class DPStrategy(RunFigures, Strategy):
                 known_clients=known_clients,
                 arrays=arrays,
                 config=config,
+                grid=grid,
                 report_metrics=self.report_client_metrics,
                 frozen=model.frozen_positions,
             )
@@ -323,6 +325,7 @@ class DPStrategy(RunFigures, Strategy):
                 known_clients=known_clients,
                 arrays=arrays,
                 config=config,
+                grid=grid,
             )
         except BudgetSpentError as why:
             log.warning("the evaluation of round %s was left out: %s", server_round, why)

@@ -24,6 +24,7 @@ from flower_dp.wire.messages import (
     evaluate_message,
     instruction_of,
     is_client_query,
+    records_of,
     reported_metrics,
     train_message,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "most_answer_characters",
     "numpy_arrays",
     "payload_of",
+    "records_of",
     "reported_metrics",
     "train_message",
     "with_vectors",

@@ -142,7 +142,7 @@ class Model:
 
     def record(self, vector: np.ndarray) -> ArrayRecord:
         """Return a vector and the frozen arrays as an array record, under the model's own names, shapes and dtypes."""
-        arrays = {**self.layout.unflatten(vector), **self.frozen}
+        arrays = {**self.layout.unflatten(vector, copy=False), **self.frozen}
         return ArrayRecord({name: FlowerArray(np.asarray(arrays[name], order="C")) for name in self.names})
 
 

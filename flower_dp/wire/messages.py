@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from flower_dp.wire.answer import Answer
 from flower_dp.wire.arrays import with_vectors
 from flower_dp.wire.instruction import Instruction
 from flower_dp.wire.structs import KEY, PROTOCOL
+
+Record = TypeVar("Record", ArrayRecord, ConfigRecord, MetricRecord)
 
 # Records in a message: an honest one has fewer.
 _MOST_RECORDS = 8
@@ -57,7 +59,7 @@ def client_query(node_id: int, message_type: str) -> Message:
 
 def is_client_query(message: Message) -> bool:
     """Tell whether a message asks whom this node hosts."""
-    return KEY in message.content.config_records and not message.content.array_records
+    return KEY in records_of(message.content, ConfigRecord) and not records_of(message.content, ArrayRecord)
 
 
 def train_message(
@@ -83,6 +85,15 @@ def _message(
     return Message(content, node_id, kind, group_id=str(instruction.server_round))
 
 
+def records_of(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
+    """Return the records of one kind, by name.
+
+    A record set's own `array_records` and its sisters make circles of references: its arrays stay in memory until Python looks
+    for such circles.
+    """
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
+
+
 def instruction_of(config: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> Instruction:
     """Return the instruction inside a config record or a NumPyClient's config, with the vectors of its ask.
 
@@ -103,9 +114,9 @@ def arrays_of(content: RecordDict) -> ArrayRecord:
     Raises:
         ValueError: if there is none or more than one.
     """
-    if len(content.array_records) != 1:
-        raise ValueError(f"message has {len(content.array_records)} array records: must be 1")
-    return next(iter(content.array_records.values()))
+    if len(found := records_of(content, ArrayRecord)) != 1:
+        raise ValueError(f"message has {len(found)} array records: must be 1")
+    return next(iter(found.values()))
 
 
 def check_content(content: RecordDict, *, most_entries: int, most_bytes: int) -> int:
@@ -129,7 +140,7 @@ def answer_of(content: RecordDict, asked: Sequence[str]) -> Answer | None:
     Raises:
         ValueError: if an answer is malformed.
     """
-    texts = [record[KEY] for record in content.config_records.values() if KEY in record]
+    texts = [record[KEY] for record in records_of(content, ConfigRecord).values() if KEY in record]
     if not texts:
         return None
     if len(texts) != 1 or not isinstance(texts[0], str):
@@ -140,7 +151,7 @@ def answer_of(content: RecordDict, asked: Sequence[str]) -> Answer | None:
 def reported_metrics(content: RecordDict) -> dict[str, float]:
     """Return all numbers of a stock client's reply to an evaluation, by name: those of its metric and config records."""
     metrics: dict[str, float] = {}
-    records: list[Any] = [*content.metric_records.values(), *content.config_records.values()]
+    records: list[Any] = [*records_of(content, MetricRecord).values(), *records_of(content, ConfigRecord).values()]
     for record in records:
         metrics |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
     return metrics
@@ -148,12 +159,8 @@ def reported_metrics(content: RecordDict) -> dict[str, float]:
 
 def content_bytes(content: RecordDict) -> int:
     """Return how many bytes of arrays, text and numbers a message carries, names included."""
-    arrays = sum(len(name) + len(array.data) for record in content.array_records.values() for name, array in record.items())
-    settings = sum(
-        len(name) + _value_bytes(value) for record in content.config_records.values() for name, value in record.items()
-    )
-    numbers = sum(len(name) + _value_bytes(value) for record in content.metric_records.values() for name, value in record.items())
-    return arrays + settings + numbers
+    entries = [(name, value) for record in content.values() for name, value in record.items()]
+    return sum(len(name) + (len(value.data) if isinstance(value, Array) else _value_bytes(value)) for name, value in entries)
 
 
 def _value_bytes(value: Any) -> int:

@@ -6,7 +6,7 @@ import copy
 import json
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,8 @@ from flower_dp import wire
 from flower_dp.clients import client_app, model_arrays
 from flower_dp.core import compression
 from flower_dp.strategies import DPStrategy, LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.exchange import Asked, PlainExchange
+from flower_dp.strategies.exchange import Asked, More
+from flower_dp.strategies.exchange.plain import PlainExchange
 from flower_dp.strategies.population.client_query import ClientQuery
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.run_state import RunState
@@ -47,9 +48,9 @@ class Keeping(PlainExchange):
     __slots__ = ()
     kept: list[Collected] = []  # noqa: RUF012
 
-    def total(self, asked: Asked, replies: Iterable[Message], *, seeded: bool) -> Collected:
-        collected = super().total(asked, replies, seeded=seeded)
-        self.kept.append(collected)
+    def total(self, asked: Asked, replies: Iterable[Message], more: More, *, seeded: bool) -> Collected:
+        collected = super().total(asked, replies, more, seeded=seeded)
+        self.kept.append(replace(collected, total=collected.total.copy()))  # the release adds noise to it
         return collected
 
 

@@ -3,19 +3,20 @@
 import random
 import threading
 import time
-from types import SimpleNamespace
+from collections import Counter
 
 import pytest
 import torch
-from flwr.app import Context, Error, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.supercore.inflatable import inflatable_utils  # noqa: TID251
 from torch import nn
 
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
+from flower_dp.strategies.exchange.stream import Replies
+from flower_dp.strategies.population import pulled
 from flower_dp.strategies.population.client_manager import ClientManager
-from flower_dp.strategies.population.pulled import received
 from tests.grids import LocalGrid
 from tests.http_grids import LocalHttpGrid
 from tests.stock import shifted, stock_app
@@ -164,17 +165,17 @@ def test_a_simulated_node_that_fails_again_and_again_ends_the_start_soon(clock):
 
 
 class SuperLink(LocalHttpGrid):
-    """Flower's own grid, each of whose SuperLink's answers takes `seconds`.
+    """Flower's own grid, whose SuperLink counts its requests.
 
     Args:
         num_nodes: how many.
         withheld: message types of which these nodes announce a reply and upload nothing.
-        seconds: of an answer.
+        seconds: of every upload's download.
     """
 
     def __init__(self, num_nodes, withheld=None, seconds=0.0):
         super().__init__(LocalGrid(hosting_app(), num_nodes))
-        self.withheld, self.seconds, self.over = withheld or {}, seconds, False
+        self.withheld, self.seconds, self.over, self.requests = withheld or {}, seconds, False, Counter()
         self._connect()
 
     def _connect(self):
@@ -195,22 +196,26 @@ class Connection:
         self.closed = True
 
     def PullMessages(self, request):
-        time.sleep(self.link.seconds)
+        self.link.requests["PullMessages"] += 1
         return self.link.PullMessages(request)
 
     def PullObject(self, request):
         if self.closed or self.link.over:
             raise RuntimeError("Cannot send a request, as the client has been closed.")
+        self.link.requests["PullObject"] += 1
+        time.sleep(self.link.seconds)
         return self.link.PullObject(request)
 
     def ConfirmMessageReceived(self, request):
         pass
 
 
-@pytest.fixture
-def superlink(monkeypatch):
-    """Make SuperLinks; what is pulled from them ends with the test, since Python waits for its threads."""
-    monkeypatch.setitem(inflatable_utils.pull_objects.__kwdefaults__, "initial_backoff", 0.2)
+@pytest.fixture(params=["known", "unknown"])
+def superlink(request, monkeypatch):
+    """Make SuperLinks of a release of Flower whose steps are known, or not; their threads end with the test."""
+    if request.param == "unknown":
+        monkeypatch.setattr(pulled, "_STEPS", ("a_name_that_it_has_no_more",))
+        monkeypatch.setitem(inflatable_utils.pull_objects.__kwdefaults__, "initial_backoff", 0.2)
     made = []
     yield lambda *arguments, **named: made.append(SuperLink(*arguments, **named)) or made[-1]
     for link in made:
@@ -235,20 +240,61 @@ def test_a_reply_that_is_announced_and_not_uploaded_holds_up_nobody(kinds, super
     gone()
 
 
-def test_the_deadline_is_looked_at_between_replies():
-    """3,000 nodes, each of whose replies takes 4 ms to ask for."""
-    grid, begun = SuperLink(1, seconds=0.004), time.monotonic()
-    messages = [SimpleNamespace(metadata=SimpleNamespace(message_id=str(number))) for number in range(3000)]
-    grid.push_messages = lambda sent: [message.metadata.message_id for message in sent]
-    assert list(received(grid, messages, 1.0)) == []
-    assert time.monotonic() - begun < 1.5
-
-
 def test_replies_that_take_long_to_arrive_do_not_stand_in_line(superlink):
-    """Twelve devices upload nothing: with four pulls at a time, and none in place of them, the others would not be pulled."""
+    """Twelve devices upload nothing: the others are pulled."""
     grid = superlink(16, withheld=dict.fromkeys(range(1, 13), ("train",)))
     made, begun = strategy(16), time.monotonic()
     made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1, timeout=4.0)
     assert made.rounds[0].replies == 4
     assert time.monotonic() - begun < 7
     gone()
+
+
+def asked_of(grid, num_nodes):
+    return [Message(RecordDict(), node, "query") for node in range(1, num_nodes + 1)]
+
+
+def test_the_deadline_is_looked_at_between_replies():
+    """200 nodes, each object of whose replies takes 20 ms to download."""
+    grid = SuperLink(200, seconds=0.02)
+    messages = asked_of(grid, 200)
+    replies, begun = Replies(grid, messages, 1.5), time.monotonic()
+    assert 0 < len(list(replies)) < 200
+    assert time.monotonic() - begun < 2.5
+
+
+def test_many_replies_take_one_request_and_devices_that_upload_nothing_no_thread():
+    """100 devices, of which 99 announce a reply that they never upload: each of these is looked for less and less often."""
+    grid = SuperLink(100, withheld=dict.fromkeys(range(1, 100), ("query",)))
+    before, replies = threading.active_count(), []
+    for reply in Replies(grid, asked_of(grid, 100), 3.0):
+        replies.append(reply)
+        assert threading.active_count() <= before + 2  # Flower's own, while an object is pulled
+    assert [reply.metadata.src_node_id for reply in replies] == [100]
+    assert grid.requests["PullMessages"] < 25
+    assert grid.requests["PullObject"] < 100 * 8 * 3
+    gone()
+
+
+def test_where_flowers_steps_are_not_known_pulls_take_a_limited_number_of_threads(monkeypatch):
+    monkeypatch.setattr(pulled, "_STEPS", ("a_name_that_it_has_no_more",))
+    monkeypatch.setattr(pulled, "_MOST_THREADS", 5)
+    grid, most = SuperLink(30, withheld=dict.fromkeys(range(1, 31), ("query",))), 0
+    stopped = threading.Event()
+
+    def count():
+        nonlocal most
+        while not stopped.wait(0.02):
+            most = max(most, sum(thread.name == "pull" for thread in threading.enumerate()))
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    begun = time.monotonic()
+    try:
+        assert list(Replies(grid, asked_of(grid, 30), 2.0)) == []
+    finally:
+        stopped.set()
+        grid.over = True
+    assert time.monotonic() - begun < 4
+    counter.join()
+    assert 1 <= most <= 5

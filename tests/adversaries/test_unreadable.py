@@ -1,5 +1,7 @@
 """Devices whose replies Flower's grid can't unpack: the run of the others goes on as without them."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -77,3 +79,19 @@ def test_an_update_that_flowers_grid_cant_unpack_counts_as_missing(forge):
     strategy.start(HttpGrid(later), model_arrays(nn.Linear(2, 2)), num_rounds=2, timeout=20.0)
     assert [report.replies for report in strategy.rounds] == [3, 3]
     assert strategy.missing.silent == 2
+
+
+def test_a_reply_to_another_message_counts_for_none():
+    """The SuperLink has it for one message, and its device has written another's id into it."""
+
+    def forge(number, objects, reply):
+        if reply.metadata.message_type == "query":
+            return honest(number, objects, reply)
+        reply.metadata.__dict__["_reply_to_message_id"] = "another"
+        return honest(reply.object_id, objects, reply)
+
+    strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=1.0, sampling=FullSampling(), num_clients=4, delta=1e-3)
+    begun = time.monotonic()
+    strategy.start(HttpGrid(forge), model_arrays(nn.Linear(2, 2)), num_rounds=1, timeout=20.0)
+    assert [report.replies for report in strategy.rounds] == [3]
+    assert time.monotonic() - begun < 15  # it is not waited for

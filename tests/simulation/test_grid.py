@@ -167,7 +167,7 @@ def test_a_dead_workers_clients_are_missing_in_that_round_alone(workers):
     app = app_of(method, arguments, SMALL, num_nodes=2, noise_seed=SEED)
     with RayGrid(app, workers, num_nodes=2) as grid:
         strategy: DPStrategy = method.strategy(arguments)
-        send, rounds = grid.send_and_receive, []
+        send, rounds = grid.stream, []
 
         def kill_one(messages, *, timeout=None):
             messages = list(messages)
@@ -177,7 +177,7 @@ def test_a_dead_workers_clients_are_missing_in_that_round_alone(workers):
                     workers._ray.kill(workers.actors[0])
             return send(messages, timeout=timeout)
 
-        grid.send_and_receive = kill_one
+        grid.stream = kill_one
         run = start(strategy, grid, arguments)
     assert [report.replies for report in run.strategy.rounds] == [4, 2, 4]
     assert any("did not reply" in line for line in run.strategy.statement.incidents)

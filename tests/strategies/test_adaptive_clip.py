@@ -26,6 +26,7 @@ from flower_dp.wire import Ask, Indicator, Instruction, Model, Promise
 from tests.adversaries.fuzzing import THOROUGH
 from tests.asks import forged, replace, table_of
 from tests.grids import LocalGrid
+from tests.limits import accepted
 from tests.stock import arrays, stock_app
 
 CLIP = AdaptiveClip(initial=0.5, smallest=0.01, largest=100.0)
@@ -141,7 +142,7 @@ def test_every_coordinate_of_the_row_has_the_noise_of_the_joint_norm(placement: 
         rows = sent(asked, *[small] * 50, *[large] * 25, *[-large] * 25)
         total = np.sum(rows, axis=0, dtype=np.float64)
         limits = made.limits(round_of(asked, size))
-        assert limits.accepted(total, NAMES).shape == (size + 1,)
+        assert accepted(limits, total, NAMES).shape == (size + 1,)
         mean = made.noised(asked, total, num_replies=100, cohort_size=100, rng=noise_generator())
         assert mean.shape == (size,)
         sums.append(mean * 100)
@@ -183,11 +184,11 @@ def test_a_lying_client_moves_the_quantile_no_further_than_an_honest_one() -> No
     limits = DPFedAvg(**WORDS).rules.training.limits(round_of(asked, 4))
     half = asked.indicator.scale / 2
     for lie in (1e9, 1.0, -1.0, -1e9):
-        row = limits.accepted(np.array([3.0, 0.0, 0.0, 0.0, lie]), ["a"])
+        row = accepted(limits, np.array([3.0, 0.0, 0.0, 0.0, lie]), ["a"])
         assert 0.99 * half < abs(row[-1]) <= half
         assert np.linalg.norm(row[:-1]) <= 0.5
         assert np.linalg.norm(row) <= asked.promise.clip_norm
-        both = limits.accepted(np.array([3.0, 0.0, 0.0, 0.0, lie]), ["a", "b"])
+        both = accepted(limits, np.array([3.0, 0.0, 0.0, 0.0, lie]), ["a", "b"])
         assert 0.99 * 2 * half < abs(both[-1]) <= 2 * half
         assert 0.99 < np.linalg.norm(both[:-1]) <= 1.0
     shares = DPFedSAM(**WORDS).rules.training
@@ -197,9 +198,9 @@ def test_a_lying_client_moves_the_quantile_no_further_than_an_honest_one() -> No
     for lie in (1.0, -1.0):
         row[-1] = lie * 2.1
         with pytest.raises(ValueError, match="further from 0 than that of any honest update"):
-            limits.accepted(row, ["a"])
+            accepted(limits, row, ["a"])
         row[-1] = lie * half
-        assert limits.accepted(row, ["a"])[-1] == pytest.approx(lie * half, abs=asked.step)
+        assert accepted(limits, row, ["a"])[-1] == pytest.approx(lie * half, abs=asked.step)
 
 
 def test_an_update_that_is_not_finite_is_refused_as_ever() -> None:

@@ -191,11 +191,12 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
                 known_clients=known_clients,
                 arrays=flat(),
                 config={},
+                grid=grid,
             )
             now, collected = strategy._run.total(release, grid.send_and_receive(messages))
             assert len(collected.clients) == 2
         rng = strategy._run.generator("test", server_round)
-        sums = release.noised(now.ask, collected.total, num_replies=2, cohort_size=2, rng=rng) * 2
+        sums = release.noised(now.ask, collected.total.copy(), num_replies=2, cohort_size=2, rng=rng) * 2
         draws.append(sums - noiseless)
     std = np.std(draws)
     assert {factor: bool(abs(std / (0.5 * factor) - 1) < 0.025) for factor in (0.95, 1.0, 1.05)} == {

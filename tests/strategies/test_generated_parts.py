@@ -168,7 +168,7 @@ def test_a_reply_may_be_twice_as_large_as_its_numbers_and_no_larger(length, many
     reply = Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=message)
     own = StockReply(read=lambda content: np.ones(length)) if stock else None
     limits = Limits(length=length, clip_norm=1.0, honest_norm=lambda names: 1.0)
-    found = collect([reply], asked={7: names}, sent=[message], limits=limits, stock=own)
+    found = collect([reply], asked={7: names}, sent=[message.metadata], limits=limits, stock=own)
     taken = wire.content_bytes(reply.content)
     large = taken > fixed + 16 * length
     assert any("bytes: at most" in why for why in found.refused.values()) == large

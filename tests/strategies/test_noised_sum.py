@@ -21,6 +21,7 @@ from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.round import Round
 from flower_dp.wire import Ask, Model
 from tests.asks import replace
+from tests.limits import accepted
 
 WORDS: dict[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 16, "delta": 1e-3}
 
@@ -88,8 +89,8 @@ def test_limits_and_noise_lie_on_the_mask_of_their_own_ask() -> None:
         kept, mask = asked.mask.indices(1000), made.limits(round_of(asked, 1000)).mask
         assert mask is not None
         np.testing.assert_array_equal(mask, kept)
-        accepted = made.limits(round_of(asked, 1000)).accepted(np.ones(1000), ["a"])
-        assert set(np.flatnonzero(accepted)) == set(kept)
+        row = accepted(made.limits(round_of(asked, 1000)), np.ones(1000), ["a"])
+        assert set(np.flatnonzero(row)) == set(kept)
         noised = made.noised(asked, np.zeros(1000), num_replies=16, cohort_size=16, rng=noise_generator())
         assert set(np.flatnonzero(noised)) <= set(kept)
         assert np.count_nonzero(noised) > 200
@@ -101,10 +102,10 @@ def test_limits_follow_from_the_ask_that_was_sent_whatever_the_rules_say_since()
     asked = made.ask(4, NAMES)
     later = sum_of(DPFedAvg(**WORDS | {"clip_norm": 50.0}))
     row = np.array([30.0, 40.0, 0.0, 0.0])
-    assert np.linalg.norm(made.limits(round_of(asked, 4)).accepted(row, ["a"])) <= 0.5
-    assert np.linalg.norm(later.limits(round_of(asked, 4)).accepted(row, ["a"])) <= 0.5
-    assert np.linalg.norm(later.limits(round_of(asked, 4)).accepted(row, ["a", "b"])) <= 1.0
-    assert np.linalg.norm(later.limits(round_of(later.ask(4, NAMES), 4)).accepted(row, ["a"])) == pytest.approx(50.0, rel=0.01)
+    assert np.linalg.norm(accepted(made.limits(round_of(asked, 4)), row, ["a"])) <= 0.5
+    assert np.linalg.norm(accepted(later.limits(round_of(asked, 4)), row, ["a"])) <= 0.5
+    assert np.linalg.norm(accepted(later.limits(round_of(asked, 4)), row, ["a", "b"])) <= 1.0
+    assert np.linalg.norm(accepted(later.limits(round_of(later.ask(4, NAMES), 4)), row, ["a"])) == pytest.approx(50.0, rel=0.01)
     limits = later.limits(round_of(asked, 4))
     assert (limits.clip_norm, limits.step) == (0.5, asked.step)
     # And a sum that is not exact on the lattice that was asked is not released.
@@ -122,8 +123,8 @@ def test_where_clients_add_noise_the_longest_honest_sum_follows_from_the_share_t
     assert limits.honest_norm(["a"]) == pytest.approx(0.5 + 0.25 * 20)
     assert limits.honest_norm(["a", "b", "c", "d"]) == pytest.approx(4 * 0.5 + 2 * 0.25 * 20)
     with pytest.raises(ValueError, match="more than 2 times that of any honest one"):
-        limits.accepted(np.full(100, 1.2), ["a"])
-    assert limits.accepted(np.full(100, 1.0), ["a"]).tolist() == [1.0] * 100
+        accepted(limits, np.full(100, 1.2), ["a"])
+    assert accepted(limits, np.full(100, 1.0), ["a"]).tolist() == [1.0] * 100
     lossy = replace(asked, quantization_levels=3)
     assert other.limits(round_of(lossy, 100)).honest_norm(["a", "b"]) == pytest.approx(2 * 5.5 * qsgd_norm_ratio(100, 3))
 

@@ -267,7 +267,7 @@ class ClientQuery:
         """Return the answers that have arrived; nodes that vote get their next question."""
         hosted: dict[int, Hosted] = {}
         pulls = self._pulls or Pulls(grid)
-        while self._sent and (replies := pulls.pull(list(self._sent), until - time.monotonic())):
+        while self._sent and (replies := list(pulls.pull(self._sent, until - time.monotonic()))):
             for reply in replies:
                 # By the question, since the SuperLink replies for a node that has left.
                 node, question = self._sent.pop(reply.metadata.reply_to_message_id, (None, None))

@@ -10,6 +10,8 @@ from flower_dp.core.clipping import clip_l2, l2_norms
 
 # The largest allowed ratio of a reply's norm to the largest norm of an honest reply.
 HONEST_NORMS = 2.0
+# Entries of a vector that are added up at once: their copies stay in the cache.
+_BLOCK = 2**15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +39,31 @@ class Limits:
     step: float = 0.0
     honest_norm: Callable[[Sequence[str]], float]
 
-    def accepted(self, vector: np.ndarray, clients: Sequence[str]) -> np.ndarray:
-        """Return the sum [length] of some clients' vectors as it counts: masked, clipped and rounded.
+    def add(self, total: np.ndarray, vector: np.ndarray, clients: Sequence[str], *, rest: np.ndarray | None = None) -> None:
+        """Add the sum [length] of some clients' vectors as it counts: masked, clipped and rounded.
+
+        Args:
+            total: a float64 sum [length].
+            vector: what is added.
+            clients: whose vectors it is the sum of.
+            rest: where there is no lattice: what `total` lacks for its rounding, so that the order of vectors does not matter.
 
         Raises:
-            ValueError: if it is not finite, or longer than that of honest clients.
+            ValueError: if it is not finite, or longer than that of honest clients; nothing is added then.
         """
+        vector = self._checked(vector, clients)
+        for start in range(0, self.length, _BLOCK):
+            block = slice(start, start + _BLOCK)
+            if self.clip_norm is not None:
+                part = noise.toward_zero(vector[block], self.step)
+            else:
+                part = noise.nearest(np.asarray(vector[block], np.float64), self.step)
+            if rest is not None:
+                rest[block] += _lost(total[block], np.asarray(part, np.float64))
+            total[block] += part
+
+    def _checked(self, vector: np.ndarray, clients: Sequence[str]) -> np.ndarray:
+        """Return the vector as it counts, before it is rounded."""
         if self.mask is not None:
             kept, vector = vector[self.mask], np.zeros_like(vector)
             vector[self.mask] = kept
@@ -50,12 +71,12 @@ class Limits:
             raise ValueError("update has NaN or infinite entries")
         if self.clip_norm is not None:
             # Clients are not trusted to have clipped. A node's sum of n clipped vectors is at most n clip norms long.
-            return np.asarray(noise.toward_zero(self._clipped(vector, clients, len(clients) * self.clip_norm), self.step))
+            return self._clipped(vector, clients, len(clients) * self.clip_norm)
         if (norm := float(l2_norms(vector))) > HONEST_NORMS * self.honest_norm(clients):
             raise ValueError(f"update has norm {norm:.3g}: more than {HONEST_NORMS:g} times that of any honest one")
         if self.honest_indicator is not None and abs(vector[-1]) > self.honest_indicator(clients):
             raise ValueError(f"indicator is {vector[-1]:.3g}: further from 0 than that of any honest update")
-        return np.asarray(noise.nearest(np.asarray(vector, np.float64), self.step))
+        return vector
 
     def _clipped(self, vector: np.ndarray, clients: Sequence[str], bound: float) -> np.ndarray:
         """Return the vector with an L2 norm of at most the bound, and its indicator with the magnitude of honest ones."""
@@ -68,3 +89,10 @@ class Limits:
 def _clipped(vector: np.ndarray, bound: float) -> np.ndarray:
     """Return the vector with an L2 norm of at most the bound; unchanged if its norm is within the bound."""
     return vector if float(l2_norms(vector)) <= bound * (1 - 2.0**-40) else clip_l2(vector, bound)
+
+
+def _lost(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return what the float64 sum of two vectors lacks, exactly (Knuth's TwoSum)."""
+    both = one + other
+    added = both - one
+    return np.asarray((one - (both - added)) + (other - added))

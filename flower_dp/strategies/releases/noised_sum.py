@@ -296,7 +296,7 @@ class NoisedSum:
     def keep(self, released: np.ndarray) -> None:
         """Keep the noised mean [d] of which the next mask is made."""
         if self.masks is not None:
-            self.state = replace(self.state, released=released)
+            self.state = replace(self.state, released=released.copy())
 
     def bytes_per_client(self, now: Round, collected: Collected) -> float:
         """Return the mean of what the clients say that each would send alone, where epsilon rests on every single message.
@@ -315,7 +315,7 @@ class NoisedSum:
 
         Args:
             ask: what was asked.
-            total: the sum of the accepted rows, on the lattice.
+            total: the sum of the accepted rows, on the lattice; the noise is added to it in place, so that it is there no more.
             num_replies: how many clients it has.
             cohort_size: how many were asked.
             rng: fresh, for this release alone.
@@ -332,11 +332,10 @@ class NoisedSum:
         std = self.shared.at(ask.promise.clip_norm).server_std(num_replies)
         # Exact sums of multiples of the step: what is released is post-processing of the ideal mechanism.
         kept = slice(None) if ask.mask is None else _kept(ask, total.size)
-        total = total.copy()
         total[kept] += noise.gaussian(total[kept], std, ask.step, rng)
         if not noise.exact(total, ask.step):
             raise RoundLeftOut("the replies' sum is too large to be exact")
-        mean = total / self.release.expected_cohort
+        mean = np.divide(total, self.release.expected_cohort, out=total)
         if self.clip is not None and ask.indicator is not None:
             self.state = replace(self.state, clip_norm=self.clip.moved(ask.indicator, float(mean[-1])))
             mean = mean[:-1]

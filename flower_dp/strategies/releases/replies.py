@@ -4,11 +4,11 @@ A refused reply counts as if its clients had sent zeros: the sum lacks it, the d
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message, Metadata, RecordDict
 
 from flower_dp import wire
 from flower_dp.core import checks, compression
@@ -104,6 +104,17 @@ class Collected:
         self.refused |= dict.fromkeys(names, reason)
         self.missing += missing
 
+    def count(self, reply: "_Read") -> None:
+        """Record the clients of an accepted reply, and what it says of them."""
+        self.num_bytes += reply.num_bytes
+        self.payload_bytes += reply.payload_bytes
+        self.clients.extend(reply.clients)
+        if (answer := reply.answer) is not None:
+            self.add_refused(answer.refused)
+            self.fresh.extend(name for name in answer.fresh if name not in answer.refused)
+            for name, value in answer.metrics.items():
+                self.metrics[name] = self.metrics.get(name, 0.0) + value
+
     def add_refused(self, refused: Mapping[str, str]) -> None:
         """Record the clients that a node itself has left out."""
         self.refused |= {name: checks.one_line(reason, most=MOST_REASON) for name, reason in refused.items()}
@@ -130,71 +141,105 @@ def collect(
     replies: Iterable[Message],
     *,
     asked: Mapping[int, tuple[str, ...]],
-    sent: Sequence[Message],
+    sent: Sequence[Metadata],
     limits: Limits,
     stock: StockReply | None,
     seeded: bool = False,
 ) -> Collected:
-    """Add up the replies of a round; exactly, where they lie on a lattice.
+    """Add up the replies of a round as they arrive, and keep none. The result is the same in whatever order they arrive.
+
+    On a lattice the sum is exact. Without one it is as if summed in twice the precision of float64, and rounded once.
+
+    A reply counts by the message that it answers. A late one to an earlier message may be of other clients of the node, clipped
+    and noised for another round; and whom a reply is from is what the device says, which Flower's grid passes on as it is.
 
     Args:
         replies: the replies as received, including errors.
         asked: the clients that were asked, by node.
-        sent: the messages, with the ids that Flower gave them.
+        sent: ids and nodes of the messages.
         limits: those that the server enforces.
         stock: how replies are read, where the nodes are stock clients. None: a reply without an answer is refused, since its
             sender has not followed the instruction and may have added no noise.
         seeded: whether the server's own noise is from a fixed seed: see `Collected`.
     """
     collected = Collected(total=np.zeros(limits.length, np.float64), seeded=seeded)
-    for node, names, reply in _answering(collected, replies, asked, sent):
-        try:
-            _add(collected, reply, names, limits, stock)
-        except Exception as error:  # a forged reply may raise any error, and must not end the run
-            collected.leave_out(node, names, f"reply refused: {error}", Missing(rejected=len(names)))
-    return collected
-
-
-def _answering(
-    collected: Collected, replies: Iterable[Message], asked: Mapping[int, tuple[str, ...]], sent: Sequence[Message]
-) -> Iterator[tuple[int, tuple[str, ...], Message]]:
-    """Yield every node that replies without an error, its clients and its reply; record the others.
-
-    A reply counts by the message that it answers. A late one to an earlier message may be of other clients of the node, clipped
-    and noised for another round; and whom a reply is from is what the device says, which Flower's grid passes on as it is.
-    """
-    nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in sent}
-    # Without the messages that went through no grid, as in a loop of a test: they have no id.
-    ids = {node: message_id for message_id, node in nodes.items() if message_id}
-    open_nodes = dict(asked)
+    rest = None if limits.step else np.zeros(limits.length, np.float64)
+    open_nodes, read, left_out = _OpenNodes(asked, sent), dict[int, _Read](), dict[int, tuple[str, Missing]]()
     for reply in replies:
-        node, answers = reply.metadata.src_node_id, reply.metadata.reply_to_message_id
-        if reply.has_error() and node not in asked:
-            # The SuperLink replies for a node that has left.
-            node = nodes.get(answers, node)
-        names = open_nodes.pop(node, None) if ids.get(node, answers) == answers else None
+        node, names = open_nodes.closed_by(reply)
         if names is None:
             log.warning("node %s: reply refused: it answers no message to it of this round, or one that has a reply", node)
         elif reply.has_error():
-            _leave_out_error(collected, node, names, reply)
+            left_out[node] = _of_error(reply, len(names))
         else:
-            yield node, names, reply
-    for node, names in open_nodes.items():
+            try:
+                read[node] = _add(collected, reply, names, limits, stock, rest)
+            except Exception as error:  # a forged reply may raise any error, and must not end the run
+                left_out[node] = f"reply refused: {error}", Missing(rejected=len(names))
+        del reply  # before the next one arrives
+    if rest is not None:
+        collected.total += rest
+    for node, names in asked.items():
+        if node in read:
+            collected.count(read[node])
+        elif node in left_out:
+            collected.leave_out(node, names, *left_out[node])
+    for node, names in open_nodes.left.items():
         collected.leave_out(node, names, "no reply", Missing(silent=len(names)))
+    return collected
 
 
-def _leave_out_error(collected: Collected, node: int, names: tuple[str, ...], reply: Message) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """What was read of an accepted reply, but for its vector, which is in the sum."""
+
+    clients: tuple[str, ...]
+    num_bytes: int
+    payload_bytes: int
+    answer: wire.Answer | None
+
+
+class _OpenNodes:
+    """The nodes of a round that have not replied yet.
+
+    Attributes:
+        left: their clients.
+    """
+
+    def __init__(self, asked: Mapping[int, tuple[str, ...]], sent: Sequence[Metadata]) -> None:
+        self.left, self._asked = dict(asked), asked
+        self._nodes = {one.message_id: one.dst_node_id for one in sent}
+        # Without the messages that went through no grid, as in a loop of a test: they have no id.
+        self._ids = {node: number for number, node in self._nodes.items() if number}
+
+    def closed_by(self, reply: Message) -> tuple[int, tuple[str, ...] | None]:
+        """Return the node that replies, and its clients; None if the reply answers no message that is open."""
+        node, answers = reply.metadata.src_node_id, reply.metadata.reply_to_message_id
+        if reply.has_error() and node not in self._asked:
+            # The SuperLink replies for a node that has left.
+            node = self._nodes.get(answers, node)
+        return node, self.left.pop(node, None) if self._ids.get(node, answers) == answers else None
+
+
+def _of_error(reply: Message, num_clients: int) -> tuple[str, Missing]:
+    """Return why the clients of an error reply do not count."""
     counts = _end_of(reply.error.reason)
     if reply.error.code not in APP_RAISED:
-        collected.leave_out(node, names, f"no reply: {counts}", Missing(silent=len(names)))
-    elif f"{wire.DECLINED}: " in counts:
-        collected.leave_out(node, names, f"error reply: {counts}", Missing(declined=len(names)))
-    else:
-        collected.leave_out(node, names, f"error reply: {counts}", Missing(failed=len(names)))
+        return f"no reply: {counts}", Missing(silent=num_clients)
+    if f"{wire.DECLINED}: " in counts:
+        return f"error reply: {counts}", Missing(declined=num_clients)
+    return f"error reply: {counts}", Missing(failed=num_clients)
 
 
-def _add(collected: Collected, reply: Message, names: tuple[str, ...], limits: Limits, stock: StockReply | None) -> None:
-    """Add one node's reply, or raise ValueError and change nothing."""
+def _add(
+    collected: Collected,
+    reply: Message,
+    names: tuple[str, ...],
+    limits: Limits,
+    stock: StockReply | None,
+    rest: np.ndarray | None,
+) -> _Read:
+    """Add one node's vector, and return what else its reply has; or raise ValueError and change nothing."""
     content, length = reply.content, limits.length
     arrays, others = (stock.num_arrays, stock.num_bytes) if stock else (0, 0)
     # Twice the vector in float64, and what an array's name and header take.
@@ -211,18 +256,12 @@ def _add(collected: Collected, reply: Message, names: tuple[str, ...], limits: L
         collected.check_seed(answer.seeded_noise)
         clients = tuple(name for name in names if name not in answer.refused)
         # A short vector is inside the answer, without an array.
-        record = wire.arrays_of(content) if content.array_records else ArrayRecord()
+        record = wire.arrays_of(content) if wire.records_of(content, ArrayRecord) else ArrayRecord()
         update = compression.decode(wire.payload_of(record, answer.payload, length), length, mask=limits.mask)
     if clients:
-        collected.total += limits.accepted(update, clients)
-    collected.num_bytes += num_bytes
-    collected.payload_bytes += update.nbytes if answer is None else answer.payload_bytes
-    collected.clients.extend(clients)
-    if answer is not None:
-        collected.add_refused(answer.refused)
-        collected.fresh.extend(name for name in answer.fresh if name not in answer.refused)
-        for name, value in answer.metrics.items():
-            collected.metrics[name] = collected.metrics.get(name, 0.0) + value
+        limits.add(collected.total, update, clients, rest=rest)
+    payload_bytes = update.nbytes if answer is None else answer.payload_bytes
+    return _Read(clients=clients, num_bytes=num_bytes, payload_bytes=payload_bytes, answer=answer)
 
 
 def _end_of(reason: str | None) -> str:

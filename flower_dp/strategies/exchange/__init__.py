@@ -1,0 +1,89 @@
+"""One release's exchange with the nodes in a round: messages out, replies in, and the sum of the clients' rows.
+
+Replies are added up as they arrive, and dropped: a server needs memory for one of them, whatever the number of nodes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flwr.app import ArrayRecord, Message, Metadata
+from flwr.serverapp import Grid
+
+from flower_dp import wire
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.releases.round import Round
+
+# Sends the messages of a further stage, with the time that the round has left, and yields the replies as they arrive.
+More = Callable[[Iterable[Message]], Iterator[Message]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """What the messages of a round are made of; all of them share one record of arrays.
+
+    Attributes:
+        record_names: under which nodes look for the model.
+        arrays: the model as it is sent.
+        config: sent with it.
+        fields: further fields of the instruction.
+    """
+
+    record_names: wire.RecordNames
+    arrays: ArrayRecord
+    config: Mapping[str, Any]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def to(self, node: int, names: tuple[str, ...], now: Round) -> Message:
+        """Return the message that asks a node for the rows of some clients."""
+        make = wire.train_message if now.ask.metrics is None else wire.evaluate_message
+        instruction = wire.Instruction(
+            server_round=now.server_round, method=now.method, clients=names, ask=now.ask, **self.fields
+        )
+        return make(node, self.record_names, self.arrays, self.config, instruction)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A round whose messages are out.
+
+    Attributes:
+        now: what was asked of whom.
+        limits: those that the server enforces on the replies.
+        sent: ids and nodes of the messages, without what is in them. The grid writes an id there when it sends a message.
+        number: of the charge, among those of the release.
+        letter: of which messages of further stages are made.
+        grid: through which they are sent.
+    """
+
+    now: Round
+    limits: Limits
+    sent: tuple[Metadata, ...]
+    number: int
+    letter: Letter
+    grid: Grid
+
+
+class Exchange(Protocol):
+    """How the rows of a round's clients get to the server as one sum.
+
+    It may have several stages. The charge of the round is on the disk before the messages of the first one are made. What the
+    stages need of one another is kept within `total`, or by the exchange for the round: nothing of a round is in the run's state.
+    """
+
+    def messages(self, now: Round, letter: Letter) -> Iterable[Message]:
+        """Return the messages of the first stage, one a node."""
+
+    def total(self, asked: Asked, replies: Iterable[Message], more: More, *, seeded: bool) -> Collected:
+        """Check replies and return their sum; an invalid one is left out, as if its clients had sent zeros.
+
+        Args:
+            asked: what was asked.
+            replies: those to the first stage, as they arrive: each is added up, and dropped.
+            more: sends a further stage.
+            seeded: whether the server's own noise is from a fixed seed: see `Collected`.
+
+        Raises:
+            RoundLeftOut: if the stages give no sum.
+        """
