@@ -273,7 +273,7 @@ def _drop_idle_views(traced: torch.fx.GraphModule) -> None:
     for node in traced.graph.nodes:
         source = node
         while (source := _viewed(source)) is not None:
-            if _layout(source) == _layout(node):
+            if source.meta[LAYOUT] == node.meta[LAYOUT]:
                 node.replace_all_uses_with(source)
                 break
     traced.graph.eliminate_dead_code()
@@ -321,11 +321,6 @@ def _viewed(node: Any) -> Any:
     returned = getattr(getattr(node.target, "_schema", None), "returns", None)
     shares = returned and returned[0].alias_info is not None and not returned[0].alias_info.is_write
     return node.args[0] if shares or node.target is _aten._unsafe_view.default else None
-
-
-def _layout(node: Any) -> tuple[object, ...]:
-    found: tuple[object, ...] = node.meta[LAYOUT]
-    return found
 
 
 def _slice_products(traced: torch.fx.GraphModule) -> None:
