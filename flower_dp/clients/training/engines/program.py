@@ -165,7 +165,8 @@ class Program:
             if recipe.sam_radius:
                 gradients = self._sam_gradients(gradients)
             if recipe.weight_decay or recipe.regularizers:
-                gradients = [*recipe.penalized(_multiplied(gradients), self._vectors, start, self._layout)]
+                whole = [one if isinstance(one, Tensor) else torch.bmm(*one) for one in gradients]
+                gradients = [*recipe.penalized(whole, self._vectors, start, self._layout)]
             self._descend(gradients, step_size)
         return losses
 
@@ -262,10 +263,6 @@ def _norms(gradient: Gradient) -> Tensor:
 def _apart(rows: Tensor) -> Tensor:
     """Return rows [slots, d] that a GPU adds up in one order: the order follows from where a row begins in memory."""
     return _aligned(rows) if is_accelerator(rows.device) else rows
-
-
-def _multiplied(gradients: list[Gradient]) -> list[Tensor]:
-    return [gradient if isinstance(gradient, Tensor) else torch.bmm(*gradient) for gradient in gradients]
 
 
 def _drop_idle_views(traced: torch.fx.GraphModule) -> None:
