@@ -280,9 +280,7 @@ class _Trainer:
         own, other = (_made_up(kind, self._training.batch_size, self._model.device, seed) for seed in (1, 2))
         slots = program.num_slots
         layouts = [[own] * slots, [own, other] * (slots // 2), [other, own] * (slots // 2)]
-        rows = [
-            row for layout in layouts for records, row in zip(layout, self._tried(program, layout), strict=True) if records is own
-        ]
+        rows = [row for one in layouts for records, row in zip(one, self._tried(program, one), strict=True) if records is own]
         return rows[0] if _same_bits(rows, of=len(rows)) else None
 
     def _brief(self) -> Training:

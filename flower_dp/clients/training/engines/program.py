@@ -165,7 +165,8 @@ class Program:
             if recipe.sam_radius:
                 gradients = self._sam_gradients(gradients)
             if recipe.weight_decay or recipe.regularizers:
-                gradients = [*recipe.penalized(_multiplied(gradients), self._vectors, start, self._layout)]
+                whole = [one if isinstance(one, Tensor) else torch.bmm(*one) for one in gradients]
+                gradients = [*recipe.penalized(whole, self._vectors, start, self._layout)]
             self._descend(gradients, step_size)
         return losses
 
@@ -264,16 +265,12 @@ def _apart(rows: Tensor) -> Tensor:
     return _aligned(rows) if is_accelerator(rows.device) else rows
 
 
-def _multiplied(gradients: list[Gradient]) -> list[Tensor]:
-    return [gradient if isinstance(gradient, Tensor) else torch.bmm(*gradient) for gradient in gradients]
-
-
 def _drop_idle_views(traced: torch.fx.GraphModule) -> None:
     """Replace views by the tensors that they view if the layouts are equal: vmap makes many of them, which take time."""
     for node in traced.graph.nodes:
         source = node
         while (source := _viewed(source)) is not None:
-            if _layout(source) == _layout(node):
+            if source.meta[LAYOUT] == node.meta[LAYOUT]:
                 node.replace_all_uses_with(source)
                 break
     traced.graph.eliminate_dead_code()
@@ -321,11 +318,6 @@ def _viewed(node: Any) -> Any:
     returned = getattr(getattr(node.target, "_schema", None), "returns", None)
     shares = returned and returned[0].alias_info is not None and not returned[0].alias_info.is_write
     return node.args[0] if shares or node.target is _aten._unsafe_view.default else None
-
-
-def _layout(node: Any) -> tuple[object, ...]:
-    found: tuple[object, ...] = node.meta[LAYOUT]
-    return found
 
 
 def _slice_products(traced: torch.fx.GraphModule) -> None:
