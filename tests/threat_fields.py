@@ -132,7 +132,7 @@ def metadata() -> set[str]:
     """The fields of Flower's metadata that the code names."""
     found = set()
     for _, node in everywhere(PACKAGE / "wire", PACKAGE / "strategies", PACKAGE / "clients"):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "metadata":
+        if isinstance(node, ast.Attribute) and "metadata" in (getattr(node.value, "attr", ""), getattr(node.value, "id", "")):
             found.add(f"metadata.{node.attr}")
         if isinstance(node, ast.keyword) and node.arg in ("group_id", "reply_to", "ttl"):
             found.add(f"metadata.{'reply_to_message_id' if node.arg == 'reply_to' else node.arg}")

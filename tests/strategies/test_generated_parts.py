@@ -110,7 +110,7 @@ def test_the_standard_error_is_the_spread_of_the_value(heard, part, bound, metri
     rng = np.random.default_rng(heard)
     for _ in range(400):
         try:
-            found.append(made.result(now, SimpleNamespace(clients=names, total=total), rng))
+            found.append(made.result(now, SimpleNamespace(clients=names, total=total.copy()), rng))
         except RoundLeftOut:  # the count was too noisy
             continue
     std = math.sqrt(metrics + 1) * multiplier

@@ -208,7 +208,7 @@ class _OpenNodes:
 
     def __init__(self, asked: Mapping[int, tuple[str, ...]], sent: Sequence[Metadata]) -> None:
         self.left, self._asked = dict(asked), asked
-        self._nodes = {one.message_id: one.dst_node_id for one in sent}
+        self._nodes = {metadata.message_id: metadata.dst_node_id for metadata in sent}
         # Without the messages that went through no grid, as in a loop of a test: they have no id.
         self._ids = {node: number for number, node in self._nodes.items() if number}
 
