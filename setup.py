@@ -1,4 +1,4 @@
-"""What pyproject.toml can't say: the Flower App of this repository travels in the wheel, as flower_dp/_app."""
+"""What pyproject.toml can't say: it travels in the wheel itself, as flower_dp/_app, with the settings of the Flower App."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithApp(build_py):
-    """Copy the app to where `flower-dp run` looks for it when there is no checkout."""
+    """Copy the app's files to where `flower-dp run` looks for them when there is no checkout."""
 
     def run(self) -> None:
         """Build the package, and the app inside it unless the install is editable: that one has the checkout."""
@@ -17,19 +17,9 @@ class BuildWithApp(build_py):
             return
         target = Path(self.build_lib, "flower_dp", "_app")
         shutil.rmtree(target, ignore_errors=True)
-        for file in _app_files():
-            (target / file).parent.mkdir(parents=True, exist_ok=True)
+        target.mkdir()
+        for file in ("pyproject.toml", "README.md"):
             shutil.copyfile(file, target / file)
-
-    def get_source_files(self) -> list[str]:
-        """Return what a source distribution must hold: the app as well."""
-        return [*super().get_source_files(), *_app_files()]
-
-
-def _app_files() -> list[str]:
-    """Return the app's files, relative to the repository: what `fab-include` names, without the library."""
-    files = [path for pattern in ("*.py", "*.toml") for path in sorted(Path("apps").rglob(pattern))]
-    return [*map(str, files), "pyproject.toml", "README.md"]
 
 
 setup(cmdclass={"build_py": BuildWithApp})

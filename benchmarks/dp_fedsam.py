@@ -250,8 +250,8 @@ def play(run: PlannedRun, place: Path, *, goes_on: bool) -> None:
     """Make one run in this process, on one node that hosts all clients, as a worker of the simulation does."""
     from flwr.app import Context, RecordDict  # noqa: PLC0415 - a second, and torch another
 
-    from apps.client_app import app as client_app  # noqa: PLC0415
-    from apps.server_app import app as server_app  # noqa: PLC0415
+    from flower_dp.apps.client_app import app as client_app  # noqa: PLC0415
+    from flower_dp.apps.server_app import app as server_app  # noqa: PLC0415
     from tests.grids import LocalGrid  # noqa: PLC0415
 
     config = run.config

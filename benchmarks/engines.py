@@ -25,7 +25,7 @@ from torch import Tensor, nn
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from apps.tasks.models import make  # noqa: E402
+from flower_dp.apps.tasks.models import make  # noqa: E402
 from flower_dp.clients.training.engines import ENGINES, local_updates  # noqa: E402
 from flower_dp.clients.training.engines.batched import num_slots  # noqa: E402
 from flower_dp.clients.training.recipe import FlatModel, Training  # noqa: E402

@@ -41,7 +41,7 @@ import rounds  # noqa: E402
 from engines import Runner, clients_of, seconds_of  # noqa: E402
 from gpu_report import WAYS, machine, table  # noqa: E402
 
-from apps.tasks.models import make  # noqa: E402
+from flower_dp.apps.tasks.models import make  # noqa: E402
 from flower_dp.clients import DPClient, FlatModel, Training  # noqa: E402
 from flower_dp.clients.training.recipe import parts  # noqa: E402
 from flower_dp.core.noise import lattice_step  # noqa: E402

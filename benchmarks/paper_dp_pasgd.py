@@ -11,7 +11,7 @@ from typing import Any
 
 from points import Measured, Point, Row, config_of, difference, records, spread, table
 
-from apps.pilot import pilot
+from flower_dp.apps.pilot import pilot
 from flower_dp.planning.dp_pasgd import plan
 from flower_dp.planning.problem import ProblemError
 from flower_dp.privacy.statement import PrivacyStatement

@@ -16,7 +16,7 @@ from typing import Any
 from points import LOOKS, Measured, Point, Row, config_of, difference, panels, spread, table
 from scipy.optimize import least_squares
 
-from apps.pilot import pilot
+from flower_dp.apps.pilot import pilot
 from flower_dp.planning.fedsgd_dpc import Plan, num_replies, plan
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import FedSGDDPC

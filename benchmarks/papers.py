@@ -26,7 +26,7 @@ import paper_nbafl
 import torch
 from points import Measured, measure, quiet, remember_costs, table
 
-from apps.tasks import load_task
+from flower_dp.apps.tasks import load_task
 from flower_dp.planning.fedsgd_dpc import plan
 
 

@@ -51,9 +51,9 @@ from flwr.serverapp import Grid, NeighboringRelation, PrivacyConfig, RdpAccounta
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 
 sys.path.insert(0, {repository!r})
-from apps.tasks import load_task
-from apps.tasks.models import make
-from apps.tasks.partitions import partition
+from flower_dp.apps.tasks import load_task
+from flower_dp.apps.tasks.models import make
+from flower_dp.apps.tasks.partitions import partition
 
 
 @cache

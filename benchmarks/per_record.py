@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from apps.tasks.models import make
+from flower_dp.apps.tasks.models import make
 from flower_dp.clients.training.per_record import record_gradients
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.core.clipping import clip_l2

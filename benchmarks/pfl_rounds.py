@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rounds import COHORT, JOBS
 
-from apps.tasks import load_task
-from apps.tasks.models import make
-from apps.tasks.partitions import partition
+from flower_dp.apps.tasks import load_task
+from flower_dp.apps.tasks.models import make
+from flower_dp.apps.tasks.partitions import partition
 
 
 class Classifier(nn.Module):

@@ -25,10 +25,10 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 from grids import LocalGrid  # noqa: E402
 
-from apps import records  # noqa: E402
-from apps.client_app import app  # noqa: E402
-from apps.methods import Run  # noqa: E402
-from apps.tasks.models import loss_of, predictions  # noqa: E402
+from flower_dp.apps import records  # noqa: E402
+from flower_dp.apps.client_app import app  # noqa: E402
+from flower_dp.apps.methods import Run  # noqa: E402
+from flower_dp.apps.tasks.models import loss_of, predictions  # noqa: E402
 from flower_dp.clients import TensorRecords, model_arrays  # noqa: E402
 from flower_dp.privacy import accounting  # noqa: E402
 from flower_dp.privacy.statement import PrivacyStatement  # noqa: E402
@@ -79,7 +79,7 @@ class Measured:
 def config_of(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the whole run-config: the app's defaults, the preset, and these settings."""
     defaults: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    chosen = tomllib.loads((REPOSITORY / "apps" / "presets" / f"{preset}.toml").read_text())
+    chosen = tomllib.loads((REPOSITORY / "flower_dp" / "apps" / "presets" / f"{preset}.toml").read_text())
     return flatten(defaults) | flatten(chosen) | dict(settings)
 
 

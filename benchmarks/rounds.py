@@ -39,9 +39,9 @@ sys.path.insert(0, str(REPOSITORY))
 
 from round_times import RoundTimes  # noqa: E402
 
-from apps.tasks import load_task  # noqa: E402
-from apps.tasks.models import make  # noqa: E402
-from apps.tasks.partitions import partition  # noqa: E402
+from flower_dp.apps.tasks import load_task  # noqa: E402
+from flower_dp.apps.tasks.models import make  # noqa: E402
+from flower_dp.apps.tasks.partitions import partition  # noqa: E402
 
 WARM_UP = 3
 COHORT = 100
@@ -100,8 +100,8 @@ from torch import nn
 import flower_dp
 
 sys.path.insert(0, {repository!r})
-from apps.tasks import load_task
-from apps.tasks.partitions import partition
+from flower_dp.apps.tasks import load_task
+from flower_dp.apps.tasks.partitions import partition
 
 
 class Perceptron(nn.Module):

@@ -6,14 +6,16 @@ from typing import Any
 
 from flwr.app import Context, RecordDict
 
-from apps.client_app import app as client_app
-from apps.server_app import app as server_app
+from flower_dp.apps.client_app import app as client_app
+from flower_dp.apps.server_app import app as server_app
 from flower_dp.running.apps import flatten
 from tests.grids import LocalGrid
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULTS = flatten(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
-PRESETS = {path.stem: flatten(tomllib.loads(path.read_text())) for path in (ROOT / "apps" / "presets").glob("*.toml")}
+PRESETS = {
+    path.stem: flatten(tomllib.loads(path.read_text())) for path in (ROOT / "flower_dp" / "apps" / "presets").glob("*.toml")
+}
 
 
 def play(folder: Path, settings: dict[str, Any]) -> Path:

@@ -70,7 +70,7 @@ def test_a_package_that_is_in_no_extra_is_a_fault_and_keeps_its_traceback():
 
 TORCHVISION = """
 import sys
-import torch, apps.tasks.vision
+import torch, flower_dp.apps.tasks.vision
 torchvision = {import_it}
 image = torch.zeros(3, 8, 8)
 model = torchvision.models.resnet18(num_classes=2).eval()
@@ -89,7 +89,7 @@ def build_of(package):
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="needs the extra vision")
 def test_torchvision_imports():
     """The app imports it beside any build of torch; by itself it does where both are of one build, as the install page says."""
-    ways = ["apps.tasks.vision.import_torchvision()"]
+    ways = ["flower_dp.apps.tasks.vision.import_torchvision()"]
     ways += ["__import__('torchvision')"] if build_of("torch") == build_of("torchvision") else []
     for way in ways:
         done = without([], TORCHVISION.format(import_it=way))

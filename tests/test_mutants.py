@@ -17,33 +17,96 @@ MUTANTS = plant.mutants()
 
 def test_no_two_planted_bugs_are_the_same():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
+    assert len({(mutant.place, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
 
 
 def test_every_bug_can_be_planted_once_and_its_tests_exist():
     """All of them in one test: most of the time of a test of its own would be pytest's."""
     wrong = []
     text = functools.cache(lambda file: (plant.ROOT / file).read_text(encoding="utf-8"))
+    sources = plant.sources_of(plant.ROOT)
     for mutant in MUTANTS:
         try:
-            planted = mutant.planted(text(mutant.file))
-            assert planted != text(mutant.file), "changes nothing"
+            file, planted = mutant.planted(sources)
+            assert planted != sources.text(file), "changes nothing"
             assert mutant.name.endswith("."), "the name must end with a full stop"
             assert mutant.tests, "names no test"
             for test in mutant.tests:
                 file, _, function = test.partition("::")
                 assert f"def {function.partition('[')[0]}(" in text(file), f"no such test: {test}"
         except (AssertionError, OSError, ValueError) as error:
-            wrong.append(f"{mutant.file}: {mutant.name} {error}")
+            wrong.append(f"{mutant.place}: {mutant.name} {error}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_text_that_is_not_exactly_once_in_its_file_is_refused():
-    mutant = plant.Mutant(name="A bug.", file="f.py", old="x", new="y", tests=("t",))
-    assert mutant.planted("x = 1") == "y = 1"
-    for text in ("z", "x x"):
-        with pytest.raises(ValueError, match="must be once"):
-            mutant.planted(text)
+SOURCE = """
+import os
+
+
+class A:
+    x: int = 1
+
+    @property
+    def f(self):
+        if self.x:
+            return 2
+        return (self.x
+                + 3)
+
+
+def f():
+    def g():
+        return 4
+    return g() + g()
+"""
+
+
+def planted(tmp_path, **arguments):
+    (tmp_path / "part.py").write_text(SOURCE)
+    (tmp_path / "apps").mkdir(exist_ok=True)
+    (tmp_path / "apps" / "other.py").write_text("def f():\n    return 5\n")
+    mutant = plant.Mutant(**{"name": "A bug.", "tests": ("t",), **arguments})
+    file, text = mutant.planted(plant.Sources(tmp_path))
+    return file.name, text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changed", "to"),
+    [
+        (
+            {"function": "A.f", "old": "return (self.x + 3)", "new": "return 3"},
+            "return (self.x\n                + 3)",
+            "return 3",
+        ),
+        ({"function": "A", "old": "x:int=1", "new": "x: int = 0"}, "x: int = 1", "x: int = 0"),
+        ({"function": "A.f", "old": "@property", "new": ""}, "@property", ""),
+        ({"function": "A.f", "old": "return 2", "new": "y = 1\n        return y"}, "return 2", "y = 1\n            return y"),
+        ({"function": "f.g", "old": "4", "new": "5"}, "return 4", "return 5"),
+        ({"function": "f", "old": "g() + g()", "new": "0"}, "g() + g()", "0"),
+        ({"module": "part", "old": "import os", "new": "import sys"}, "import os", "import sys"),
+        ({"module": "part", "function": "f", "old": "return 4", "new": "return 5"}, "return 4", "return 5"),
+    ],
+)
+def test_a_bug_is_planted_in_its_function_wherever_that_is(tmp_path, arguments, changed, to):
+    assert planted(tmp_path, **arguments) == ("part.py", SOURCE.replace(changed, to, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"function": "f", "old": "return", "new": ""}, "3 times in f: must be once; name the module"),
+        ({"function": "f", "old": "g()+", "new": "g()-", "module": "apps.other"}, "0 times in apps.other:f"),
+        ({"function": "f", "old": " ", "new": "x"}, "0 times"),
+        ({"function": "A.f", "old": "return", "new": ""}, "2 times in A.f: must be once$"),
+        ({"function": "A.g", "old": "return", "new": ""}, "no function, class or module A.g"),
+        ({"module": "gone", "old": "return", "new": ""}, "no function, class or module gone"),
+        ({"module": "gone", "function": "f", "old": "g() + g()", "new": ""}, "no function, class or module gone:f"),
+        ({"old": "return 5", "new": ""}, "no function, class or module"),
+    ],
+)
+def test_a_text_that_is_not_exactly_once_in_its_function_is_refused(tmp_path, arguments, reason):
+    with pytest.raises(ValueError, match=reason):
+        planted(tmp_path, **arguments)
 
 
 TESTS = "def test_one():\n    from part import ONE\n    assert ONE == 1\n\ndef test_any():\n    import part\n"
@@ -57,7 +120,7 @@ TESTS = "def test_one():\n    from part import ONE\n    assert ONE == 1\n\ndef t
         ({"tests": ("test_part.py::test_any",)}, "SURVIVED"),
         ({"old": "TWO"}, "BROKEN"),
         ({"tests": ("test_part.py::test_none",)}, "BROKEN"),
-        ({"file": "test_part.py", "old": "def test_any():", "new": "def test_any(:"}, "BROKEN"),
+        ({"module": "test_part", "old": "def test_any():", "new": "def test_any(:"}, "BROKEN"),
     ],
 )
 def test_a_bug_is_caught_only_by_a_test_that_fails(tmp_path, monkeypatch, changes, word):
@@ -65,7 +128,7 @@ def test_a_bug_is_caught_only_by_a_test_that_fails(tmp_path, monkeypatch, change
     monkeypatch.setitem(sys.modules, "plant", plant)  # tests of changed modules import modules again
     (tmp_path / "part.py").write_text("ONE = 1\n")
     (tmp_path / "test_part.py").write_text(TESTS)
-    arguments = {"name": "One is two.", "file": "part.py", "old": "1", "new": "2", "tests": ("test_part.py",)}
+    arguments = {"name": "One is two.", "module": "part", "old": "1", "new": "2", "tests": ("test_part.py",)}
     assert plant.plant(plant.Mutant(**arguments | changes), tmp_path).word == word
     assert (tmp_path / "part.py").read_text() == "ONE = 1\n"
     assert (tmp_path / "test_part.py").read_text() == TESTS

@@ -113,7 +113,7 @@ def test_every_test_that_a_row_names_exists() -> None:
 def defined() -> set[str]:
     """What the code defines: functions, classes and constants, alone and behind their class or module."""
     found = set()
-    for place, node in everywhere(PACKAGE, ROOT / "apps"):
+    for place, node in everywhere(PACKAGE):
         for name in names_defined(node):
             behind = place.split(".")
             found |= {name, f"{behind[-1]}.{name}"}

@@ -22,8 +22,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def wheel(tmp_path_factory):
     """The wheel of a copy of the sources: building leaves folders behind."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("flower_dp", "apps"):
-        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(REPOSITORY / "flower_dp", source / "flower_dp", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
     built = tmp_path_factory.mktemp("wheel")
@@ -59,14 +58,14 @@ def installed(wheel, tmp_path_factory):
         )
 
     where = subprocess.run(
-        [python, "-c", "import flower_dp, importlib.util as u; print(flower_dp.__file__, u.find_spec('apps'))"],
+        [python, "-c", "import flower_dp; print(flower_dp.__file__)"],
         cwd=empty,
         env=environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert where.stdout == f"{site / 'flower_dp' / '__init__.py'} None\n"
+    assert where.stdout == f"{site / 'flower_dp' / '__init__.py'}\n"
     return run
 
 
@@ -77,10 +76,9 @@ def _pip(*arguments):
 
 def assert_holds_the_package_and_the_app_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    app = [path for path in (REPOSITORY / "apps").rglob("*") if path.suffix in {".py", ".toml"}]
-    wanted = {f"flower_dp/_app/{path.relative_to(REPOSITORY)}" for path in app}
-    wanted |= {"flower_dp/_app/pyproject.toml", "flower_dp/_app/README.md", "flower_dp/py.typed"}
+    wanted = {"flower_dp/_app/pyproject.toml", "flower_dp/_app/README.md", "flower_dp/py.typed"}
     wanted |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flower_dp").rglob("*.py")}
+    wanted |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flower_dp" / "apps" / "presets").iterdir()}
     wanted |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flower_dp" / "templates").iterdir()}
     assert {name for name in names if ".dist-info/" not in name} == wanted
 
@@ -88,7 +86,7 @@ def assert_holds_the_package_and_the_app_and_nothing_else(wheel):
 def assert_presets(installed):
     done = installed("presets")
     assert (done.returncode, done.stderr) == (0, "")
-    presets = {path.stem for path in (REPOSITORY / "apps" / "presets").glob("*.toml")}
+    presets = {path.stem for path in (REPOSITORY / "flower_dp" / "apps" / "presets").glob("*.toml")}
     assert {line.split()[0] for line in done.stdout.splitlines()} == presets
 
 

@@ -20,9 +20,8 @@ import torch
 from dp_accounting import GaussianDpEvent
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
-from apps.device import FUNCTIONS
-from apps.methods import METHODS
 from flower_dp import wire
+from flower_dp.apps.device import FUNCTIONS
 from flower_dp.cli import server_ledger as server_ledger_cli
 from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, reasons
 from flower_dp.clients.account import KEY as ACCOUNT_KEY
@@ -31,6 +30,7 @@ from flower_dp.clients.kept import KEY as KEPT_KEY
 from flower_dp.core import columns, environment, stored
 from flower_dp.core.compression import CODECS
 from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.methods import METHODS
 from flower_dp.privacy import server_ledger_format, statement
 from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.ledger_format import Entry, content_of
@@ -151,7 +151,7 @@ def run_config() -> set[str]:
 def node_config() -> set[str]:
     """The keys that functions with a node's config name, besides those of the run-config."""
     found = {LEDGER_PATH, "the app's settings"}
-    for folder in (PACKAGE / "clients", ROOT / "apps"):
+    for folder in (PACKAGE / "clients", PACKAGE / "apps"):
         for _, node in everywhere(folder):
             if isinstance(node, ast.FunctionDef) and "node_config" in names_in(node):
                 texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
@@ -279,7 +279,7 @@ def tracker_classes() -> set[str]:
 
 def server_log() -> set[str]:
     rooms = [folder for folder in PACKAGE.iterdir() if folder.is_dir() and folder.name != "clients"]
-    return logging_in(*rooms, ROOT / "apps")
+    return logging_in(*rooms)
 
 
 def environment_variables() -> set[str]:

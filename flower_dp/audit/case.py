@@ -174,7 +174,7 @@ class Trials:
         if self.case.view == "outsider":
             return [moved]
         own = _message(self._grid.exchanged.get(_PARTICIPANT))[: len(moved)]
-        return [moved - own, moved - 2 * own]
+        return [moved - own, moved - len(self.case.present) * own]
 
     def _beside(self, asked: Indicator) -> _Count:
         """Return what the next clip norm, which is public, tells of a round: the noised sum of its indicators."""
@@ -204,10 +204,10 @@ def _statistics(parts: list[np.ndarray], direction: np.ndarray, counts: Sequence
 
     `projection` is the log likelihood ratio of Gaussian noise, up to a factor and a constant: the sum over rounds of what was
     seen, into the direction of the unit's push; with an adaptive clip norm that of update and indicator together, for one noise
-    hides both. `shared noise` is the same without a participant's own noise taken twice: if clients drew the same noise, none is
-    left. `update` and `indicator` are the two parts of the projection: each shows noise that is too small on it alone. `lowest
-    bit` is the exponent of the lowest bit that is set in any coordinate: noise on a lattice leaves nothing below its step,
-    whatever the unit's value is.
+    hides both. `shared noise` is the same without a participant's own noise as often as there are clients: if they drew the same
+    noise, none is left. `update` and `indicator` are the two parts of the projection: each shows noise that is too small on it
+    alone. `lowest bit` is the exponent of the lowest bit that is set in any coordinate: noise on a lattice leaves nothing below
+    its step, whatever the unit's value is.
     """
     along = [part @ direction for part in parts]
     named = {"projection": float(along[0].sum()), "lowest bit": _lowest_bit(parts[0])}

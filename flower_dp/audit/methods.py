@@ -40,6 +40,9 @@ from flower_dp.strategies import (
 DELTA = 1e-3
 _EPSILON = 8.0
 CLIP_NORM = 1.0
+# With shares of noise / n in the place of noise / sqrt(n), a participant among n clients meets noise that is sqrt(n) times too
+# small with the unit, and sqrt(n / 2) times without it: among two that is none at all without it, for the server adds its share.
+_SHARING = 4
 TRAINING = Training(learning_rate=1.0, batch_size=1, loss=worst_case.loss)
 SAM = replace(TRAINING, sam_radius=0.05)
 BLURS = replace(TRAINING, regularizers=(BLUR(strength=0.1, bound=0.01),), sparsifier=LUS(keep_ratio=0.5))
@@ -59,12 +62,16 @@ def client_level(
     post_processed: bool = False,
     **own: Any,
 ) -> Case:
-    """Return the case of a method with one noised sum: two clients, one of which is the unit.
+    """Return the case of a method with one noised sum: two clients, one of which is the unit; four where they share the noise.
 
     Under add-or-remove-one the unit does not answer in the neighbouring input; where who answers may be known, it answers with an
     update of zero, as the statement says. Under replace-one its update points into the opposite direction. A second client's
-    update, against the unit's, is the same in both. With sampling there is one round, and the second client's update is that of
-    the neighbouring input: then a cohort without the unit can't be told from it.
+    update, against the unit's, is the same in both, and those of further clients are zero. With sampling there is one round, and
+    all others' updates are that of the neighbouring input: then a cohort without the unit can't be told from it.
+
+    Clients that send the largest coordinates or the levels of their own noised updates are two in any case: each is protected by
+    its own share alone, and the noise of others would hide that. Without a trusted server all must answer, so that there are no
+    more shares than are charged.
 
     Args:
         label: of the case.
@@ -84,10 +91,21 @@ def client_level(
     central = own.get("placement", "central" if make is DPFedAvg else "distributed") == "central"
     full = isinstance(sampling, FullSampling)
     shows = not central and (not own.get("trusted_server", True) or post_processed)
-    without, other = (-1.0 if replaced else 0.0), -1.0
+    without = -1.0 if replaced else 0.0
+    num_clients = clients_of(central=central, lossy=post_processed)
+    if not central and not own.get("trusted_server", True):
+        own = {"min_reply_ratio": 1.0, **own}
+    others = (-1.0, *(num_clients - 2) * (0.0,)) if full else (num_clients - 1) * (without,)
 
     def strategy() -> DPStrategy:
-        return make(clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, num_clients=2, delta=delta, **own)
+        return make(
+            clip_norm=clip_norm,
+            noise_multiplier=noise_multiplier,
+            sampling=sampling,
+            num_clients=num_clients,
+            delta=delta,
+            **own,
+        )
 
     def client(**node: Any) -> DPClient:
         assert training is not None  # noqa: S101 (else clients are stock ones)
@@ -98,14 +116,19 @@ def client_level(
         method=strategy().rules.training.name,
         strategy=strategy,
         client=None if training is None else client,
-        present=(1.0, other if full else without),
-        absent=(without, other if full else without),
+        present=(1.0, *others),
+        absent=(without, *others),
         silent=not replaced and not shows,
         view="outsider" if central else "participant",
         num_rounds=num_rounds if full else 1,
         inputs=inputs,
         post_processed=post_processed,
     )
+
+
+def clients_of(*, central: bool, lossy: bool) -> int:
+    """Return how many clients a case of a noised sum has: two, or more where they share its noise."""
+    return 2 if central or lossy else _SHARING
 
 
 def sampling_relation(sampling: Sampler) -> Relation:

@@ -12,17 +12,14 @@ from flower_dp.audit.one_run import OneRunAudit, coins
 from flower_dp.audit.one_run_clients import CanaryClient, ClientCanaries
 from flower_dp.audit.one_run_records import RecordScores, Replies, planted
 from flower_dp.clients import FlatModel, ScaffoldRecipe, client_app, model_arrays
-from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.core import checks
 from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.methods import METHODS
 from flower_dp.running.apps import own_module
 from flower_dp.running.values import Value
 from flower_dp.simulation.local_grid import LocalGrid
 from flower_dp.strategies import DPStrategy
-from flower_dp.strategies.client_level import ClientLevelRules
 
-# Methods whose rows are updates along negative gradients of records.
-RECORD_METHODS = ("dp-fedpaq", "scaffold", "dp-pasgd")
 _MODELS = "the initial model and the model of every round; it knows all other clients' data"
 _REPLIES = "every client's replies, and the model of every round"
 
@@ -54,11 +51,13 @@ def audit_run(
     checks.integer("num_canaries", num_canaries, at_least=2)
     checks.number("confidence", confidence, above=0, below=1)
     run = own_module("methods").Run.of(run_config)
-    if run.settings.method not in (*CLIENT_LEVEL, *RECORD_METHODS):
-        raise ValueError(f"method={run.settings.method!r}: has no canaries; {', '.join((*CLIENT_LEVEL, *RECORD_METHODS))} have")
+    canaries = METHODS[run.settings.method].canaries
+    if not canaries:
+        others = ", ".join(name for name, method in METHODS.items() if method.canaries)
+        raise ValueError(f"method={run.settings.method!r}: has no canaries; {others} have")
     clients = own_module("records").deal(own_module("records").config_of(run_config)).clients
     strategy: DPStrategy = run.strategy(lambda: {name: len(records) for name, records in clients.items()})
-    audited = _clients if isinstance(strategy.rules, ClientLevelRules) else _records
+    audited = _clients if canaries == "clients" else _records
     return audited(run, strategy, clients, coins(num_canaries, seed), confidence=confidence, rng=np.random.default_rng(seed))
 
 

@@ -1,17 +1,18 @@
 """The case of a run's settings: its own noise, clip, placement and sampling, among two clients and in one round."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from flower_dp.audit import methods
 from flower_dp.audit.case import Case
+from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
-from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPFedSAM, DPStrategy, FedSMP
+from flower_dp.methods import METHODS
+from flower_dp.strategies import AdaptiveClip
 
-_CLIENT_LEVEL: dict[str, Callable[..., DPStrategy]] = {"dp-fedavg": DPFedAvg, "dp-fedsam": DPFedSAM, "fed-smp": FedSMP}
-_LOCAL = ("fedsgd-dpc", "nbafl", "dp-pasgd", "dp-fedpaq", "scaffold")
+Own = Mapping[str, Any]
 # Settings of a method's table that its strategy takes under the same name, if they are not empty.
 _PASSED = ("keep_ratio", "quantization_levels", "mask", "random_ratio", "placement", "relation")
 
@@ -20,46 +21,79 @@ def case_of(name: str, config: Mapping[str, Any]) -> Case:
     """Return the case of a run-config.
 
     Everything that decides about noise, clip and sampling is the run's; what decides only how often and among how many is not:
-    two clients and one round, for which the strategy makes a statement of its own. With fixed-size sampling one of the two is
-    drawn. Budgets of clients are for that one round.
+    two clients, or four that share the noise, and one round, for which the strategy makes a statement of its own. With fixed-size
+    sampling half of them are drawn. Budgets of clients are for that one round.
 
     Args:
         name: of the run.
         config: every setting of the app.
 
     Raises:
-        ValueError: if the run has no privacy.
+        ValueError: for an unknown method, or if the run has no privacy.
     """
     method = str(config["method"])
+    checks.one_of("method", method, tuple(METHODS))
     own = {
         key.removeprefix(f"{method}.").replace("-", "_"): value for key, value in config.items() if key.startswith(f"{method}.")
     }
-    label = f"{name}, one round"
-    if method in _CLIENT_LEVEL:
-        return _client_level(label, method, own, config)
-    if method not in _LOCAL:
-        known = ", ".join([*_CLIENT_LEVEL, *_LOCAL])
-        raise ValueError(f"method={method}: has no case for an audit; must be one of {known}")
-    words = {"epsilon": own["epsilon"], "clip_norm": own["clip_norm"], "delta": own["delta"]}
-    if method == "nbafl" and not own["epsilon"]:
-        words |= {"epsilon": None, "paper_epsilon": own["paper_epsilon"]}
-    if not math.isfinite(words["epsilon"] or words["paper_epsilon"]):
-        raise ValueError(f"{name}: is not private, so there is nothing to audit")
-    if method == "fedsgd-dpc":
-        rest = {"mechanism": own["mechanism"], "sampling_rate": own["record_sampling_rate"], "relation": own["relation"]}
-        return methods.fedsgd_dpc(label, **words, **rest)
-    if method == "nbafl":
-        return methods.nbafl(label, **words)
-    if method == "dp-pasgd":
-        poisson = own["batch_sampling"] == "poisson"
-        steps = {"num_local_steps": own["num_local_steps"], "batch_sampling": own["batch_sampling"]}
-        return methods.dp_pasgd(label, **words, **steps, num_records=2 if poisson else 1)
+    case: Case = METHODS[method].load("audit")(f"{name}, one round", own, config)
+    return case
+
+
+def fedsgd_dpc(label: str, own: Own, config: Own) -> Case:
+    """Return the case of FedSGD-DPC's settings."""
+    rest = {"mechanism": own["mechanism"], "sampling_rate": own["record_sampling_rate"], "relation": own["relation"]}
+    return methods.fedsgd_dpc(label, **_budget(label, own), **rest)
+
+
+def nbafl(label: str, own: Own, config: Own) -> Case:
+    """Return the case of NbAFL's settings."""
+    paper = {} if own["epsilon"] else {"epsilon": None, "paper_epsilon": own["paper_epsilon"]}
+    return methods.nbafl(label, **_budget(label, own, own["epsilon"] or own["paper_epsilon"]) | paper)
+
+
+def dp_pasgd(label: str, own: Own, config: Own) -> Case:
+    """Return the case of DP-PASGD's settings."""
+    steps = {"num_local_steps": own["num_local_steps"], "batch_sampling": own["batch_sampling"]}
+    return methods.dp_pasgd(label, **_budget(label, own), **steps, num_records=2 if own["batch_sampling"] == "poisson" else 1)
+
+
+def dp_fedpaq(label: str, own: Own, config: Own) -> Case:
+    """Return the case of DP-FedPAQ's settings."""
+    return _local_steps(label, own, scaffold=False)
+
+
+def scaffold(label: str, own: Own, config: Own) -> Case:
+    """Return the case of SCAFFOLD's settings."""
+    return _local_steps(label, own, scaffold=True)
+
+
+def client_level(label: str, own: Own, config: Own) -> Case:
+    """Return the case of the settings of a method with one noised sum, of which nothing is left out after the noise."""
+    return _client_level(label, own, config, lossy=False, top_k=False)
+
+
+def dp_fedsam(label: str, own: Own, config: Own) -> Case:
+    """Return the case of DP-FedSAM's settings, whose noised sum or shares may be compressed."""
+    top_k = own["keep_ratio"] < 1
+    return _client_level(label, own, config, lossy=top_k or bool(own["quantization_levels"]), top_k=top_k)
+
+
+def _budget(label: str, own: Own, epsilon: float | None = None) -> dict[str, Any]:
+    if not math.isfinite(own["epsilon"] if epsilon is None else epsilon):
+        raise ValueError(f"{label}: is not private, so there is nothing to audit")
+    return {"epsilon": own["epsilon"], "clip_norm": own["clip_norm"], "delta": own["delta"]}
+
+
+def _local_steps(label: str, own: Own, *, scaffold: bool) -> Case:
     levels, sensitivity = own["quantization_levels"] or None, own["sensitivity"]
-    return methods.local_steps(label, **words, scaffold=method == "scaffold", quantization_levels=levels, sensitivity=sensitivity)
+    return methods.local_steps(
+        label, **_budget(label, own), scaffold=scaffold, quantization_levels=levels, sensitivity=sensitivity
+    )
 
 
-def _client_level(label: str, method: str, own: Mapping[str, Any], config: Mapping[str, Any]) -> Case:
-    make, clip = _CLIENT_LEVEL[method], own["clip_norm"]
+def _client_level(label: str, own: Own, config: Own, *, lossy: bool, top_k: bool) -> Case:
+    make, clip = METHODS[config["method"]].load("strategy"), own["clip_norm"]
     passed = {key: own[key] for key in _PASSED if own.get(key)}
     if passed.get("placement") == "distributed":
         passed |= {"trusted_server": own["trusted_server"]}
@@ -79,10 +113,9 @@ def _client_level(label: str, method: str, own: Mapping[str, Any], config: Mappi
         multiplier = run.rules.release.mechanism.noise_multiplier
     if not multiplier:
         raise ValueError(f"{label}: is not private, so there is nothing to audit")
-    lossy = method == "dp-fedsam" and (passed.get("keep_ratio", 1) < 1 or "quantization_levels" in passed)
-    top_k = lossy and passed.get("keep_ratio", 1) < 1
     training = methods.BLURS if config["blur-strength"] or config["update-keep-ratio"] < 1 else methods.TRAINING
-    sampled = _sampler({**config, "num-clients": 2, "cohort-size": 1})
+    num_clients = methods.clients_of(central=passed.get("placement") == "central", lossy=lossy)
+    sampled = _sampler({**config, "num-clients": num_clients, "cohort-size": num_clients // 2})
     return methods.client_level(
         label,
         make,

@@ -49,7 +49,7 @@ def plan(
 
     Exit status: 0, or 2 with a line that names the key which is missing, unknown or impossible.
     """
-    from flower_dp.planning import command, registry
+    from flower_dp.planning import command
 
     estimates, origin = None, None
     try:
@@ -57,7 +57,8 @@ def plan(
             for name, value in (("--set", setting and setting[0]), ("--l2", l2)):
                 if value is not None:
                     raise ValueError(f"{name}={value}: belongs to --estimate-from")
-        elif method in registry.PLANNERS:  # for others, the planner's error lists the methods
+        else:
+            command.planner_of(method)
             estimates, origin = _estimates(method, problem, estimate_from, setting or [], l2)
     except (ValueError, OSError) as error:
         fail(" ".join(str(error).split()), 2)

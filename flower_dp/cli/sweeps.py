@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flower_dp.cli.errors import fail, refuse
-from flower_dp.cli.screen import echo
 
 if TYPE_CHECKING:
     from flower_dp.sweeps.folder import SweepFolder
@@ -16,9 +15,13 @@ if TYPE_CHECKING:
 def sweep(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A TOML file: settings, grid, points, seeds.", show_default=False)],
     output_dir: Annotated[
-        Path,
-        typer.Option(metavar="FOLDER", help="The sweep's folder: new, or that of this sweep, which goes on.", show_default=False),
-    ],
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="The sweep's folder: new, or that of this sweep, which goes on. A dry run needs none.",
+            show_default=False,
+        ),
+    ] = None,
     at_once: Annotated[
         int | None,
         typer.Option(min=1, help="Runs at once. Default: as many as cores, memory and GPUs allow.", show_default=False),
@@ -41,16 +44,16 @@ def sweep(
 
     Exit status: 0 all runs ended, 1 a run failed, 2 bad options or settings, 130 interrupted.
     """
+    from flower_dp.running.screen import echo
     from flower_dp.running.signals import Interrupted
-    from flower_dp.sweeps.folder import SweepFolder
     from flower_dp.sweeps.pool import LaunchError
     from flower_dp.sweeps.results import TABLE
     from flower_dp.sweeps.sweep import Sweep
 
-    folder = SweepFolder(output_dir.expanduser().absolute())
     if dry_run:
-        _show_commands(file, folder, private_selection=private_selection)
+        _show_commands(file, _folder(output_dir) if output_dir else None, private_selection=private_selection)
         return
+    folder = _folder(output_dir)
     again = f"It goes on with: flower-dp sweep {shlex.quote(str(file))} --output-dir {shlex.quote(str(output_dir))}"
     left = f"the runs so far are in {folder.path}"
     if at_once is not None:
@@ -86,7 +89,15 @@ def sweep(
         fail("\n".join([*unknown, f"Correct it in {file}: the same command then makes the tables anew, and no run."]), 2)
 
 
-def _show_commands(file: Path, folder: "SweepFolder", *, private_selection: bool) -> None:
+def _folder(path: Path | None) -> "SweepFolder":
+    from flower_dp.sweeps.folder import SweepFolder
+
+    if path is None:
+        refuse("Missing option '--output-dir': name the sweep's folder, or add --dry-run")
+    return SweepFolder(path.expanduser().absolute())
+
+
+def _show_commands(file: Path, folder: "SweepFolder | None", *, private_selection: bool) -> None:
     """Show the command of each run, unless something would be refused."""
     from flower_dp.sweeps import plan
     from flower_dp.sweeps.pool import LaunchError
@@ -113,6 +124,7 @@ def _show_commands(file: Path, folder: "SweepFolder", *, private_selection: bool
 def _choose(file: Path, folder: "SweepFolder", at_once: int | None) -> None:
     """Make the best of a random number of runs, and show it."""
     from flower_dp.running.run_folder import STATEMENT_TEXT
+    from flower_dp.running.screen import echo
     from flower_dp.sweeps.folder import RUNS
     from flower_dp.sweeps.private_choice import CHOSEN, PrivateSweep
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flower_dp import wire
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import reading
+from flower_dp.clients.reasons import contained, reading
 from flower_dp.clients.reply import client_level
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.clients.reply.evaluation import MetricRows, Metrics, loss_and_accuracy
@@ -119,7 +119,8 @@ class DPClient(NodeClient):
         jobs = []
         for name in [name for name in instruction.clients if name not in refused]:
             try:
-                records = self.clients[name]
+                with contained():
+                    records = self.clients[name]
             except Exception as error:
                 refused[name] = failure(name, error).reason
                 continue

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.nbafl_weights import weights_pipeline
+from flower_dp.clients.reasons import contained
 from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
 from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.tracebacks import new_traceback_of
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.losses import checked
@@ -45,9 +47,11 @@ class TrainedWeights:
         model.vector.copy_(vector)
         model.reset_buffers()
         try:
-            loss = self.training.train(model, job.records, self.server_round, torch.Generator().manual_seed(job.seed))
+            with contained():
+                loss = self.training.train(model, job.records, self.server_round, torch.Generator().manual_seed(job.seed))
         except Exception as error:
-            log.error("training failed (%s): the reply is made from the global model", type(error).__name__)
+            name, trace = type(error).__name__, new_traceback_of(error)
+            log.error("training failed (%s): the reply is made from the global model%s", name, trace)
             loss = torch.zeros((), device=model.device)
             model.vector.copy_(vector)
         weights = model.vector.to(vector.device, copy=True)

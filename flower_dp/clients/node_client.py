@@ -18,7 +18,7 @@ from flower_dp import wire
 from flower_dp.clients.account import refuse_ledger
 from flower_dp.clients.kept import keep
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, in_own_words, reading
+from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, contained, in_own_words, reading
 from flower_dp.clients.reply.pipeline import failure
 from flower_dp.clients.reply.work import Work, add_up
 from flower_dp.clients.training.devices import default_device, exact_device, reproducible
@@ -120,7 +120,8 @@ class NodeClient(NumPyClient):
         found = []
         for name in islice(self.clients, _MOST_TRIED):
             try:
-                records = self.clients[name]
+                with contained():
+                    records = self.clients[name]
             except Exception as error:
                 found.append(failure(name, error, DATA).reason)
                 continue
@@ -135,7 +136,7 @@ class NodeClient(NumPyClient):
         """Return why a client can't train, in fixed words; None if it can, or in doubt."""
         started = time.monotonic()
         try:
-            with reproducible(self.model.device):
+            with contained(), reproducible(self.model.device):
                 return self._why_unfit(records)
         except Exception as error:
             log.warning("client %s: no dry run: %s: %s", name, type(error).__name__, error)

@@ -2,14 +2,13 @@
 
 Flower sends the class and the text of an error that leaves a ClientApp to the server. The text of an error may hold a record, and
 even its class may be one that data have chosen. So only `Declined` leaves, whose texts are written in this package, or one fixed
-line. The node's own log has the rest. `SystemExit` and other errors that are no `Exception` are treated like any error.
+line. The node's own log has the rest. `SystemExit` and other errors that are no `Exception` are treated like any error: raised by
+one client's data, they decide nothing for the node's other clients.
 """
 
 import logging
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import final
 
 from flower_dp import wire
@@ -24,13 +23,17 @@ UNFIT = "the model can't be trained, whatever a record holds"
 SEE_LOG = "the node's own log says why"
 # What a dry run finds. None of these depends on a value of a record.
 ROWS = "a row of the data set is no pair of inputs and target: let its __getitem__ return (inputs, target), not a dict"
-TRANSFORM = "the transform does not take inputs of the shape and type of the client's records"
+TRANSFORM = f"the transform fails on made-up inputs of the shape and type of the client's records; {SEE_LOG}"
+TABLE = (
+    "a client's data are a DataFrame: give a pair of inputs and targets, such as (frame[names].to_numpy(dtype='float32'), "
+    "frame[label].to_numpy())"
+)
 WHOLE_NUMBERS = (
     "inputs are whole numbers and the model takes floats: convert them, for example in "
     "TensorRecords(..., transform=lambda batch: batch.float() / 255)"
 )
-MODEL = "the model does not take inputs of the names, shape and type of the client's records"
-LOSS = "the loss does not take the model's outputs and targets of the shape and type of the client's records"
+MODEL = f"the model's forward fails on made-up inputs of the names, shape and type of the client's records; {SEE_LOG}"
+LOSS = f"the loss fails on the model's outputs and made-up targets of the shape and type of the client's records; {SEE_LOG}"
 LOSS_SHAPE = "the loss of a batch is not one number: use reduction='mean' or 'sum'"
 LOSS_UNEVEN = (
     "the loss of a batch is neither the mean nor the sum of its records' losses, so that of a single record lacks the record's "
@@ -41,6 +44,11 @@ LOSS_OF_WEIGHTS = (
     "on outputs and targets alone (dp-pasgd has weight_decay)"
 )
 GRADIENT = "the loss has no gradient in the model's parameters"
+REENTRANT = (
+    "activation checkpointing with use_reentrant=True has no gradient in single parameters: give torch.utils.checkpoint "
+    "use_reentrant=False, for example by "
+    "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+)
 STEP = f"a step of training fails on a made-up batch; {SEE_LOG}"
 DATA = "its data can't be read"
 RECURRENT = (
@@ -70,6 +78,7 @@ BATCH_STATISTICS = (
     "a layer of the model mixes and keeps statistics of private records: use GroupNorm instead of BatchNorm, or "
     "flower_dp.clients.fix_batchnorm(model), and InstanceNorm without track_running_stats; the node's own log names the layer"
 )
+HALVES = "parameters of 16 bits would swallow most rounds' small steps: train float32, for example model.float()"
 OPACUS = (
     "the model is wrapped by opacus, whose hooks keep gradients of single records on the parameters: give the plain model, "
     "wrapped.to_standard_module()"
@@ -120,15 +129,40 @@ class WrappedModelError(ValueError):
     """The model is wrapped by opacus; the text is one of this module."""
 
 
-def place_of(error: BaseException) -> str:
-    """Return file and line where an error was raised, in parentheses, for the node's own log; empty if nobody knows."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+@final
+class HalfPrecisionError(ValueError):
+    """The model would train parameters of float16 or bfloat16; the text, which names one, stays on the device."""
+
+
+@final
+class ExitError(RuntimeError):
+    """A client's data have raised what would end the process, such as `SystemExit`; the text stays on the device."""
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Turn an error that is no `Exception` into one, so that it fails for this client, or this record, alone.
+
+    Whatever runs on one client's data runs inside. It may not hold a `yield`: closing a generator raises such an error there.
+
+    Raises:
+        ExitError: for `SystemExit`, `GeneratorExit` and others, but not for `KeyboardInterrupt`.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ExitError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__) from None
 
 
 def why_no_client(error: BaseException) -> str:
     """Return what the server learns of an error in `client_fn`."""
-    known: dict[type[BaseException], str] = {BatchStatisticsError: BATCH_STATISTICS, WrappedModelError: OPACUS}
+    known: dict[type[BaseException], str] = {
+        BatchStatisticsError: BATCH_STATISTICS,
+        HalfPrecisionError: HALVES,
+        WrappedModelError: OPACUS,
+    }
     why = f": {known[type(error)]}" if type(error) in known else f"; {SEE_LOG}"
     return error.reason if type(error) is Declined else f"client_fn failed{why}"
 

@@ -73,7 +73,7 @@ def number(
         if bound is not None
     ]
     wanted = "a finite number" + (" " + " and ".join(bounds) if bounds else "")
-    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+    if _is_bool(value) or isinstance(value, str) or not hasattr(value, "__float__"):
         raise ValueError(f"{name}={_shown(value)}: must be {wanted}")
     try:
         result = float(value)
@@ -91,6 +91,11 @@ def number(
     return result
 
 
+def _is_bool(value: Any) -> bool:
+    """Return whether a value is a boolean of Python, or one or more of NumPy or torch."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).rpartition(".")[2] == "bool"
+
+
 def integer(name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None) -> int:
     """Return `value` as an int if it is a whole number within the bounds.
 
@@ -99,7 +104,7 @@ def integer(name: str, value: Any, *, at_least: int | None = None, at_most: int 
     """
     bounds = [f"{sign} {bound}" for sign, bound in ((">=", at_least), ("<=", at_most)) if bound is not None]
     wanted = "a whole number" + (" " + " and ".join(bounds) if bounds else "")
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if _is_bool(value) or not hasattr(value, "__index__"):
         raise ValueError(f"{name}={_shown(value)}: must be {wanted}")
     result = int(value)
     if (at_least is not None and result < at_least) or (at_most is not None and result > at_most):

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-from flower_dp.planning.planner import Plan
+from flower_dp.methods import METHODS
+from flower_dp.planning.planner import Plan, Planner
 from flower_dp.planning.problem import ProblemError, read_problem
-from flower_dp.planning.registry import PLANNERS
 
 
 def run(
@@ -58,14 +58,26 @@ def make_plan(method: str, problem: Path | str | None = None, *, estimates: Mapp
     Raises:
         ProblemError: naming the method, the file or the key that is missing, unknown or impossible.
     """
-    if method not in PLANNERS:
-        close = difflib.get_close_matches(method, PLANNERS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(PLANNERS)}"
-        raise ProblemError("method", f"method={method!r}: has no planner; {hint}")
+    planner = planner_of(method)
     if problem is None and estimates is None:
         raise ProblemError("problem", "problem: missing; give a TOML file")
     given = read_problem(problem) if problem is not None else {}
-    return PLANNERS[method].plan({**(estimates or {}), **given})
+    return planner.plan({**(estimates or {}), **given})
+
+
+def planner_of(method: str) -> Planner:
+    """Return a method's planner.
+
+    Raises:
+        ProblemError: if it has none.
+    """
+    if method not in METHODS or not METHODS[method].planner:
+        planned = [name for name, one in METHODS.items() if one.planner]
+        close = difflib.get_close_matches(method, planned, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(planned)}"
+        raise ProblemError("method", f"method={method!r}: has no planner; {hint}")
+    planner: Planner = METHODS[method].load("planner")
+    return planner
 
 
 def to_text(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""What a planner is: a module that reads a problem and answers with a plan. `registry` holds them all."""
+"""What a planner is: a module that reads a problem and answers with a plan."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -57,9 +57,9 @@ def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float 
     Accountants: `gaussian-exact` (Balle & Wang 2018), `pld` (privacy loss distributions, pessimistic), `rdp` (Renyi, with the
     conversion of Canonne et al. 2020), `pure` (basic composition of Laplace releases; the only one at delta = 0), `pure + ...`
     (that of the Laplace releases, and another one's epsilon of the rest).
-    Sampling without replacement has a bound under replace-one only, with sensitivity 2 C: `pld` by Balle, Barthe & Gaboardi 2018,
-    Theorem 9 (`flower_dp.privacy.fixed_size`), `rdp` by Wang, Balle & Kasiviswanathan 2019. Under replace-one both account for
-    Poisson sampling of Gaussian noise by the pair that dominates it (`flower_dp.privacy.poisson`).
+    Sampling without replacement has a bound under replace-one only, with sensitivity 2 C, by Balle, Barthe & Gaboardi 2018,
+    Theorem 9. Under replace-one `pld` and `rdp` account for sampled Gaussian noise by the pair that dominates it
+    (`flower_dp.privacy.fixed_size`, `flower_dp.privacy.poisson`).
 
     Raises:
         ValueError: if delta is not in [0, 1), or the event has a parameter that is not a finite positive number.

@@ -1,7 +1,8 @@
 """Epsilon from Renyi divergences, as dp-accounting computes and converts them.
 
-Those of Poisson-sampled Gaussian releases under replace-one, which it does not have, are `flower_dp.privacy.poisson`'s; so are
-those under add-or-remove-one below order 2, where its own may be 60 times too large.
+Those of sampled Gaussian releases under replace-one are of the pairs that dominate them, in `flower_dp.privacy.poisson` and
+`flower_dp.privacy.fixed_size`: the library has none of Poisson samples, and larger ones of samples of a fixed size. Those of
+Poisson samples under add-or-remove-one are of the pair, too, below order 2, where the library's may be 60 times too large.
 """
 
 import logging
@@ -14,7 +15,7 @@ import dp_accounting as dp
 import numpy as np
 from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS, RdpAccountant, compute_epsilon
 
-from flower_dp.privacy import poisson
+from flower_dp.privacy import fixed_size, poisson
 from flower_dp.privacy.events import Leaves, Relation, inner_of, scaled
 
 ORDERS = tuple(map(float, DEFAULT_RDP_ORDERS))
@@ -25,8 +26,6 @@ _STEP = 4
 # More than the error of the logarithm of a moment of a sampled release, (order - 1) x divergence, in float64: for
 # logarithms below 1 as such, for others in parts of it.
 _ROUNDING = 1e-12
-# Divergences of a sample of fixed size with this noise multiplier are far below `_ROUNDING`.
-_MOST_NOISE = 1e8
 _LIBRARY = {
     "add-or-remove-one": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
     "replace-one": dp.NeighboringRelation.REPLACE_ONE,
@@ -56,8 +55,8 @@ def epsilon_of(leaves: Leaves, delta: float, relation: Relation) -> float | None
 
 
 def curve_of(leaves: Leaves, relation: Relation) -> np.ndarray | None:
-    """Return the Renyi divergences of a composition at `ORDERS`, or None where the library has none."""
-    if any(library_event(leaf, relation) is None for leaf, _ in leaves):
+    """Return the Renyi divergences of a composition at `ORDERS`, or None where nothing bounds a release."""
+    if not all(_is_bounded(leaf, relation) for leaf, _ in leaves):
         return None
     with without_warnings():
         return np.asarray([sum(count * _divergence(leaf, relation, order) for leaf, count in leaves) for order in ORDERS])
@@ -71,24 +70,20 @@ def divergence_of(leaf: dp.DpEvent, relation: Relation, order: float) -> float |
         return _divergence(leaf, relation, order)
 
 
-def accountant(relation: Relation, orders: Sequence[float] = ORDERS) -> RdpAccountant:
-    """Return the library's accountant, for events of `library_event`."""
+def _accountant(relation: Relation, orders: Sequence[float] = ORDERS) -> RdpAccountant:
+    """Return the library's accountant, for events of `_library_event`."""
     return RdpAccountant(orders, neighboring_relation=_LIBRARY[relation])
 
 
-def library_event(leaf: dp.DpEvent, relation: Relation) -> dp.DpEvent | None:
+def _library_event(leaf: dp.DpEvent, relation: Relation) -> dp.DpEvent | None:
     """Return one release as the library's accountant takes it, or None: it wants noise scale / *sensitivity*."""
     inner, rate = inner_of(leaf)
-    if isinstance(leaf, dp.PoissonSampledDpEvent) and rate < 1:
-        return None if relation == "replace-one" or not isinstance(inner, dp.GaussianDpEvent) else leaf
-    if isinstance(leaf, dp.SampledWithoutReplacementDpEvent) and rate < 1:
-        # The sensitivity of a replacement is 2 C.
-        if relation != "replace-one" or not isinstance(inner, dp.GaussianDpEvent):
-            return None
-        # With more noise the library's logarithms end in an error; less noise than there is stays a valid bound.
-        less = dp.GaussianDpEvent(min(inner.noise_multiplier, _MOST_NOISE))
-        return dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, scaled(less, relation))
-    return scaled(inner, relation)
+    if rate == 1:
+        return scaled(inner, relation)
+    fits = (
+        relation == "add-or-remove-one" and isinstance(leaf, dp.PoissonSampledDpEvent) and isinstance(inner, dp.GaussianDpEvent)
+    )
+    return leaf if fits else None
 
 
 def _lowest(bound: Callable[[int], float], places: Sequence[int]) -> int:
@@ -99,29 +94,31 @@ def _lowest(bound: Callable[[int], float], places: Sequence[int]) -> int:
 
 
 def _is_bounded(leaf: dp.DpEvent, relation: Relation) -> bool:
-    return library_event(leaf, relation) is not None or _is_replaced(leaf, relation)
+    return _library_event(leaf, relation) is not None or _is_replaced(leaf, relation)
 
 
 def _is_replaced(leaf: dp.DpEvent, relation: Relation) -> bool:
-    """Whether a release is Gaussian, with Poisson sampling under replace-one."""
+    """Whether a release is Gaussian, and sampled under replace-one."""
     inner, rate = inner_of(leaf)
-    sampled = isinstance(leaf, dp.PoissonSampledDpEvent) and rate < 1
-    return sampled and relation == "replace-one" and isinstance(inner, dp.GaussianDpEvent)
+    return rate < 1 and relation == "replace-one" and isinstance(inner, dp.GaussianDpEvent)
 
 
 @lru_cache(maxsize=2**15)
 def _divergence(leaf: dp.DpEvent, relation: Relation, order: float) -> float:
     """Return the Renyi divergence of one release that is bounded."""
+    inner, rate = inner_of(leaf)
     if _is_replaced(leaf, relation):
-        divergence = poisson.replaced_divergence(*inner_of(leaf), order)
+        if isinstance(leaf, dp.PoissonSampledDpEvent):
+            divergence = poisson.replaced_divergence(inner, rate, order)
+        else:
+            divergence = fixed_size.divergence(scaled(inner, relation), rate, order)
     else:
-        divergence = float(accountant(relation, [order]).compose(library_event(leaf, relation)).rdp[0])
-        inner, rate = inner_of(leaf)
+        divergence = float(_accountant(relation, [order]).compose(_library_event(leaf, relation)).rdp[0])
         if order < 2 and rate < 1 and isinstance(leaf, dp.PoissonSampledDpEvent):
             exact = poisson.removed_divergence(inner, rate, order)
             divergence = exact if math.isnan(divergence) else min(divergence, exact)
     # What is left of a small divergence may be 0, which the conversion takes for no cost at all.
-    return divergence if inner_of(leaf)[1] == 1 else divergence * (1 + _ROUNDING) + _ROUNDING / (order - 1)
+    return divergence if rate == 1 else divergence * (1 + _ROUNDING) + _ROUNDING / (order - 1)
 
 
 @contextmanager

@@ -17,16 +17,36 @@ from flower_dp.privacy.server_ledger_format import JointBudget
 _ROUNDING = 1e-9
 
 
-def order_for(epsilon: float, delta: float) -> float:
-    """Return the order at which a budget allows the most Gaussian releases without sampling.
+def order_for(
+    epsilon: float, delta: float, event: dp.DpEvent | None = None, *, relation: Relation = "add-or-remove-one"
+) -> float:
+    """Return the order at which a budget allows the most repetitions of an event.
 
-    From 2 on it is a whole number: the library's divergences of sampled releases are the tightest there.
+    A filter holds at any order, if it is fixed before the first charge: what is charged may then differ from this event.
+
+    Args:
+        epsilon: of the budget.
+        delta: of the budget.
+        event: what will be charged, as far as that is known; None for Gaussian releases without sampling. Then the order is a
+            whole number from 2 on: the library's divergences of sampled releases are the tightest there.
+        relation: neighbouring relation of the event.
 
     Raises:
         ValueError: if the budget is too small for any release at any order.
+        UnsupportedEventError: if nothing here bounds the event.
+
+    Example:
+        >>> from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
+        >>> from flower_dp.privacy import renyi_filter
+        >>> charged = SampledWithoutReplacementDpEvent(1000, 100, GaussianDpEvent(2.0))
+        >>> renyi_filter.order_for(8.0, 1e-5), renyi_filter.order_for(8.0, 1e-5, charged, relation="replace-one")
+        (4.0, 3.3)
     """
-    orders = [order for order in renyi.ORDERS if order < 2 or order == int(order)]
-    best = max(orders, key=lambda order: allowance(epsilon, delta, order) / order)
+    if event is None:
+        costs = {order: order for order in renyi.ORDERS if order < 2 or order == int(order)}
+    else:
+        costs = {order: divergence(event, order, relation) for order in renyi.ORDERS}
+    best = max(costs, key=lambda order: allowance(epsilon, delta, order) / costs[order])
     if allowance(epsilon, delta, best) <= 0:
         raise ValueError(f"epsilon={epsilon:g}: is too small for a fully adaptive budget at delta={delta:g}: nothing would fit")
     return best

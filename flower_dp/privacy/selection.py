@@ -7,14 +7,13 @@ run, however many runs and candidates there are. No such bound holds for a fixed
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Protocol
 
 import numpy as np
 from dp_accounting import ComposedDpEvent, DpEvent, NonPrivateDpEvent, SelfComposedDpEvent
-from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from scipy import optimize
 
 from flower_dp.core import checks
@@ -26,12 +25,15 @@ MOST_RUNS = 10_000
 _LARGEST_SHAPE = 100.0
 # More than the rounding of what is computed here, relative to epsilon.
 _ROUNDING = 1e-9
-# Of one run; the library takes 1 - e^-divergence, of which float64 loses more than a part in 4,000 below this.
+# Of one run; below this float64 may have lost too much of it.
 _SMALLEST_DIVERGENCE = 2.0**-40
 # Any pair on the curve of one run gives a bound; the search for the best pair takes a coarser grid than the bound itself.
 _SEARCH_GRID = 1e-3
 _SMALLEST_DELTA, _LARGEST_DELTA = 1e-8, 0.999
 _SEARCH_STEPS = 24
+# Of the curve of one run, for a bound that adds mean x delta to epsilon: so many points, between these costs.
+_POINTS, _LARGEST_COST, _SMALLEST_COST = 32, 100.0, 1e-3
+_LARGEST_EPSILON = 600.0
 
 
 class NumberOfRuns(Protocol):
@@ -52,6 +54,15 @@ class NumberOfRuns(Protocol):
 
     def added(self, epsilon: float, delta: float) -> float:
         """Return how much choosing adds to epsilon, if one run is (epsilon, delta)-differentially private."""
+
+    def added_divergence(self, orders: np.ndarray, curve: np.ndarray, delta_at: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return how much choosing adds to the Renyi divergences of one run, apart from log(mean) / (order - 1).
+
+        Args:
+            orders: of the divergences, above 1 [k].
+            curve: the divergences of one run at these orders [k].
+            delta_at: returns deltas [k] at which one run has epsilons [k].
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +111,11 @@ class TruncatedNegativeBinomial:
         more = math.log(delta * (1 - gamma) / gamma) if delta and gamma < 1 else -math.inf
         return (1 + self.shape) * float(np.logaddexp(epsilon, more))
 
+    def added_divergence(self, orders: np.ndarray, curve: np.ndarray, delta_at: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return (1 + shape) ((1 - 1/b) r(b) + log(1 / gamma) / b) with the best order b, at every order [k] (Theorem 2)."""
+        least = (1 + self.shape) * np.min((1 - 1 / orders) * curve - math.log(self.gamma) / orders)
+        return np.full_like(orders, least)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poisson:
@@ -131,6 +147,10 @@ class Poisson:
         """Return mean (e^epsilon - 1 + delta)."""
         return self.mean * (math.expm1(epsilon) + delta) if epsilon < 700 else math.inf
 
+    def added_divergence(self, orders: np.ndarray, curve: np.ndarray, delta_at: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return mean delta [k], if one run has epsilon log(1 + 1 / (order - 1)) at that delta (Theorem 6)."""
+        return self.mean * delta_at(np.log1p(1 / (orders - 1)))
+
 
 def number_of_runs(mean: float, shape: float) -> NumberOfRuns:
     """Return the law of K with a mean and a shape; an infinite shape is a Poisson law, as in dp-accounting.
@@ -146,7 +166,7 @@ def epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, rela
 
     Accountants: `selection-profile`, from the epsilons of one run at all deltas (Koskela, Redberg & Wang 2024; proof in
     `docs/choosing-by-private-results.md`), of every event that `accounting` bounds; `selection-rdp`, Theorems 2 and 6 of
-    Papernot & Steinke 2022 as dp-accounting has them, of events with a Renyi bound. The smaller one is returned.
+    Papernot & Steinke 2022, of events with a Renyi bound. The smaller one is returned.
 
     Args:
         runs: the event of a whole run for each candidate, with all releases that its score is made of; at least one. All protect
@@ -183,40 +203,60 @@ def epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, rela
 def rdp_epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, relation: Relation) -> float | None:
     """Return the bound by Renyi divergences (Theorems 2 and 6), or None where there is none.
 
-    A run with a random candidate has at most the largest of the candidates' Renyi divergences, order by order. The bound is taken
-    where one candidate has the largest at every order.
+    A run with a random candidate has at most the largest of the candidates' Renyi divergences, order by order.
     """
     candidates = _candidates(runs)
     curves = [curve for leaves in candidates if (curve := renyi.curve_of(leaves, relation)) is not None]
     if delta == 0 or len(curves) < len(candidates):
         return None
-    largest = np.max(curves, axis=0)
-    worst = [leaves for leaves, curve in zip(candidates, curves, strict=True) if np.array_equal(curve, largest)]
-    if not worst:
+    curve, orders = np.max(curves, axis=0), np.asarray(renyi.ORDERS)
+    if not np.all(curve > _SMALLEST_DIVERGENCE):
         return None
-    event = _event([(renyi.library_event(leaf, relation), count) for leaf, count in worst[0]])
-    with renyi.without_warnings():
-        # The library takes a divergence of NaN, or one that rounding has made 0, for none, and fails where e^-divergence is 1.
-        if not np.all(renyi.accountant(relation).compose(event).rdp > _SMALLEST_DIVERGENCE):
-            return None
-        chosen = renyi.accountant(relation).compose(RepeatAndSelectDpEvent(event, float(number.mean), float(number.shape)))
-        bound = float(chosen.get_epsilon(delta))
-    return None if math.isnan(bound) else bound
+
+    def delta_at(epsilons: np.ndarray) -> np.ndarray:
+        deltas = np.geomspace(min(_LARGEST_DELTA, _LARGEST_COST / number.mean), _SMALLEST_COST / number.mean, _POINTS)
+        return _delta_at(candidates, relation, epsilons, deltas)
+
+    chosen = curve + number.added_divergence(orders, curve, delta_at) + math.log(number.mean) / (orders - 1)
+    # Conversion of Canonne et al. 2020.
+    epsilons = chosen + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
+    return max(0.0, float(np.min(epsilons)))
+
+
+def _one_run(candidates: Sequence[Leaves], delta: float, relation: Relation, grid: float = pld.GRID) -> float:
+    """Return the epsilon of a run with a random candidate: its delta is at most the largest of theirs, epsilon by epsilon."""
+    return max(accounting.epsilon(_event(leaves), delta=delta, relation=relation, grid=grid).epsilon for leaves in candidates)
+
+
+def _delta_at(candidates: Sequence[Leaves], relation: Relation, epsilons: np.ndarray, deltas: np.ndarray) -> np.ndarray:
+    """Return deltas [k] at which a run with a random candidate has epsilons [k]: lines between points of its curve.
+
+    The least delta is convex in e^epsilon, so that it is nowhere above these lines. Beyond the last point it is no larger.
+
+    Args:
+        candidates: of the run.
+        relation: neighbouring relation.
+        epsilons: at least 0 [k].
+        deltas: of the points, falling.
+    """
+    curve = np.maximum.accumulate([_one_run(candidates, float(delta), relation, _SEARCH_GRID) for delta in deltas])
+    kept = curve < _LARGEST_EPSILON
+    points = np.exp(curve[kept])
+    if not len(points):
+        return np.ones_like(epsilons)
+    found: np.ndarray = np.interp(np.exp(epsilons), points, deltas[kept], left=1.0)
+    return found
 
 
 def _profile(candidates: Sequence[Leaves], number: NumberOfRuns, delta: float, relation: Relation) -> float:
     """Return the bound from the epsilons of one run: its epsilon at delta / mean, and what choosing adds."""
 
-    def one_run(at: float, grid: float = pld.GRID) -> float:
-        # A run with a random candidate has at most the largest of the candidates' deltas, epsilon by epsilon.
-        return max(accounting.epsilon(_event(leaves), delta=at, relation=relation, grid=grid).epsilon for leaves in candidates)
-
     def added(log_delta: float) -> float:
         at = math.exp(log_delta)
-        return number.added(one_run(at, _SEARCH_GRID), at)
+        return number.added(_one_run(candidates, at, relation, _SEARCH_GRID), at)
 
     at = delta / number.mean
-    released = one_run(at)
+    released = _one_run(candidates, at, relation)
     best = optimize.minimize_scalar(
         added,
         bounds=(math.log(_SMALLEST_DELTA), math.log(_LARGEST_DELTA)),

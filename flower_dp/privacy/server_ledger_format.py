@@ -48,7 +48,8 @@ class JointBudget:
         delta: in [0, 1).
         fully_adaptive: whether this holds also if mechanism, noise, sampling, or number of runs are chosen by what earlier ones
             released. Fewer rounds fit: a filter adds up Renyi divergences at one order (`flower_dp.privacy.renyi_filter`).
-        renyi_order: that order; None for the one at which most Gaussian releases fit. A ledger keeps the one it was created with.
+        renyi_order: that order; None for the one at which most Gaussian releases without sampling fit. `renyi_filter.order_for`
+            returns a better one, if it is known what will be charged. A ledger keeps the one it was created with.
 
     Raises:
         ValueError: for a value that makes no sense.

@@ -1,15 +1,14 @@
 """The Flower app that `flower-dp run` runs, its settings, and the presets that change them."""
 
 import difflib
-import importlib.util
-import sys
+import importlib
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from flower_dp.core import checks
 from flower_dp.running import modules, values
@@ -17,11 +16,13 @@ from flower_dp.running.modules import InFolder
 from flower_dp.running.values import Value
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# The app's folder in an installed wheel; a checkout has none here.
+# The folder of the app's pyproject.toml in an installed wheel; a checkout has none here.
 _INSTALLED = _PACKAGE / "_app"
 # The module that makes an app from functions that the run-config names.
 _FROM_CONFIG = "flower_dp.from_config"
+_PRESETS = ("flower_dp", "apps", "presets")
 
+T = TypeVar("T")
 # Settings of a method's table in whose place its `epsilon` stands.
 _OF_NOISE = ("noise-multiplier", "target-epsilon", "paper-epsilon")
 
@@ -89,8 +90,9 @@ class App:
         return {**(own_app().defaults if self.built else {}), **self.defaults}
 
     def presets(self) -> dict[str, Path]:
-        """Return the app's presets by name."""
-        return {path.stem: path for path in sorted((self.folder / "apps" / "presets").glob("*.toml"))}
+        """Return the presets of flower-dp's own app by name."""
+        folder = _PACKAGE.parent if self.folder == _INSTALLED else self.folder
+        return {path.stem: path for path in sorted(folder.joinpath(*_PRESETS).glob("*.toml"))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +114,9 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
     Args:
         target: None for flower-dp's own app, a folder of a Flower app, or else the name of one of flower-dp's presets or tasks.
             If the settings choose another method than the preset's, what the other method needed is left out of the preset.
-        settings: `key=value` texts, which take precedence over the preset. Relative paths (keys that end in `-dir`) are relative
-            to the working directory, those in a preset to the app's folder.
+        settings: `key=value` texts, which take precedence over the preset and the app's file. `key=` gives a setting of
+            flower-dp's own apps its default. Relative paths (keys that end in `-dir`) are relative to the working directory,
+            those in a preset to the app's folder.
 
     Raises:
         ValueError: there is no such app or preset, or keys or values that the app cannot take, a line each.
@@ -141,26 +144,43 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
     for key, value in preset.items():
         with findings.noted():
             overrides[key] = values.from_toml(key, value, _default(app, known, key, method), app.folder)
+    before = {**known, **overrides}
+    unset = [key for key, text in given.items() if not text and key in _defaults(app)]
+    for key in unset:
+        del given[key]
+        _unset(app, key, overrides)
     for key, text in given.items():
         with findings.noted():
             overrides[key] = values.from_text(key, text, _default(app, known, key, method))
-    _make_way(app, {**known, **overrides}, overrides, given)
+    _make_way(app, before, overrides, given)
     findings.refuse()
     return Target(app=app, name=name, overrides=overrides, given=tuple(given))
 
 
-def _make_way(app: App, config: Mapping[str, Value], overrides: dict[str, Value], given: Mapping[str, str]) -> None:
-    """Take out of the overrides, or turn off, what a preset or the app's file sets and a given key stands in place of."""
+def _make_way(app: App, before: Mapping[str, Value], overrides: dict[str, Value], given: Mapping[str, str]) -> None:
+    """Unset what a preset or the app's file sets and nothing reads any more beside the given keys, or what one determines."""
     for key in given:
         table, _, setting = key.rpartition(".")
         if setting == "epsilon" and overrides.get(key):  # it determines the noise
             for one in (f"{table}.{other}" for other in _OF_NOISE):
                 if one not in given:
-                    overrides.pop(one, None)
-    if "sampling" in given and overrides.get("sampling") and (app.own or app.built):
-        for key, off in own_module("combination").of_other_samplings(overrides["sampling"]).items():
-            if key not in given and config[key] != own_app().defaults[key]:
-                overrides[key] = off
+                    _unset(app, one, overrides)
+    if given and _defaults(app):
+        for key in own_module("unread").made_unread(before, {**before, **overrides}) - given.keys():
+            _unset(app, key, overrides)
+
+
+def _unset(app: App, key: str, overrides: dict[str, Value]) -> None:
+    """Give a setting the value that it has where neither a preset nor the app's file sets it."""
+    overrides.pop(key, None)
+    default = _defaults(app).get(key)
+    if default is not None and app.settings()[key] != default:
+        overrides[key] = default
+
+
+def _defaults(app: App) -> Mapping[str, Value]:
+    """Return the defaults of an app's settings; none of an app whose settings are not flower-dp's."""
+    return own_app().defaults if app.own or app.built else {}
 
 
 def with_values(target: Target, more: Mapping[str, Any]) -> dict[str, Value]:
@@ -210,61 +230,39 @@ def own_app() -> App:
         ValueError: the package is neither in a checkout nor completely installed.
     """
     here = Path.cwd()
-    for folder in [here, *here.parents, _PACKAGE.parent, _INSTALLED]:
+    return _own_app_in([here, *here.parents, _PACKAGE.parent, _INSTALLED])
+
+
+def running_app() -> App:
+    """Return flower-dp's own app as the running package has it, wherever the working directory is.
+
+    Raises:
+        ValueError: the package is neither in a checkout or bundle nor completely installed.
+    """
+    return _own_app_in([_PACKAGE.parent, _INSTALLED])
+
+
+def _own_app_in(folders: Sequence[Path]) -> App:
+    for folder in folders:
         if (app := read_app(folder)) is not None and app.own:
             return app
     raise ValueError(f"flower-dp's app is missing in {_INSTALLED}: install flower-dp again, or name an app's folder")
 
 
 def own_module(name: str) -> ModuleType:
-    """Return a module of the package `apps`, which is next to this package in a checkout, else inside it, never on sys.path.
+    """Return a module of flower-dp's own app, which is imported when it is needed."""
+    return importlib.import_module(f"flower_dp.apps.{name}")
 
-    Raises:
-        ImportError: there is none, or another package is called `apps`.
-    """
-    folder = own_package()
-    if "apps" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("apps", folder / "__init__.py", submodule_search_locations=[str(folder)])
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{folder}: can't be imported")
-        sys.modules["apps"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["apps"])
-    if Path(str(sys.modules["apps"].__file__)).resolve().parent != folder.resolve():
-        raise ImportError(f"{sys.modules['apps'].__file__}: another package is called apps, as flower-dp's own; rename it")
-    return importlib.import_module(f"apps.{name}")
+
+def built(server: T) -> T:
+    """Note that `flower_dp.app` has made a ServerApp, and return it."""
+    modules.BUILT.add(server)
+    return server
 
 
 def own_client_app() -> Any:
     """Return the ClientApp of flower-dp's own app."""
     return own_module("client_app").app
-
-
-def own_package() -> Path:
-    """Return the folder of the package `apps`.
-
-    Raises:
-        ImportError: there is none.
-    """
-    for place in (_PACKAGE.parent, _INSTALLED):
-        if (place / "apps" / "methods").is_dir():
-            return place / "apps"
-    raise ImportError(f"flower-dp's app is missing in {_INSTALLED}: install flower-dp again")
-
-
-@dataclass(frozen=True, slots=True)
-class OwnFunction:
-    """A function of the package `apps`, with its first arguments; it is imported when it is called.
-
-    Flower pickles a simulation's ClientApp for Ray's workers, which can't import `apps` by its name.
-    """
-
-    module: str
-    name: str
-    arguments: tuple[Any, ...]
-
-    def __call__(self, *more: Any) -> Any:
-        """Return what the function returns."""
-        return getattr(own_module(self.module), self.name)(*self.arguments, *more)
 
 
 def read_app(folder: Path) -> App | None:

@@ -1,4 +1,4 @@
-"""The log of a run: what this process writes meanwhile, without colours; its warnings, and why the run failed."""
+"""The log of a run: what this process writes meanwhile, without colours; of its last attempt the warnings, and why it failed."""
 
 import logging
 import os
@@ -9,20 +9,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from flower_dp.running.run_folder import LOG, new_log, write_whole
+from flower_dp.running.run_folder import LOG, RESUMED_LINE, new_log, write_whole
+
+# What Ray adds to a line that several workers have written.
+_REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 
 
 @contextmanager
-def logged(folder: Path, *, go_on: bool) -> Iterator[None]:
+def logged(folder: Path, *, go_on: bool, resumed: bool = False) -> Iterator[None]:
     """Let all that this process and its workers write go to the log of a run in this folder; a terminal's colours do not stay.
 
     Args:
         folder: of the run.
         go_on: whether the log has what an earlier process has written.
+        resumed: whether another attempt at the run begins there.
     """
     _flush()
     before = [(stream, os.dup(stream)) for stream in (1, 2)]
-    new_log(folder, go_on=go_on).close()
+    new_log(folder, go_on=go_on, resumed=resumed).close()
     write_to(folder / LOG)
     try:
         yield
@@ -64,10 +68,11 @@ def plain(text: str) -> str:
 
 
 def warnings_of(log: Path) -> list[str]:
-    """Return the warnings in a log, once each: those that differ in numbers alone are one. Without a log there are none."""
-    text = plain(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else ""
+    """Return the warnings of a run's last attempt, once each: those that differ in numbers alone are one. None without a log."""
+    text = _last_attempt(plain(log.read_text(encoding="utf-8", errors="replace"))) if log.is_file() else ""
     kinds: dict[str, str] = {}
-    for line in re.findall(r"^(?:\([^()]*\) )?WARNING\s*:\s*(.+)$", text, re.MULTILINE):
+    for written in re.findall(r"^(?:\([^()]*\) )?WARNING\s*:\s*(.+)$", text, re.MULTILINE):
+        line = _REPEATED.sub("", written)
         kinds.setdefault(re.sub(r"\d+", "0", line), line)
     return list(kinds.values())
 
@@ -84,7 +89,11 @@ def first_line(error: BaseException) -> str:
 
 def of_a_dead_process(log: Path) -> str:
     """Return why a run was lost with its process, as far as that is known: its log may end in an exception."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    text = _last_attempt(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else ""
     *_, trace = text.rpartition("Traceback (most recent call last)")
     error = re.search(r"^[A-Za-z_][\w.]*(?:: .*)?$", plain(trace), re.MULTILINE) if trace != text else None
     return "the process that ran the app ended before the run did" + (f"\n{error.group()}" if error else "")
+
+
+def _last_attempt(log_text: str) -> str:
+    return log_text.rpartition(f"\n{RESUMED_LINE}\n")[2]

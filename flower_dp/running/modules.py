@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-import flower_dp
-
-_PACKAGE = str(Path(flower_dp.__file__).resolve().parent)
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 # The ServerApps that `flower_dp.app` has made.
 BUILT: WeakSet[Any] = WeakSet()
 # The ServerApp that was loaded last, with what loaded it; its modules are there as long as it is.

@@ -8,7 +8,6 @@ from pathlib import Path
 from string import Template
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-_TAKEN = ("apps", "flower_dp")  # packages of flower-dp
 _OUTSIDE = ("README.md", "pyproject.toml")
 
 
@@ -43,6 +42,6 @@ def _package(name: str) -> str:
     package = name.replace("-", "_")
     if not _NAME.fullmatch(name) or keyword.iskeyword(package):
         raise ValueError(f"{name!r}: must be small letters and digits, with single hyphens between them, such as my-app")
-    if package in _TAKEN or importlib.util.find_spec(package) is not None:
+    if importlib.util.find_spec(package) is not None:
         raise ValueError(f"{name!r}: is the name of an installed package, which the app would hide; take another one")
     return package

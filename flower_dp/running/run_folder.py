@@ -31,6 +31,8 @@ MODEL = "model.safetensors"
 MODEL_JSON = "model.json"
 PLOT = "progress.png"
 LOG = "flower.log"
+# In the log of a run, before each attempt but the first.
+RESUMED_LINE = "--- the run is resumed ---"
 # The folder of checkpoints and of the server's ledger, and in it what `flower-dp run` was asked for.
 CHECKPOINT = "checkpoint"
 # What a run writes. An app's own files of these names are not linked into the folder.
@@ -257,10 +259,16 @@ def is_finished(folder: Path) -> bool:
     return "unfinished" not in checks.json_object(str(said), said.read_bytes())
 
 
-def new_log(folder: Path, *, go_on: bool = False) -> IO[bytes]:
-    """Open the log of a run in its folder, empty unless the run goes on: its owner's alone, also if it was there and was not."""
+def new_log(folder: Path, *, go_on: bool = False, resumed: bool = False) -> IO[bytes]:
+    """Open the log of a run in its folder, empty unless it goes on: its owner's alone, also if it was there and was not.
+
+    If the run is `resumed`, a line in the log tells where its last attempt begins.
+    """
     file = _opened(folder / LOG, _OWNERS_FILE, go_on=go_on)
     (folder / LOG).chmod(_OWNERS_FILE)
+    if resumed:
+        file.write(f"\n{RESUMED_LINE}\n".encode())
+        file.flush()
     return file
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 from flwr.clientapp import ClientApp
 
 from flower_dp.core.checks import SettingsError
-from flower_dp.core.environment import RESUME, RUN_FOLDER, STATED
+from flower_dp.core.environment import RESUME, RESUMED, RUN_FOLDER, STATED
 from flower_dp.running import plugins
 from flower_dp.running.apps import App
 from flower_dp.running.flower_log import first_line, logged
@@ -68,7 +68,7 @@ def attempt(
         resume: whether the run in the folder goes on (`environment.RESUMED`), or its statement alone is made (`STATED`).
         check: called meanwhile; ValueError, OSError and ImportError refuse the settings.
     """
-    with logged(folder, go_on=bool(resume)):
+    with logged(folder, go_on=bool(resume), resumed=resume == RESUMED):
         try:
             _run(begun, folder, grid, resume, check)
         except (SettingsError, _RefusedError) as error:  # before anything was spent

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import flower_dp
-from flower_dp.running.apps import App, own_package
+from flower_dp.running.apps import App
 
 # How long an address may take to answer, twice, and a machine to say what it has.
 _ANSWER_SECONDS = 5.0
@@ -134,11 +133,9 @@ def installed() -> dict[str, str]:
 
 def _digest() -> str:
     """Return a digest of flower-dp's code: a clip or a noise of another day has the same version."""
-    package, digest = Path(flower_dp.__file__).parent, hashlib.sha256()
-    for folder in (package, own_package()):
-        for file in sorted(folder.rglob("*.py")):
-            if "_app" not in file.relative_to(folder).parts:
-                digest.update(f"{folder.name}/{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes())
+    package, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:8]
 
 
@@ -185,28 +182,6 @@ def _last_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"\w*Error\b", line)]
     return (named or lines or [type(error).__name__])[-1]
-
-
-def room(ray_address: str, gpus: float) -> int:
-    """Return how many workers of one core fit on a cluster. This process joins it, asks every machine, and leaves it.
-
-    Args:
-        ray_address: as for `address_of`.
-        gpus: of a worker.
-
-    Raises:
-        ValueError: a machine has other versions.
-        ConnectionError: no cluster answers, or it can't be joined.
-        ImportError: Ray is not installed.
-    """
-    from flower_dp.simulation.workers import start_ray, stop_ray  # noqa: PLC0415  (they need this module)
-
-    ray = start_ray(0, cluster=Cluster(address=address_of(ray_address)))
-    try:
-        check_machines(ray, 1.0, gpus)
-        return sum(fitting(node, 1.0, gpus) for node in ray.nodes())
-    finally:
-        stop_ray()
 
 
 def fitting(node: Mapping[str, Any], cpus: float, gpus: float) -> int:

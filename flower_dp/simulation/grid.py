@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import pickle
 import secrets
@@ -33,6 +34,8 @@ log = logging.getLogger("flwr")
 _SLICE_SECONDS = 0.05
 # A worker that takes twice as long for a message as its round lasts, and longer than so many seconds, hangs.
 _PATIENCE_SECONDS = 60.0
+# So much later such a worker is ended from here: one that is stopped, or imports its app for ever, does not end itself.
+_GRACE_SECONDS = 10.0
 # Clients that a line of the log names.
 _LISTED = 5
 _EMPTY = pickle.dumps(RecordDict())
@@ -68,8 +71,9 @@ class RayGrid(SimulatedGrid):
     messages: an actor that dies takes nothing with it but the reply that it was working on. That reply becomes an error reply, as
     Flower's runtime sends it for a ClientApp that has crashed, and another actor takes the place of the dead one, as soon as a
     machine has room for it; the others serve its nodes meanwhile. So it is where an actor runs out of memory, or hangs: one that
-    takes twice as long for a message as its round lasts, and more than a minute, writes to its log where it is, and ends. What a
-    ClientApp raises becomes an error reply too; the node's state is then as it was before the message.
+    takes twice as long for a message as its round lasts, and more than a minute, writes to its log where it is, and ends. One
+    that can't do so is ended ten seconds later. What a ClientApp raises becomes an error reply too; the node's state is then as
+    it was before the message.
 
     A node is sent one message at a time, in the order in which they came. A reply that comes after the timeout is dropped; what
     it has left in the node's state stays. Replies are returned in the order of the messages. Methods may be called from several
@@ -99,6 +103,9 @@ class RayGrid(SimulatedGrid):
         ...     with RayGrid(client_app, Workers(num_workers=2), num_nodes=10) as grid:
         ...         return strategy.start(grid, arrays, num_rounds=3)
     """
+
+    # Seconds that a worker may take for a message that is pushed; None: for ever. A strategy sets it for its first query.
+    patience: float | None = None
 
     def __init__(
         self,
@@ -140,7 +147,8 @@ class RayGrid(SimulatedGrid):
         # Node -> its pickled state, where that has changed, and the actor that has it too.
         self._states: dict[int, bytes] = {}
         self._holders: dict[int, Any] = {}
-        self._running: dict[Any, tuple[int, _Call]] = {}
+        # Ray's reference to an answer -> the worker, what it has, and when it is ended.
+        self._running: dict[Any, tuple[int, _Call, float]] = {}
         self._busy: set[int] = set()
         # Message id -> its reply, None before there is one; without those that nobody waits for any more.
         self._replies: dict[str, Message | None] = {}
@@ -160,7 +168,7 @@ class RayGrid(SimulatedGrid):
         with self._lock:
             for queue in self._queues:
                 queue.clear()
-            for index, _ in self._running.values():
+            for index, _, _ in self._running.values():
                 self._workers.replace(index)
             self._running.clear()
 
@@ -184,7 +192,7 @@ class RayGrid(SimulatedGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and return their ids."""
-        return self._push(messages, None)
+        return self._push(messages, self.patience)
 
     def _push(self, messages: Iterable[Message], patience: float | None) -> list[str]:
         sent = []
@@ -257,7 +265,8 @@ class RayGrid(SimulatedGrid):
         state = None if self._holders.get(call.node) is actor else self._states.get(call.node, _EMPTY)
         self._placement.idle.remove(index)
         self._busy.add(call.node)
-        self._running[actor.run.remote(call.message, state, call.patience, len(self._nodes))] = index, call
+        until = math.inf if call.patience is None else time.monotonic() + call.patience + _GRACE_SECONDS
+        self._running[actor.run.remote(call.message, state, call.patience, len(self._nodes))] = index, call, until
 
     def _advance(self, seconds: float) -> None:
         """Wait until a worker has answered, or another thread has seen to that, for so many seconds at most."""
@@ -265,6 +274,7 @@ class RayGrid(SimulatedGrid):
             return
         try:
             with self._lock:
+                self._end_hung()
                 self._dispatch()
                 self._placement.check(at_work=bool(self._running), waits=any(self._queues))
                 pending = [*self._running, *self._placement.awaited()]
@@ -281,16 +291,14 @@ class RayGrid(SimulatedGrid):
 
     def _finish(self, ref: Any) -> None:
         """Take a worker's answer, and hand it the next call."""
-        index, call = self._running.pop(ref)
+        index, call, _ = self._running.pop(ref)
         actor = self._workers.actors[index]
         self._holders.pop(call.node, None)
         try:
             reply = self._taken(call, self._ray.get(ref), actor)
         except Exception as error:
             if self._has_died(error):
-                log.error("a worker has died while it served %s: %s", call, _why(error))
-                self._placement.replace(index)
-                reply = _failed(call.message, CLIENT_APP_CRASHED, "ClientApp stopped responding.")
+                reply = self._replaced(index, call, _why(error))
             else:  # such as an answer that can't be read here
                 log.exception("%s: no answer", call)
                 self._placement.idle.add(index)
@@ -300,6 +308,21 @@ class RayGrid(SimulatedGrid):
         self._busy.discard(call.node)
         self._settle(call, reply)
         self._dispatch()
+
+    def _end_hung(self) -> None:
+        """End the workers that hang and have not ended themselves."""
+        now = time.monotonic()
+        for ref in [ref for ref, (_, _, until) in self._running.items() if until < now]:
+            index, call, _ = self._running.pop(ref)
+            self._holders.pop(call.node, None)
+            self._busy.discard(call.node)
+            self._settle(call, self._replaced(index, call, "it does not respond"))
+
+    def _replaced(self, index: int, call: _Call, why: str) -> Message:
+        """Let another worker take the place of one, and return the error reply to the message that it had."""
+        log.error("a worker has died while it served %s: %s", call, why)
+        self._placement.replace(index)
+        return _failed(call.message, CLIENT_APP_CRASHED, "ClientApp stopped responding.")
 
     def _has_died(self, error: Exception) -> bool:
         """Whether an error of Ray means that the worker is no more: each does but that of a method that has raised."""

@@ -10,6 +10,8 @@ log = logging.getLogger("flwr")
 
 # How long the nodes of a worker wait for it, where there is room for it, before the others serve them.
 _START_SECONDS = 30.0
+# How often in a row a worker is started that does not come: its process may have been killed.
+_STARTS = 3
 # How long messages wait for the first of several workers.
 _NOBODY_SECONDS = 300.0
 # From one look at the machines to the next.
@@ -34,6 +36,7 @@ class Placement:
         self.idle: set[int] = set()
         self._workers, self._setup = workers, setup
         self._starting: dict[Any, tuple[int, float]] = {}
+        self._failed = [0] * len(workers.actors)
         self._room, self._looked = True, 0.0
         self._served = time.monotonic()
         for index in range(len(workers.actors)):
@@ -49,13 +52,17 @@ class Placement:
         return list(self._starting)
 
     def arrived(self, ref: Any) -> bool:
-        """Note that one is there, or could not be started, which is not tried again; False if it is none of these."""
+        """Note that one is there, or could not be started, which is tried twice more; False if it is none of these."""
         if ref not in self._starting:
             return False
         index, _ = self._starting.pop(ref)
         if why := self._workers.failure(ref):
             log.error("a worker could not be started: %s", why)
+            self._failed[index] += 1
+            if self._failed[index] < _STARTS:
+                self.replace(index)
         else:
+            self._failed[index] = 0
             self.idle.add(index)
         return True
 

@@ -23,6 +23,7 @@ from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_TEXT, new_folder
 from flower_dp.simulation.attempt import passed
 from flower_dp.simulation.cluster import Cluster, address_of, bundled, check_machines
 from flower_dp.simulation.grid import RayGrid
+from flower_dp.simulation.local_grid import LocalGrid, SimulatedGrid
 from flower_dp.simulation.worker import Value
 from flower_dp.simulation.workers import Workers, log_unused_gpus, session_of, start_ray, stop_ray
 from flower_dp.strategies.checkpoint import CheckpointFolder
@@ -113,7 +114,7 @@ def simulate(
             for example).
         output_dir: the run folder, new or empty; None for a new one under `~/.flower-dp/runs`.
         resume: the folder of a run that was interrupted, or failed: it goes on from its last checkpoint, with the same app and
-            settings. A run that has ended is not run again.
+            settings. A run that has ended is not run again, and Ray is not started: what is in its folder is returned.
         ray_address: HOST:PORT of a Ray cluster to which this machine belongs, or "auto"; "" for Ray on this machine alone. The
             files of an app's folder travel; what else a ClientApp imports must be installed on every machine, with the same
             versions of Python, Ray, Flower, torch, NumPy and this package. Who can read the cluster's traffic reads what clients
@@ -150,7 +151,10 @@ def simulate(
     with ExitStack() as stack:
         loaded = stack.enter_context(_loaded(app, client_app, values, away=bool(ray_address)))
         nodes_among(loaded.num_clients, num_nodes, 1, option="num_nodes")  # before anything starts
-        stack.enter_context(_run_folder(_folder(output_dir, resume, loaded.name), resume=resume is not None))
+        folder = _folder(output_dir, resume, loaded.name)
+        stack.enter_context(_run_folder(folder, resume=resume is not None))
+        if resume is not None and folder is not None and _has_ended(folder):
+            return _run(loaded, LocalGrid(ClientApp(), 0, loaded.run_config), None)
         try:
             cluster = Cluster(address=address_of(ray_address), bundle=loaded.bundle) if ray_address else None
             workers = warm_workers(cpus=cpus_per_node, gpus=gpus_per_node, at_most=num_nodes, cluster=cluster)
@@ -165,7 +169,7 @@ def simulate(
             raise
 
 
-def _run(loaded: _Loaded, grid: RayGrid, display: screen.Display | None) -> Run:
+def _run(loaded: _Loaded, grid: SimulatedGrid, display: screen.Display | None) -> Run:
     with watched(loaded.run_config, loaded.name, display.show if display else lambda line: None) as watch:
         try:
             loaded.server(grid, grid.server_context())
@@ -233,6 +237,12 @@ def _folder(output_dir: Any, resume: Any, name: str) -> Path | None:
     return folder
 
 
+def _has_ended(folder: Path) -> bool:
+    """Return whether the run in a folder has ended: then its ServerApp returns what is there, and sends nothing."""
+    checkpoints = CheckpointFolder(folder / CHECKPOINT)
+    return not checkpoints.is_empty and checkpoints.read().ended
+
+
 @contextmanager
 def _run_folder(folder: Path | None, *, resume: bool) -> Iterator[None]:
     try:
@@ -257,7 +267,8 @@ def warm_workers(*, cpus: float, gpus: float, at_most: int | None, cluster: Clus
         _warm.clear()
         if cluster is not None:
             check_machines(ray, cpus, gpus)
-        _warm[key] = Workers(cpus=cpus, gpus=gpus, at_most=at_most, cluster=cluster)
+        options = ("cpus_per_node", "gpus_per_node")
+        _warm[key] = Workers(cpus=cpus, gpus=gpus, at_most=at_most, cluster=cluster, options=options)
         if not gpus:
             log_unused_gpus(ray, "gpus_per_node=1")
     return _warm[key]

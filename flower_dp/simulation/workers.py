@@ -21,7 +21,7 @@ from flower_dp.core import checks
 from flower_dp.running import ray_settings
 from flower_dp.running.guard import short_folder
 from flower_dp.running.preflight import default_workers
-from flower_dp.simulation.cluster import Cluster, fitting
+from flower_dp.simulation.cluster import Cluster, address_of, check_machines, fitting
 
 # Everything listens on this machine's own address only: Ray asks nobody for a password.
 _ADDRESS = "127.0.0.1"
@@ -312,6 +312,7 @@ class Workers:
         cpus: CPU cores of each; torch uses as many threads.
         gpus: the fraction of a GPU that each gets; with 0 it sees no GPU.
         cluster: where they are; None for this machine.
+        options: what the caller's user knows `cpus` and `gpus` as, for errors.
 
     Attributes:
         actors: Ray's handles. One that has been replaced waits in Ray's queue until a machine has room for it.
@@ -331,21 +332,24 @@ class Workers:
         gpus: float = 0.0,
         at_most: int | None = None,
         cluster: Cluster | None = None,
+        options: tuple[str, str] = ("cpus", "gpus"),
     ) -> None:
         if num_workers is not None:
             checks.integer("num_workers", num_workers, at_least=1)
-        checks.number("cpus", cpus, above=0)
-        checks.number("gpus", gpus, at_least=0)
+        checks.number(options[0], cpus, above=0)
+        checks.number(options[1], gpus, at_least=0)
         self._ray = start_ray(max(default_workers(), num_workers or 0), cluster=cluster)
         self._session = session_of(self._ray)
         self.away = cluster is not None
         self._needs = cpus, gpus
-        fit = sum(fitting(node, cpus, gpus) for node in self._ray.nodes())
+        fit, of_cpus = (sum(fitting(node, cpus, each) for node in self._ray.nodes()) for each in (gpus, 0.0))
         if fit < (num_workers or 1):
             there = self._ray.cluster_resources()
+            of_all = f"num_workers={num_workers}" if fit else f"{options[1]}={gpus:g}"
+            named = of_all if of_cpus else f"{options[0]}={cpus:g}"
             raise ValueError(
-                f"num_workers={num_workers or 1}: only {fit} workers with {cpus:g} CPU cores and {gpus:g} GPUs each fit on "
-                f"{there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs"
+                f"{named}: only {fit} workers with {cpus:g} CPU cores and {gpus:g} GPUs each fit on "
+                f"{there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs; {num_workers or 1} must"
             )
         end_idle()
         self._make = self._ray.remote(_worker_class()).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
@@ -390,6 +394,26 @@ class Workers:
         self.actors = []
         if self in _idle:
             _idle.remove(self)
+
+
+def room(ray_address: str, gpus: float) -> int:
+    """Return how many workers of one core fit on a cluster. This process joins it, asks every machine, and leaves it.
+
+    Args:
+        ray_address: as for `address_of`.
+        gpus: of a worker.
+
+    Raises:
+        ValueError: a machine has other versions.
+        ConnectionError: no cluster answers, or it can't be joined.
+        ImportError: Ray is not installed.
+    """
+    ray = start_ray(0, cluster=Cluster(address=address_of(ray_address)))
+    try:
+        check_machines(ray, 1.0, gpus)
+        return sum(fitting(node, 1.0, gpus) for node in ray.nodes())
+    finally:
+        stop_ray()
 
 
 def end_idle() -> None:

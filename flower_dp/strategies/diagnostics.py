@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from flower_dp import wire
@@ -110,10 +111,32 @@ def check_usable_updates(state: RunState, num_clients: int, *, ended: bool = Fal
         RuntimeError: after enough rounds in a row without one, or at the end of a short run without any.
     """
     asked, first = state.unanswered, not any(report.replies for report in state.rounds)
-    tries = min(_FRUITLESS_CLIENTS if first else _SILENT_CLIENTS, _FRUITLESS_ROUNDS * num_clients)
-    enough = len(asked) >= _FRUITLESS_ROUNDS and sum(report.cohort_size for report in asked) >= tries
+    enough = _are_fruitless([report.cohort_size for report in asked], num_clients, first=first)
     if not asked or not (enough or (ended and first)):
         return
     rounds = f"the {'first' if first else 'last'} {len(asked)} rounds" if enough else "any round"
     kept = "" if first else "; they stay charged, and the model is that before them: resume the run when clients answer again"
     raise RuntimeError(f"no client has sent a usable update in {rounds}; the last reason: {state.refusal}{kept}")
+
+
+def why_no_evaluation(state: RunState, num_clients: int) -> str | None:
+    """Return why a run has no private evaluations any more; None while it has.
+
+    As many in a row that no client answers as end a run end its evaluations: they would only spend budget. Training goes on.
+    """
+    asked = state.unanswered_evaluations
+    if not _are_fruitless(asked, num_clients, first=not state.evaluations):
+        return None
+    return f"no client has answered the last {len(asked)} private evaluations: they stay charged, and the run has no more of them"
+
+
+def _are_fruitless(asked: Sequence[int], num_clients: int, *, first: bool) -> bool:
+    """Return whether enough clients were asked in vain, in enough rounds in a row.
+
+    Args:
+        asked: how many clients, in each of these rounds.
+        num_clients: how many there are.
+        first: whether none has answered before.
+    """
+    tries = min(_FRUITLESS_CLIENTS if first else _SILENT_CLIENTS, _FRUITLESS_ROUNDS * num_clients)
+    return len(asked) >= _FRUITLESS_ROUNDS and sum(asked) >= tries

@@ -67,6 +67,7 @@ class PlainExchange:
         """Return one message for every node."""
         evaluates = now.ask.metrics is not None
         message = wire.evaluate_message if evaluates else wire.train_message
+        arrays = wire.with_vectors(arrays, now.ask.vectors)  # one copy for all nodes
         return [
             message(
                 node,

@@ -139,6 +139,7 @@ class Run:
             report_client_metrics=report_client_metrics or self._own.asked_metrics or bool(self._own.client_metrics),
             own_evaluation=own_evaluation or self._own.own_evaluation,
             changing_names=self._own.changing_names,
+            num_known=self._own.num_known,
         )
 
     # A round of a release
@@ -184,6 +185,7 @@ class Run:
         with self.checkpoints.unfinished(charge, server_round):
             self.durable.charge(charge, server_round)
         release.take(charge)
+        self.note(num_known=max(self._own.num_known, len(known_clients.names)))
         self.charged(release, server_round)
         now = Round(
             server_round=server_round,
@@ -258,6 +260,10 @@ class Run:
         if evaluation is None or not self.waits(evaluation.release, server_round):
             return None
         now, collected = self.total(evaluation.release, replies)
+        if collected.clients:
+            self.note(unanswered_evaluations=())
+        elif now.cohort_size:
+            self.note(unanswered_evaluations=(*self._own.unanswered_evaluations, now.cohort_size))
         try:
             noised = evaluation.result(now, collected, self.generator("evaluation", server_round))
         except RoundLeftOut as why:
@@ -268,6 +274,9 @@ class Run:
             noised = None
         else:
             self.note(evaluations={**self._own.evaluations, server_round: noised})
+        if ended := diagnostics.why_no_evaluation(self._own, self.rules.num_clients):
+            log.warning("%s; training goes on", ended)
+            self.note(incidents=(*self._own.incidents, ended))
         self.checkpoints.evaluated()
         return noised
 

@@ -207,7 +207,12 @@ class RunCheckpoints:
         charges, self._charges, self._unanswered = [*self._unanswered, *self._charges], [], []
         before = self._answered.state
         self._run.state = replace(
-            self._run.state, rounds=before.rounds, model=before.model, method=before.method, optimizer=before.optimizer
+            self._run.state,
+            rounds=before.rounds,
+            model=before.model,
+            method=before.method,
+            optimizer=before.optimizer,
+            unanswered_evaluations=before.unanswered_evaluations,
         )
         self._leave(charges)
         self._last = replace(self._answered, state=self._run.state)

@@ -62,6 +62,7 @@ class RunFacts:
         report_client_metrics: whether clients were asked for metrics, which are not private.
         own_evaluation: whether a subclass asks clients to evaluate, whose metrics are not private.
         changing_names: whether charges are counted by names of clients that change when their nodes start anew.
+        num_known: the largest number of clients among which a cohort was drawn; 0 before the first.
     """
 
     seeded_noise: bool
@@ -70,6 +71,7 @@ class RunFacts:
     report_client_metrics: bool
     own_evaluation: bool = False
     changing_names: bool = False
+    num_known: int = 0
 
 
 @stored
@@ -86,6 +88,7 @@ class RunState:
         missing: the number of requested updates that did not count.
         last_charged: by the name of a release: the last round that was charged for it, whether it was finished or not.
         evaluations: value and standard error of every metric of private evaluations, by round.
+        unanswered_evaluations: how many clients were asked in each private evaluation since the last that a client answered.
         client_metrics: means of the training metrics that clients were asked for, by round; they are not private.
         refusal: the last reason for which a client's update did not count.
         ended_before: the round that the budget did not cover; neither it nor a later one is run. None while it covers them.
@@ -96,6 +99,7 @@ class RunState:
         asked_metrics: whether clients were asked for training metrics, which are not private.
         own_evaluation: whether a round was run by a subclass that asks clients to evaluate, whose metrics are not private.
         changing_names: whether a round was charged by names of clients that change when their nodes start anew.
+        num_known: the largest number of clients among which a cohort was drawn.
     """
 
     rounds: tuple[RoundReport, ...] = ()
@@ -103,6 +107,7 @@ class RunState:
     missing: Missing = field(default_factory=Missing)
     last_charged: Mapping[str, int] = field(default_factory=dict)
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    unanswered_evaluations: tuple[int, ...] = ()
     client_metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     refusal: str = "no reply"
     ended_before: int | None = None
@@ -113,6 +118,7 @@ class RunState:
     asked_metrics: bool = False
     own_evaluation: bool = False
     changing_names: bool = False
+    num_known: int = 0
 
     @property
     def unanswered(self) -> tuple[RoundReport, ...]:

@@ -1,17 +1,23 @@
 """A server optimiser: any Flower strategy that moves the global model by the noised mean, which costs no epsilon."""
 
 import copy
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import strategy as flowers
 from flwr.serverapp.strategy import Strategy
 
 from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
 from flower_dp.strategies.releases.left_out import RoundLeftOut
+
+log = logging.getLogger("flwr")
 
 _NOT_KEPT = object()
 _RECORD = "ArrayRecord"
@@ -113,7 +119,8 @@ class ServerOptimizer:
     def _asked(self, server_round: int, layout: Layout, before: np.ndarray) -> Message:
         """Return the strategy's message to the one client."""
         message: Message
-        (message, *_) = self._strategy.configure_train(server_round, _record(layout, before), ConfigRecord(), _ONE_NODE)
+        with _quiet():
+            (message, *_) = self._strategy.configure_train(server_round, _record(layout, before), ConfigRecord(), _ONE_NODE)
         return message
 
     def _told(self, message: Message) -> list[str]:
@@ -140,13 +147,29 @@ class ServerOptimizer:
             getattr(strategy, "arrayrecord_key", "arrays"): _record(layout, after),
             "metrics": MetricRecord({getattr(strategy, "weighted_by_key", "num-examples"): 1}),
         }
-        arrays, _ = strategy.aggregate_train(server_round, [Message(RecordDict(content), reply_to=message)])
+        with _quiet():
+            arrays, _ = strategy.aggregate_train(server_round, [Message(RecordDict(content), reply_to=message)])
         if arrays is None:
             raise RoundLeftOut(f"the server optimiser {self.name} gave no model")
         vector: np.ndarray = layout.flatten({name: array.numpy() for name, array in arrays.items()})
         if not np.isfinite(vector).all():
             raise RoundLeftOut(f"the server optimiser {self.name} gave a model with NaN or infinite entries")
         return vector
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what Flower's strategies log of a round, such as "Sampled 1 nodes": the node is the pseudo-client."""
+    folder = str(Path(flowers.__file__).parent)
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or not record.pathname.startswith(folder)
+
+    log.addFilter(is_news)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_news)
 
 
 def _record(layout: Layout, vector: np.ndarray) -> ArrayRecord:

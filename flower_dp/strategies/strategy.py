@@ -301,6 +301,8 @@ class DPStrategy(RunFigures, Strategy):
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
         """If a private evaluation is due, charge it and ask its cohort; otherwise ask no client.
 
+        After three in a row that no client has answered, of enough clients, there are no more of them.
+
         A subclass may override this and `aggregate_evaluate`, both or neither; the statement then says that such metrics are not
         covered.
         """
@@ -308,6 +310,8 @@ class DPStrategy(RunFigures, Strategy):
         if evaluation is None or server_round >= (run.record.ended_before or math.inf) or not evaluation.due(server_round):
             return []
         if run.was_charged(evaluation.release, server_round):  # a run that goes on: this one was interrupted
+            return []
+        if diagnostics.why_no_evaluation(run.record, self.num_clients):
             return []
         known_clients, release = self._known_clients(grid), evaluation.release
         try:

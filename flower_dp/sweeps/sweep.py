@@ -53,8 +53,10 @@ class Sweep:
             raise ValueError("private-selection: such a file shows one run alone, with --private-selection")
         return cls(path=path, file=file, runs=plan.planned(file, default_workers()))
 
-    def check(self, folder: SweepFolder) -> None:
+    def check(self, folder: SweepFolder | None) -> None:
         """Start nothing, and refuse all that `make` would refuse, and each of its runs when it begins.
+
+        Without a folder, nothing is refused that an earlier sweep in it would be the reason of.
 
         Raises:
             SettingsError: with all that is wrong, a line each.
@@ -63,7 +65,8 @@ class Sweep:
         with findings.noted():
             plan.check(self.runs, forecast=True)
         with findings.noted():
-            folder.check(self.runs)
+            if folder is not None:
+                folder.check(self.runs)
         findings.refuse()
 
     def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> list[Ended]:

@@ -7,7 +7,7 @@ memory is taken, and every refusal is a ValueError that says why.
 """
 
 from flower_dp.wire.answer import DECLINED, FAILED, LARGEST_METRIC, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
-from flower_dp.wire.arrays import Model, numpy_arrays, payload_of
+from flower_dp.wire.arrays import Model, numpy_arrays, payload_of, with_vectors
 from flower_dp.wire.ask import Ask, OwnAsk, Promise
 from flower_dp.wire.hosted import Hosted, hosted_of
 from flower_dp.wire.indicator import Indicator
@@ -68,4 +68,5 @@ __all__ = [
     "payload_of",
     "reported_metrics",
     "train_message",
+    "with_vectors",
 ]

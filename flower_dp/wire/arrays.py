@@ -39,8 +39,12 @@ def payload_of(record: ArrayRecord, header: Header, length: int) -> Payload:
 
 
 def with_vectors(arrays: ArrayRecord, vectors: Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Return a model's record with the vectors of an ask behind its arrays: a `NumPyClient` is given no other record."""
-    named = {f"{KEY}.{name}": FlowerArray(np.ascontiguousarray(vector)) for name, vector in vectors.items()}
+    """Return a model's record with the vectors of an ask behind its arrays: a `NumPyClient` is given no other record.
+
+    A record that has them already is returned as it is: all messages of a round may share one copy.
+    """
+    new = {f"{KEY}.{name}": vector for name, vector in vectors.items() if f"{KEY}.{name}" not in arrays}
+    named = {name: FlowerArray(np.ascontiguousarray(vector)) for name, vector in new.items()}
     return ArrayRecord({**arrays, **named}) if named else arrays
 
 
@@ -95,7 +99,7 @@ class Model:
             if dtype == "float16":
                 raise ValueError(
                     f"array {name!r} has dtype float16, whose rounding would swallow the steps of most rounds: start with "
-                    "float32, for example model_arrays(model), or ArrayRecord(model.float().state_dict())"
+                    "float32, for example ArrayRecord(model.float().state_dict())"
                 )
         for name, array in trained.items():
             if not np.isfinite(array).all():

@@ -1,5 +1,6 @@
 """A lying server, and an app that goes wrong, against a device with limits and a budget of its own."""
 
+import json
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -13,6 +14,7 @@ from flwr.clientapp import ClientApp
 from flower_dp import wire
 from flower_dp.clients import (
     ClientPolicy,
+    DatasetRecords,
     DPClient,
     FedSGDDPCRecipe,
     LocalDPClient,
@@ -22,6 +24,7 @@ from flower_dp.clients import (
     client_app,
     model_arrays,
     privacy_mod,
+    tracebacks,
 )
 from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
 from flower_dp.clients.local.agreement import why_not
@@ -35,7 +38,7 @@ from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.release import Release
-from flower_dp.wire import Ask, Instruction, OwnAsk, Promise
+from flower_dp.wire import Answer, Ask, Instruction, OwnAsk, Promise
 from tests.asks import GONE, ask, config_of, evaluated, forged, masked, own_ask
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records
@@ -550,6 +553,18 @@ class Exiting:
         return self.end
 
 
+class Ending(list[Any]):
+    """A data set that ends the process after some batches."""
+
+    def __init__(self, kind: type[BaseException], pairs: list[Any]) -> None:
+        super().__init__(pairs)
+        self.end, self.left = ending(kind), 600
+
+    def __getitem__(self, position: Any) -> Any:
+        self.left -= 1
+        return super().__getitem__(position) if self.left > 0 else self.end()
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["shared noise", "own noise"])
 @pytest.mark.parametrize("ends", ENDINGS, ids=lambda kind: kind.__name__)
 def test_the_text_of_an_exit_in_a_client_tells_the_server_nothing(ends: type[BaseException], own: bool, caplog: Any) -> None:
@@ -575,6 +590,34 @@ def test_the_text_of_an_exit_in_a_client_tells_the_server_nothing(ends: type[Bas
             text = str(error)
         assert "Jane" not in text
     assert "Jane" in caplog.text
+
+
+@pytest.mark.parametrize("engine", ["one_by_one", "batched"])
+@pytest.mark.parametrize("ends", [*ENDINGS, GeneratorExit], ids=lambda kind: kind.__name__)
+def test_an_exit_in_one_clients_data_decides_nothing_for_its_neighbours(ends: type[BaseException], engine: str) -> None:
+    """In the first query, in training and in a private evaluation; at the first record that is read, or after some."""
+    pairs = [(torch.ones(6), 1)] * 1024  # twice as many as are read at once
+    late = DatasetRecords(dataset=Ending(ends, pairs))
+    clients: Any = {"c0": Exiting(ends), "c1": DatasetRecords(dataset=pairs), "c2": late}
+    made = DPClient(model=linear(), clients=clients, training=replace(TRAINING, batch_size=64), device="cpu", engine=engine)
+    assert "unable" not in json.loads(made.get_properties({})[wire.KEY])
+    names = tuple(clients)
+    for answer in (
+        made.answer(model(), config_of(replace(training(), clients=names)))[1],
+        made.evaluation(model(), config_of(replace(evaluation(), clients=names))),
+    ):
+        assert set(Answer.from_json(answer[wire.KEY], names).refused) == {"c0", "c2"}
+
+
+@pytest.mark.parametrize("ends", [*ENDINGS, GeneratorExit], ids=lambda kind: kind.__name__)
+def test_nor_where_every_client_has_noise_of_its_own(ends: type[BaseException]) -> None:
+    clients: Any = {"c0": Exiting(ends), "c1": records("c0")}
+    made = LocalDPClient(model=linear(), clients=clients, recipe=BUDGET, device="cpu", context=context_of())
+    asked = replace(local(name="c1"), clients=("c0", "c1"))
+    own = asked.ask.own["c1"]
+    asked = replace(asked, ask=replace(asked.ask, own={"c0": own, "c1": own}))
+    answer = made.answer(model(), config_of(asked))[1]
+    assert "c1" not in Answer.from_json(answer[wire.KEY], ("c0", "c1")).refused
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate", "query", "query.anything", "get_properties"])
@@ -679,6 +722,37 @@ def test_an_error_in_a_clip_tells_the_server_nothing(monkeypatch: Any, caplog: A
         monkeypatch.setattr(parts, "clip_l2", clip)
         _, answer = made.answer(model(), config_of(training()))
         assert wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused == {"c0": reported}
+
+
+def test_the_traceback_of_a_failing_reply_is_in_the_devices_log_once_and_never_told(monkeypatch: Any, caplog: Any) -> None:
+    """The log had the error and its line alone. Of errors at one place, which data may make often, it has one traceback."""
+    monkeypatch.setattr(tracebacks, "_traced", set())
+    texts = iter(("Jane Doe", "Jane Roe"))
+
+    def clip(*arguments: Any) -> Any:
+        raise jane(next(texts))
+
+    monkeypatch.setattr(parts, "clip_l2", clip)
+    for _ in range(2):
+        _, answer = device(None).answer(model(), config_of(training()))
+        assert wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused == {"c0": "training failed; the node's own log says why"}
+        assert "raceback" not in answer[wire.KEY]
+    lines = [line for line in caplog.text.splitlines() if line.startswith("traceback | ")]
+    assert lines[0] == "traceback | Traceback (most recent call last):"
+    assert lines[-1].endswith("JaneDoeError: Jane Doe")
+    assert any("raise jane(next(texts))" in line for line in lines)
+    assert sum("Traceback (most recent call last)" in line for line in lines) == 1
+    assert "JaneDoeError: Jane Roe (test_device.py:" in caplog.text
+
+
+def test_a_clients_own_refusal_has_no_traceback(monkeypatch: Any, caplog: Any) -> None:
+    def clip(*arguments: Any) -> Any:
+        raise Declined("no")
+
+    monkeypatch.setattr(parts, "clip_l2", clip)
+    device(None).answer(model(), config_of(training()))
+    assert "Declined: " in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_mod_compares_its_policy_with_its_own_noise() -> None:

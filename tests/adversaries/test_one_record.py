@@ -98,6 +98,9 @@ HOSTILE: dict[str, Any] = {
     "an end": Reading(StopIteration()),
     "endless": Reading(RecursionError()),
     "an exit of generators": Reading(RuntimeError("generator raised StopIteration")),
+    "an exit": Reading(SystemExit("Jane Doe")),
+    "a closed generator": Reading(GeneratorExit()),
+    "an end of another kind": Reading(type("Ending", (BaseException,), {})()),
 }
 every_hostile = pytest.mark.parametrize("hostile", HOSTILE)
 

@@ -10,10 +10,11 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from apps import client_app, own_model
-from apps.device import DEALT, FUNCTIONS, own_settings
-from apps.methods import METHODS, module_of
-from apps.settings import Settings, key_of
+from flower_dp.apps import client_app, own_model
+from flower_dp.apps.device import DEALT, FUNCTIONS, own_settings
+from flower_dp.apps.methods import table_of
+from flower_dp.apps.settings import Settings, key_of
+from flower_dp.methods import METHODS
 from tests.apps.test_methods import DEFAULTS
 
 OWN = {"nbafl.paper-epsilon": 1.0, "nbafl.delta": 1e-3, "nbafl.uplink-exposures": 2}
@@ -105,7 +106,7 @@ def test_the_server_does_not_decide_how_much_of_the_noise_is_a_devices_share(met
     lie = {"sampling": "full", "sampling-rate": 0.9, "cohort-size": 4}[key]
     run = {"method": method, "num-clients": 4, key: lie}
     node = {"num-partitions": 4, f"{method}.clip-norm": 1.0}
-    if not any(field.name == "placement" for field in fields(module_of(method).Own)):
+    if not any(field.name == "placement" for field in fields(table_of(method))):
         assert own_settings(run, node)[key] == lie
         return
     # Under central placement no noise is the device's.
@@ -121,7 +122,7 @@ def test_the_server_does_not_decide_for_how_many_rounds_an_epsilon_is(method):
     """With a run-config of one round it would take little noise for a device's epsilon."""
     run = {"method": method, "num-clients": 4, "num-rounds": 1}
     node = {"num-partitions": 4, f"{method}.epsilon": 2.0}
-    if not any(field.name == "noise_multiplier" for field in fields(module_of(method).Own)):
+    if not any(field.name == "noise_multiplier" for field in fields(table_of(method))):
         assert own_settings(run, node)[f"{method}.epsilon"] == 2.0
         return
     with pytest.raises(ValueError, match=rf"{method}\.epsilon=2: the noise would follow from the number of rounds"):

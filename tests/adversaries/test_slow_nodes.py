@@ -8,12 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from flwr.app import Context, Error, RecordDict
-from flwr.proto.message_pb2 import Message as Packed
-from flwr.proto.message_pb2 import Metadata, ObjectTree, PullObjectResponse
-from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.inflatable import inflatable_utils  # noqa: TID251
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects  # noqa: TID251
-from flwr.superlink.grid import http_grid
 from torch import nn
 
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
@@ -22,6 +17,7 @@ from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.population.client_manager import ClientManager
 from flower_dp.strategies.population.pulled import received
 from tests.grids import LocalGrid
+from tests.http_grids import LocalHttpGrid
 from tests.stock import shifted, stock_app
 
 RECORDS = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
@@ -136,11 +132,39 @@ def test_a_simulated_node_that_hangs_ends_the_start_at_its_timeout(num_silent, c
     assert clock.now - begun < 62
 
 
+def test_a_simulated_node_whose_process_dies_long_after_the_others_have_answered_is_asked_again(clock):
+    """It is as where a worker hangs in the first query, and is replaced when half of the time is over."""
+
+    class Dies(Slow):
+        patience = None
+
+        def send_and_receive(self, messages, *, timeout=None):
+            replies = super().send_and_receive(messages, timeout=timeout)
+            if any(reply.metadata.src_node_id == 4 for reply in replies):
+                self.errors = {}  # the next time it can
+            return replies
+
+    grid = Dies(clock, {1: 0.0, 2: 0.0, 3: 0.0, 4: 20.0}, errors={4: Error(code=8, reason="ClientApp stopped responding.")})
+    grid.simulated = True
+    made = strategy(4)
+    made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+    assert made.rounds[0].replies == 4
+    assert grid.patience == 30.0
+
+
+def test_a_simulated_node_that_fails_again_and_again_ends_the_start_soon(clock):
+    grid = Slow(clock, {1: 0.0, 2: 0.0, 3: 0.0}, errors={2: Error(code=8, reason="ClientApp stopped responding.")})
+    grid.simulated, begun = True, clock.now
+    with pytest.raises(ValueError, match=r"the simulation has 2 clients.*ClientApp stopped responding"):
+        strategy(3).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+    assert clock.now - begun < 15
+
+
 # A device that announces a reply and uploads nothing, and Flower's own grid
 
 
-class SuperLink(http_grid.HttpGrid):
-    """Flower's own grid, with a SuperLink in this process, each of whose answers takes `seconds`.
+class SuperLink(LocalHttpGrid):
+    """Flower's own grid, each of whose SuperLink's answers takes `seconds`.
 
     Args:
         num_nodes: how many.
@@ -149,28 +173,16 @@ class SuperLink(http_grid.HttpGrid):
     """
 
     def __init__(self, num_nodes, withheld=None, seconds=0.0):
-        super().__init__(token="made up")  # noqa: S106
-        self.local, self.withheld, self.seconds = LocalGrid(hosting_app(), num_nodes), withheld or {}, seconds
-        self.packed, self.objects, self.over = {}, {}, False
-        self._run = SimpleNamespace(run_id=1)
+        super().__init__(LocalGrid(hosting_app(), num_nodes))
+        self.withheld, self.seconds, self.over = withheld or {}, seconds, False
         self._connect()
 
     def _connect(self):
         self._client = Connection(self)
 
-    def get_node_ids(self):
-        return self.local.get_node_ids()
-
-    def push_messages(self, messages):
-        ids = []
-        for message in messages:
-            (reply,) = self.local.send_and_receive([message])
-            objects = {name: part.deflate() for name, part in get_all_nested_objects(reply).items()}
-            if message.metadata.message_type not in self.withheld.get(message.metadata.dst_node_id, ()):
-                self.objects |= objects
-            ids.append(message.metadata.message_id)
-            self.packed[ids[-1]] = reply.object_id, list(objects)
-        return ids
+    def reply(self, message, reply, objects):
+        withheld = message.metadata.message_type in self.withheld.get(message.metadata.dst_node_id, ())
+        return reply.object_id, objects, {} if withheld else objects
 
 
 class Connection:
@@ -184,17 +196,12 @@ class Connection:
 
     def PullMessages(self, request):
         time.sleep(self.link.seconds)
-        there = [self.link.packed.pop(number) for number in request.message_ids if number in self.link.packed]
-        trees = [ObjectTree(object_id=number, children=[ObjectTree(object_id=one) for one in rest]) for number, rest in there]
-        return PullAppMessagesResponse(
-            messages_list=[Packed(metadata=Metadata(message_id=number)) for number, _ in there], message_object_trees=trees
-        )
+        return self.link.PullMessages(request)
 
     def PullObject(self, request):
         if self.closed or self.link.over:
             raise RuntimeError("Cannot send a request, as the client has been closed.")
-        content = self.link.objects.get(request.object_id)
-        return PullObjectResponse(object_found=True, object_available=content is not None, object_content=content or b"")
+        return self.link.PullObject(request)
 
     def ConfirmMessageReceived(self, request):
         pass

@@ -1,67 +1,36 @@
 """Devices whose replies Flower's grid can't unpack: the run of the others goes on as without them."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array
-from flwr.proto.message_pb2 import Message as Packed
-from flwr.proto.message_pb2 import Metadata, ObjectTree, PullObjectResponse
-from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_id  # noqa: TID251
-from flwr.superlink.grid import http_grid
 from torch import nn
 
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
 from tests.grids import LocalGrid
+from tests.http_grids import LocalHttpGrid
 
 RECORDS = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
 
 
-class HttpGrid(http_grid.HttpGrid):
+class HttpGrid(LocalHttpGrid):
     """Flower's own grid, with a SuperLink in this process that passes on what devices have packed; node 4 forges it."""
 
     def __init__(self, forge):
         def client_fn(context):
             return DPClient(model=nn.Linear(2, 2), clients={f"c{context.node_id}": RECORDS}, training=Training(learning_rate=0.1))
 
-        super().__init__(token="made up")  # noqa: S106
-        self.forge, self.local, self.packed, self.objects = forge, LocalGrid(client_app(client_fn), 4), {}, {}
-        self._client, self._run = self, SimpleNamespace(run_id=1)
+        super().__init__(LocalGrid(client_app(client_fn), 4))
+        self.forge = forge
 
-    def get_node_ids(self):
-        return self.local.get_node_ids()
-
-    def push_messages(self, messages):
-        ids = []
-        for message in messages:
-            (reply,) = self.local.send_and_receive([message])
-            objects = {name: part.deflate() for name, part in get_all_nested_objects(reply).items()}
-            number = reply.object_id
-            if message.metadata.dst_node_id == 4:
-                number, objects = self.forge(number, objects, reply)
-            self.objects |= objects
-            ids.append(message.metadata.message_id)
-            self.packed[ids[-1]] = number, list(objects)
-        return ids
-
-    # Of the SuperLink
-
-    def PullMessages(self, request):
-        there = [self.packed.pop(number) for number in request.message_ids if number in self.packed]
-        trees = [ObjectTree(object_id=number, children=[ObjectTree(object_id=one) for one in rest]) for number, rest in there]
-        messages = [Packed(metadata=Metadata(message_id=number)) for number, _ in there]
-        return PullAppMessagesResponse(messages_list=messages, message_object_trees=trees)
-
-    def PullObject(self, request):
-        content = self.objects[request.object_id]
-        return PullObjectResponse(object_found=True, object_available=True, object_content=content)
-
-    def ConfirmMessageReceived(self, request):
-        pass
+    def reply(self, message, reply, objects):
+        number = reply.object_id
+        if message.metadata.dst_node_id == 4:
+            number, objects = self.forge(number, objects, reply)
+        return number, objects, objects
 
 
 def garbage(number, objects, reply):

@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from apps.tasks import load_task
-from apps.tasks.adult import Own, load, num_features
+from flower_dp.apps.tasks import load_task
+from flower_dp.apps.tasks.adult import Own, load, num_features
 from tests.app_runs import PRESETS, play
 
 FULL = os.environ.get("FLOWER_DP_TEST_DATA", "")

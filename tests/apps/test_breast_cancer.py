@@ -7,8 +7,8 @@ import zlib
 import numpy as np
 import pytest
 
-from apps.tasks import load_task
-from apps.tasks.breast_cancer import Own, load
+from flower_dp.apps.tasks import load_task
+from flower_dp.apps.tasks.breast_cancer import Own, load
 
 
 @pytest.fixture(autouse=True)

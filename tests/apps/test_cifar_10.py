@@ -9,8 +9,8 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
-from apps.tasks import cifar_10, load_task, models, vision
-from apps.tasks.cifar_10 import Own, load
+from flower_dp.apps.tasks import cifar_10, load_task, models, vision
+from flower_dp.apps.tasks.cifar_10 import Own, load
 from flower_dp.privacy import accounting
 from flower_dp.reporting.past_run import read_past_run
 from tests.app_runs import play

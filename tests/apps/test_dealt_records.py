@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-import apps.records
-from apps.methods import Run
-from apps.pilot import pilot
-from apps.records import config_of, deal, records_to_test_with, split
-from apps.settings import Settings
-from apps.tasks.partitions import Sampled, partition
+import flower_dp.apps.records
+from flower_dp.apps.methods import Run
+from flower_dp.apps.pilot import pilot
+from flower_dp.apps.records import config_of, deal, records_to_test_with, split
+from flower_dp.apps.settings import Settings
+from flower_dp.apps.tasks.partitions import Sampled, partition
 from flower_dp.running.apps import flatten
 
 DEFAULTS = flatten(tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
@@ -35,8 +35,8 @@ def test_runs_that_deal_alike_share_the_deal_and_others_do_not(monkeypatch):
         deals.append(more["seed"])
         return partition(*arguments, **more)
 
-    monkeypatch.setattr("apps.records.partition", counted)
-    apps.records._dealt.cache_clear()
+    monkeypatch.setattr("flower_dp.apps.records.partition", counted)
+    flower_dp.apps.records._dealt.cache_clear()
     first, again = deal(config(seed=31)), deal(config(seed=31, learning_rate=0.7, validation_ratio=0.2))
     assert deals == [31]
     everything = [row for dealt in again.clients.values() for row in rows(dealt)] + rows(again.validation)

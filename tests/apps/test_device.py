@@ -6,12 +6,13 @@ import pytest
 from flwr.app import Context, RecordDict
 
 import flower_dp
-from apps import client_app, own_model
-from apps.device import own_settings
-from apps.evaluation import Evaluation
-from apps.methods import METHODS, module_of
-from apps.server_app import app as server_app
-from apps.settings import key_of
+from flower_dp.apps import client_app, own_model
+from flower_dp.apps.device import own_settings
+from flower_dp.apps.evaluation import Evaluation
+from flower_dp.apps.methods import table_of
+from flower_dp.apps.server_app import app as server_app
+from flower_dp.apps.settings import key_of
+from flower_dp.methods import METHODS
 from tests.apps.test_methods import DEFAULTS
 from tests.apps.test_own_model import load_records, make_model
 from tests.grids import LocalGrid
@@ -78,7 +79,7 @@ def test_the_papers_noise_of_the_server_is_not_that_of_a_device_with_a_budget(me
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_table_is_all_the_devices_or_all_the_servers(method):
-    table = {f"{method}.{key_of(field.name)}": field.default for field in fields(module_of(method).Own)}
+    table = {f"{method}.{key_of(field.name)}": field.default for field in fields(table_of(method))}
     servers = {key: f"the server's {key}" for key in table} | {"method": method, "report-client-metrics": True, "seed": 3}
     assert own_settings(servers, {"partition-id": 0}) == servers
     evaluation = {f"evaluation.{key_of(field.name)}": field.default for field in fields(Evaluation)}

@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from apps.tasks import load_task
-from apps.tasks.fashion_mnist import Own, load
+from flower_dp.apps.tasks import load_task
+from flower_dp.apps.tasks.fashion_mnist import Own, load
 
 FULL = os.environ.get("FLOWER_DP_TEST_DATA", "")
 needs_mnist = pytest.mark.skipif(not FULL, reason="FLOWER_DP_TEST_DATA does not name a folder with MNIST/raw")

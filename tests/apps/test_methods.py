@@ -8,14 +8,14 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from apps.client_app import app as client_app
-from apps.client_parts import training_of
-from apps.evaluation import Evaluation
-from apps.methods import METHODS, Run, module_of
-from apps.server_app import app as server_app
-from apps.settings import TRAINING, Settings
-from apps.tasks import TASKS
-from apps.tasks import module_of as task_module
+from flower_dp.apps.client_app import app as client_app
+from flower_dp.apps.client_parts import training_of
+from flower_dp.apps.evaluation import Evaluation
+from flower_dp.apps.methods import Run, table_of
+from flower_dp.apps.server_app import app as server_app
+from flower_dp.apps.settings import Settings
+from flower_dp.apps.tasks import TASKS
+from flower_dp.apps.tasks import module_of as task_module
 from flower_dp.clients import (
     BLUR,
     LUS,
@@ -28,9 +28,9 @@ from flower_dp.clients import (
     TensorRecords,
 )
 from flower_dp.clients.reasons import Declined
-from flower_dp.clients.registry import LOCAL
 from flower_dp.clients.training.losses import hinge
 from flower_dp.core.sampling import PoissonSampling
+from flower_dp.methods import METHODS
 from flower_dp.running.apps import flatten
 from flower_dp.strategies import DPPASGD, AdaptiveClip, EvaluationBudget, FedSGDDPC, LocalEvaluation, NbAFL
 from flower_dp.strategies.releases.masks import LargestMasks, RandomMasks
@@ -39,7 +39,9 @@ from tests.grids import LocalGrid
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = flatten(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
-PRESETS = {path.stem: flatten(tomllib.loads(path.read_text())) for path in (ROOT / "apps" / "presets").glob("*.toml")}
+PRESETS = {
+    path.stem: flatten(tomllib.loads(path.read_text())) for path in (ROOT / "flower_dp" / "apps" / "presets").glob("*.toml")
+}
 LAPLACE = PRESETS["mnist-fedsgd-dpc-laplace"]
 NBAFL = PRESETS["mnist-nbafl"]
 
@@ -88,7 +90,7 @@ def test_every_preset_makes_a_strategy_and_a_client_that_agree(name):
     statement = strategy.statement
     assert (statement.epsilon, statement.to_dict()["num_rounds"]) == (0, 0)
     node = client(run)
-    assert isinstance(node, LocalDPClient if run.settings.method in LOCAL else DPClient)
+    assert isinstance(node, LocalDPClient if METHODS[run.settings.method].recipe else DPClient)
     assert strategy.num_clients == run.settings.num_clients
     if isinstance(node, LocalDPClient):
         # The server's terms for a client, and the client's own.
@@ -102,7 +104,7 @@ def test_presets_of_both_methods_are_there_in_both_sizes():
     stems = {"mnist-fedsgd-dpc-laplace", "mnist-fedsgd-dpc-gaussian", "mnist-nbafl", "mnist-nbafl-k-of-n"}
     assert stems | {f"{stem}-full" for stem in stems} <= set(PRESETS)
     for stem in stems:
-        assert "data-dir" in (ROOT / "apps" / "presets" / f"{stem}-full.toml").read_text().splitlines()[0]
+        assert "data-dir" in (ROOT / "flower_dp" / "apps" / "presets" / f"{stem}-full.toml").read_text().splitlines()[0]
     assert set(METHODS) == {preset["method"] for preset in PRESETS.values()} | {"dp-fedsam"}
 
 
@@ -420,16 +422,12 @@ def test_the_metrics_are_those_of_the_model():
 
 
 def test_defaults_in_code_and_in_the_app_are_the_same():
-    kinds = {"": Settings, **{f"{name}.": module_of(name).Own for name in METHODS}}
+    kinds = {"": Settings, **{f"{name}.": table_of(name) for name in METHODS}}
     kinds |= {f"{name}.": task_module(name).Own for name in TASKS}
     kinds |= {"evaluation.": Evaluation}
     found = {prefix + field.name.replace("_", "-"): field.default for prefix, kind in kinds.items() for field in fields(kind)}
     assert found.pop("evaluation") is MISSING
     assert found == DEFAULTS
-
-
-def test_every_method_reads_known_settings_of_training():
-    assert all(set(module_of(name).READS) <= set(TRAINING) for name in METHODS)
 
 
 def test_a_delta_of_no_worth_is_told_where_somebody_asks_for_it():

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from apps.tasks import models
+from flower_dp.apps.tasks import models
 from flower_dp.clients.training.losses import hinge
 
 SHAPES = {"resnet18": (3, 32, 32)}

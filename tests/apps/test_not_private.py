@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from apps.methods import Run
+from flower_dp.apps.methods import Run
 from flower_dp.cli import main as cli
 from flower_dp.clients import ProximalTerm
 from flower_dp.running.apps import description, own_app

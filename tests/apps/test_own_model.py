@@ -15,11 +15,11 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 import flower_dp
-from apps import app_functions, own_model
-from apps.own_model import client_of, run_of
+from flower_dp.apps import app_functions, own_model
+from flower_dp.apps.own_model import client_of, run_of
 from flower_dp.clients import model_arrays
-from flower_dp.clients.registry import LOCAL
 from flower_dp.clients.training.engines import batched
+from flower_dp.methods import METHODS
 from flower_dp.reporting import compare
 from flower_dp.running.apps import flatten, read_app
 from tests.grids import LocalGrid
@@ -91,7 +91,7 @@ class Own(nn.Module):
 def test_a_method_takes_a_model_and_data_of_ones_own_and_evaluates_on_its_clients(method, tmp_path):
     app = flower_dp.app(model_fn=make_model, data_fn=load_records, evaluate_fn=evaluate)
     # Little noise: with more of it the noised count of four clients may be too small for a value.
-    own = {"evaluation.epsilon": 3.0} if method in LOCAL else {"evaluation.noise-multiplier": 0.1}
+    own = {"evaluation.epsilon": 3.0} if METHODS[method].recipe else {"evaluation.noise-multiplier": 0.1}
     evaluation = {"evaluation.every": 2, "evaluation.metrics": "loss=4,accuracy=1"}
     play(app, tmp_path / "run", method=method, **NEEDS[method], **own, **evaluation)
     found = compare.read_run(tmp_path / "run", "size")
@@ -104,7 +104,7 @@ def test_a_method_takes_a_model_and_data_of_ones_own_and_evaluates_on_its_client
     statement = json.loads((tmp_path / "run" / "statement.json").read_text())
     assert statement["private"]
     assert statement["parts"]["training"] < statement["epsilon"]
-    if method in LOCAL:
+    if METHODS[method].recipe:
         assert statement["parts"]["evaluation"] == pytest.approx(3.0, rel=1e-9)
 
 
@@ -232,7 +232,7 @@ def test_functions_may_stand_in_the_run_config(tmp_path, folder):
         "posix:_exit",
         "builtins:print",
         "flower_dp.simulation.attempt:attempt",
-        "apps.check:check",
+        "flower_dp.apps.check:check",
         "tests.grids:LocalGrid",
         "pytest:main",
         "torch.nn:Linear",
@@ -433,22 +433,3 @@ def test_the_five_lines_are_an_app(tmp_path, monkeypatch):
     assert list(compare.read_run(tmp_path / "run", "perplexity").values) == [0, 1, 2]
     for name in ("my_app", "my_model"):
         sys.modules.pop(name)
-
-
-def test_the_client_app_names_nothing_that_a_worker_can_not_import():
-    # Flower pickles it for Ray's workers, where `apps` is on no path.
-    import cloudpickle
-
-    packed = cloudpickle.dumps(flower_dp.app(model_fn=nn.Identity, data_fn=zip).client)
-    assert b"own_model" in packed  # as a text
-    assert b"apps.own_model" not in packed
-
-
-def test_another_package_called_apps_is_named(monkeypatch):
-    import types
-
-    other = types.ModuleType("apps")
-    other.__file__ = "/elsewhere/apps/__init__.py"
-    monkeypatch.setitem(sys.modules, "apps", other)
-    with pytest.raises(ImportError, match="another package is called apps"):
-        flower_dp.app  # noqa: B018

@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from apps.tasks.partitions import PARTITIONS, partition
+from flower_dp.apps.tasks.partitions import PARTITIONS, partition
 
 CLASSES = 10
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(CLASSES), 400))

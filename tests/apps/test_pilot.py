@@ -4,10 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apps import pilot as pilots
-from apps.pilot import pilot
-from apps.tasks import load_task
-from apps.tasks.partitions import partition
+from flower_dp.apps import pilot as pilots
+from flower_dp.apps.pilot import pilot
+from flower_dp.apps.tasks import load_task
+from flower_dp.apps.tasks.partitions import partition
 from flower_dp.cli import main as cli
 from flower_dp.planning import fedsgd_dpc, nbafl
 from flower_dp.planning.constants import NOT_PRIVATE, estimate

@@ -3,20 +3,24 @@ from pathlib import Path
 
 import pytest
 
-from apps.combination import of_task, with_method
-from apps.methods import METHODS, Run, module_of
-from apps.parts import sampler_of
-from apps.refusals import check
-from apps.settings import SAMPLINGS, TRAINING, key_of
-from apps.tasks import TASKS
-from apps.tasks.models import _KINDS, MODELS
-from apps.unread import unread
+from flower_dp.apps.combination import of_task, with_method
+from flower_dp.apps.methods import Run
+from flower_dp.apps.parts import sampler_of
+from flower_dp.apps.refusals import check
+from flower_dp.apps.settings import SAMPLINGS, key_of
+from flower_dp.apps.tasks import TASKS
+from flower_dp.apps.tasks.models import _KINDS, MODELS
+from flower_dp.apps.unread import unread
 from flower_dp.core.checks import SettingsError
+from flower_dp.methods import METHODS, TRAINING
 from flower_dp.running.apps import flatten, own_app
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = own_app().defaults
-PRESETS = {path.stem: flatten(tomllib.loads(path.read_text())) for path in sorted((ROOT / "apps" / "presets").glob("*.toml"))}
+PRESETS = {
+    path.stem: flatten(tomllib.loads(path.read_text()))
+    for path in sorted((ROOT / "flower_dp" / "apps" / "presets").glob("*.toml"))
+}
 
 
 def refused(config, *, given=(), built=False):
@@ -70,19 +74,19 @@ def test_what_follows_from_a_refused_setting_is_no_news():
 def test_defaults_and_what_means_off_are_never_refused(method):
     off = {"momentum": 0.0, "weight-decay": 0.0, "learning-rate-decay": 0.0, "sampling-rate": 0.0, "proximal": 0.0}
     off |= {key: DEFAULTS[key] for key in map(key_of, TRAINING) if key not in off}
-    if module_of(method).SAMPLINGS[0] == "poisson":
+    if METHODS[method].samplings[0] == "poisson":
         del off["sampling-rate"]
     Run.of({**DEFAULTS, "method": method, **off})
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_takes_its_samplings_and_no_others(method):
-    samplings = module_of(method).SAMPLINGS
+    samplings = METHODS[method].samplings
     assert Run.of({**DEFAULTS, "method": method}).settings.sampling == samplings[0]
     for sampling in SAMPLINGS:
         config = {**DEFAULTS, "method": method, "sampling": sampling, "cohort-size": 0 if sampling in ("full", "poisson") else 10}
         if sampling in samplings:
-            assert sampler_of(Run.of(config).settings, *samplings)
+            assert sampler_of(Run.of(config).settings)
         else:
             with pytest.raises(SettingsError, match=f"sampling='{sampling}': must be one of {', '.join(samplings)}"):
                 Run.of(config)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from flwr.app import MetricRecord
 
-from apps.server_app import _warn_of_one_class
+from flower_dp.apps.server_app import _warn_of_one_class
 from flower_dp.clients import TensorRecords
 from tests.app_runs import play
 

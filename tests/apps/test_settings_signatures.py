@@ -5,16 +5,15 @@ What a setting changes is found by trial: each gets another value, and the argum
 
 import inspect
 from contextlib import suppress
-from functools import cache
-from typing import Any, get_type_hints
+from functools import cache, wraps
+from typing import Any
 
 import pytest
 
-from apps import parts
-from apps.methods import METHODS, Run, module_of
-from apps.settings import SAMPLINGS
+from flower_dp.apps.methods import Run
+from flower_dp.apps.settings import SAMPLINGS
 from flower_dp.clients import Training
-from flower_dp.clients.registry import LOCAL
+from flower_dp.methods import METHODS
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies.rules import Options
 from tests.app_runs import DEFAULTS
@@ -54,6 +53,48 @@ ADAPTIVE = {
     "smallest-clip-norm": 0.01,
     "largest-clip-norm": 7.0,
 }
+# Arguments that no setting changes, as `Class.argument`; those of any method under "".
+UNSET = {
+    "": {
+        "Training.num_local_steps",
+        "Options.frozen_arrays",
+        "Options.most_clients_per_node",
+        "Options.most_newcomers",
+        "Options.noise_seed",
+        "Options.on_round",
+        "Options.registration_timeout",
+        "Options.server_optimizer",
+    },
+    "dp-fedavg": {"Training.sam_radius"},
+    "dp-fedsam": set(),
+    "fed-smp": {"Training.sam_radius"},
+    "fedsgd-dpc": set(),
+    "nbafl": {"NbAFL.min_records", "Training.sam_radius", "Training.sparsifier"},
+    "dp-pasgd": set(),
+    "dp-fedpaq": set(),
+    "scaffold": {"ScaffoldRecipe.common", "ScaffoldRecipe.own"},
+}
+# Arguments to which the app by default passes something else than the default of the signature.
+OTHER_DEFAULTS = {
+    "": {"Training.batch_size", "Training.learning_rate_decay", "Training.momentum"},
+    "dp-fedavg": {"DPFedAvg.noise_multiplier", "DPFedAvg.target_epsilon"},
+    "dp-fedsam": {"DPFedSAM.noise_multiplier", "DPFedSAM.target_epsilon", "Training.sam_radius"},
+    "fed-smp": {"FedSMP.noise_multiplier", "FedSMP.target_epsilon"},
+    "fedsgd-dpc": {
+        "FedSGDDPC.learning_rate",
+        "FedSGDDPC.learning_rate_decay",
+        "FedSGDDPC.num_replies",
+        "FedSGDDPCRecipe.num_records",
+    },
+    "nbafl": {
+        f"{kind}.{argument}"
+        for kind in ("NbAFL", "NbAFLRecipe")
+        for argument in ("num_replies", "paper_epsilon", "uplink_exposures")
+    },
+    "dp-pasgd": {"DPPASGD.num_records", "DPPASGD.learning_rate_decay", "DPPASGDRecipe.learning_rate_decay"},
+    "dp-fedpaq": {"DPFedPAQ.num_replies"},
+    "scaffold": {"Scaffold.num_replies"},
+}
 # Settings of words that no argument depends on: data, and the run's folder.
 DATA = ("task", "data-dir", "partition", "output-dir", "resume", "method")
 
@@ -66,13 +107,16 @@ class PassedError(Exception):
 
 
 def strategy_of(name):
-    return get_type_hints(module_of(name).strategy)["return"]
+    return METHODS[name].load("strategy")
+
+
+def recipe_of(name):
+    return [METHODS[name].load("recipe")] if METHODS[name].recipe else []
 
 
 def kinds_of(name):
     """The classes whose arguments are a method's: its strategy, its recipe, and their parts."""
-    local = [LOCAL[name]] if name in LOCAL else []
-    return [strategy_of(name), *local, Training, FedPAQSteps]
+    return [strategy_of(name), *recipe_of(name), Training, FedPAQSteps]
 
 
 def passed(config, size=300) -> Passed:
@@ -81,10 +125,11 @@ def passed(config, size=300) -> Passed:
     name, clients = run.settings.method, run.settings.client_names()
     found: Passed = {}
     # A client of one noised sum is made from the strategy's rules.
-    stops = {strategy_of(name), LOCAL.get(name)}
+    stops = {strategy_of(name), *recipe_of(name)}
     with pytest.MonkeyPatch.context() as patch:
         for kind in kinds_of(name):
 
+            @wraps(kind.__init__)
             def record(self, *, _kind=kind, _init=kind.__init__, **keywords):
                 if type(self) is _kind:
                     found.update({named(_kind, key): value for key, value in keywords.items()})
@@ -108,7 +153,7 @@ def named(kind, argument):
 @cache
 def base(name) -> dict[str, Any]:
     """The defaults with a method, and with the first sampling that it takes."""
-    for sampling in (one for one in ("poisson", "full", "round-robin") if one in module_of(name).SAMPLINGS):
+    for sampling in (one for one in ("poisson", "full", "round-robin") if one in METHODS[name].samplings):
         config = {**DEFAULTS, "method": name, "num-clients": NUM_CLIENTS, "sampling": sampling, **NEEDED.get(name, {})}
         config["cohort-size"] = 5 if sampling == "round-robin" else 0
         if named(strategy_of(name), "delta") in passed(config):
@@ -183,7 +228,7 @@ def different(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_argument_is_set_by_a_setting_or_listed_as_one_that_is_not(name):
-    assert sorted(unset(name) - set(parts.UNSET)) == sorted(module_of(name).UNSET)
+    assert sorted(unset(name) - set(UNSET[""])) == sorted(UNSET[name])
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -195,14 +240,13 @@ def test_every_setting_of_a_method_sets_an_argument(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_defaults_of_the_app_are_those_of_the_signatures_or_listed(name):
-    assert sorted(different(name) - set(parts.OTHER_DEFAULTS)) == sorted(module_of(name).OTHER_DEFAULTS)
+    assert sorted(different(name) - set(OTHER_DEFAULTS[""])) == sorted(OTHER_DEFAULTS[name])
 
 
 def test_what_is_listed_for_all_methods_is_neither_gone_nor_listed_twice():
-    for common, own, found in ((parts.UNSET, "UNSET", unset), (parts.OTHER_DEFAULTS, "OTHER_DEFAULTS", different)):
-        assert set(common) <= set().union(*map(found, METHODS))
-        listed = [one for name in METHODS for one in dict.fromkeys(getattr(module_of(name), own))]
-        assert not set(common) & set(listed)
+    for table, found in ((UNSET, unset), (OTHER_DEFAULTS, different)):
+        assert set(table[""]) <= set().union(*map(found, METHODS))
+        assert not set(table[""]) & {one for name in METHODS for one in table[name]}
 
 
 def test_trials_find_what_a_setting_changes():

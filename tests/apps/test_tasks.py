@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from apps.tasks import Task, load_task, mnist, vision
+from flower_dp.apps.tasks import Task, load_task, mnist, vision
 
 FULL = os.environ.get("FLOWER_DP_TEST_DATA", "")
 needs_full = pytest.mark.skipif(not FULL, reason="FLOWER_DP_TEST_DATA does not name a folder with MNIST/raw")
@@ -278,7 +278,7 @@ def test_unknown_task():
 
 
 def test_presets_of_the_full_data_ask_for_it():
-    presets = list((Path(__file__).parents[2] / "apps" / "presets").glob("*full*.toml"))
+    presets = list((Path(__file__).parents[2] / "flower_dp" / "apps" / "presets").glob("*full*.toml"))
     assert len(presets) == 5
     for path in presets:
         with pytest.raises(ValueError, match="data-dir: this preset needs the full MNIST: --set data-dir="):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from apps.unread import unread
+from flower_dp.apps.unread import unread
 from tests.app_runs import DEFAULTS, PRESETS
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from apps.client_app import app as client_app
-from apps.records import config_of, deal
-from apps.server_app import app as server_app
-from apps.tasks import load_task
-from apps.tasks.vehicle import Own, load
+from flower_dp.apps.client_app import app as client_app
+from flower_dp.apps.records import config_of, deal
+from flower_dp.apps.server_app import app as server_app
+from flower_dp.apps.tasks import load_task
+from flower_dp.apps.tasks.vehicle import Own, load
 from flower_dp.running.apps import flatten
 from tests.grids import LocalGrid
 
@@ -114,7 +114,7 @@ def test_the_real_file():
 
 def settings(**changes):
     defaults = flatten(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
-    preset = flatten(tomllib.loads((ROOT / "apps" / "presets" / "vehicle-fedsgd-dpc.toml").read_text()))
+    preset = flatten(tomllib.loads((ROOT / "flower_dp" / "apps" / "presets" / "vehicle-fedsgd-dpc.toml").read_text()))
     return {**defaults, **preset, **{key.replace("_", "-"): value for key, value in changes.items()}}
 
 

@@ -5,6 +5,7 @@ quantile z, whose mean and standard deviation (1, if it is smaller) tell how oft
 """
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass
 
@@ -27,16 +28,24 @@ class Effect:
         estimator: of the case.
         claimed: strength that is claimed.
         real: how many standard deviations the unit moves the statistic by.
+        present: standard deviation of the statistic with the unit, in those without it.
     """
 
     estimator: Estimator
     claimed: float
     real: float
+    present: float = 1.0
 
 
 GAUSSIAN = GaussianTradeoff(delta=DELTA)
 EFFECTS = {
     "quarter_of_the_noise-stock": Effect(estimator=GAUSSIAN, claimed=1.25, real=5.0),
+    # Four clients: the server adds one share, two clients draw theirs; with the unit three do. Another has subtracted its own.
+    "shares_by_their_number-distributed, add-or-remove-one": Effect(
+        estimator=GAUSSIAN, claimed=2.0, real=2.0 * math.sqrt(2), present=math.sqrt(1 / 2)
+    ),
+    "shares_by_their_number-distributed, replace-one": Effect(estimator=GAUSSIAN, claimed=2.0, real=4.0),
+    "shares_by_their_number-distributed, untrusted server": Effect(estimator=GAUSSIAN, claimed=2.0, real=4.0),
     "no_factor_of_replace_one-stock, replace-one": Effect(estimator=GAUSSIAN, claimed=2.0, real=4.0),
     "cohort_of_the_largest_updates-stock, Poisson": Effect(
         estimator=SampledGaussianTradeoff(delta=DELTA, rate=0.1), claimed=4.0, real=4.0
@@ -50,7 +59,7 @@ def miss_rate(effect: Effect, trials: int, rng: np.random.Generator, *, draws: i
     for _ in range(draws):
         pure = rng.normal(size=(2, trials))
         scores = {
-            "projection": (rng.normal(size=trials), rng.normal(effect.real, 1, size=trials)),
+            "projection": (rng.normal(size=trials), rng.normal(effect.real, effect.present, size=trials)),
             "another": (pure[0], pure[1]),
         }
         errors = errors_of(scores, effect.estimator, confidence=1 - MISS)

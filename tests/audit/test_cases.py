@@ -1,20 +1,23 @@
 """Every method has cases, they run, and their claims are those of the methods' own statements."""
 
+import math
+
 import numpy as np
 import pytest
 from scipy import stats
 
-from apps.cost import cost
+from flower_dp.apps.cost import cost
 from flower_dp.audit import CASES, Claim, audit
 from flower_dp.audit.audit import claimed_tradeoff, estimator_of
 from flower_dp.audit.case import Case, Trials, quiet
-from flower_dp.audit.methods import client_level
+from flower_dp.audit.methods import CLIP_NORM, client_level
 from flower_dp.audit.presets import case_of
-from flower_dp.clients.registry import LOCAL
-from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.core import noise
+from flower_dp.methods import METHODS
+from flower_dp.privacy.events import leaves_of
 from flower_dp.running import apps
 from flower_dp.strategies import DPFedAvg
+from flower_dp.strategies.releases import shared_noise
 
 PRESETS = (
     "mnist-dp-fedsam-topk-paper",
@@ -29,7 +32,7 @@ PRESETS = (
 
 
 def test_every_method_has_a_case():
-    assert {case.method for case in CASES.values()} == {*CLIENT_LEVEL, *LOCAL}
+    assert {case.method for case in CASES.values()} == set(METHODS)
 
 
 @pytest.mark.slow
@@ -81,6 +84,49 @@ def test_update_and_indicator_together_have_the_effect_that_is_claimed(monkeypat
     assert asked.joint_norm / deviation == pytest.approx(1 / release.mechanism.noise_multiplier, rel=1e-6)
 
 
+SHARED = (
+    "dp-fedavg, distributed",
+    "dp-fedavg, distributed, replace-one",
+    "dp-fedavg, untrusted server",
+    "dp-fedsam",
+    "fed-smp, rand-k",
+)
+
+
+def unknown_noise(case, monkeypatch):
+    """Return the std of the noise that a participant does not know, without the unit and with it, over that of the claim."""
+    drawn, found = [], []
+    monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: drawn.append(std) or 0.0 * like)
+    with quiet():
+        runs = Trials(case)
+        for present in (False, True):
+            drawn.clear()
+            runs.run(present=present)
+            own = runs.strategy.rules.training.shared.share(len(case.present))
+            found.append(math.sqrt(sum(std**2 for std in drawn) - own**2))
+        (leaf, count), *more = leaves_of(runs.ledger.event)
+    assert count == 1
+    assert not more
+    return [std / (leaf.noise_multiplier * CLIP_NORM) for std in found]
+
+
+@pytest.mark.parametrize("label", SHARED)
+def test_a_participant_meets_just_the_noise_of_the_claim(label, monkeypatch):
+    assert unknown_noise(CASES[label], monkeypatch) == pytest.approx([1.0, 1.0], rel=1e-3)
+
+
+@pytest.mark.parametrize("label", SHARED)
+def test_shares_of_noise_over_their_number_show_with_the_unit_and_without_it(label, monkeypatch):
+    """Each of n clients draws noise / n. Of n - 1 shares sqrt(1 / n) is left; where the server adds one of them sqrt(2 / n)."""
+    monkeypatch.setattr(shared_noise, "gaussian_share", lambda std, num_shares: std / num_shares)
+    case = CASES[label]
+    num = len(case.present)
+    without, with_it = unknown_noise(case, monkeypatch)
+    assert with_it == pytest.approx(math.sqrt(1 / num), rel=1e-3)
+    assert without == pytest.approx(math.sqrt((2 if case.silent else 1) / num), rel=1e-3)
+    assert without < 0.75
+
+
 def test_the_claimed_trade_off_is_the_exact_one():
     claim = audit(CASES["dp-fedavg, stock clients"], trials=20).claim
     rates = np.linspace(0.001, 0.999, 50)
@@ -124,7 +170,7 @@ def test_a_method_without_a_case_is_not_audited_as_another_one():
     """A method that the audit did not know was audited as DP-FedPAQ, with its settings."""
     run = apps.resolve("mnist-dp-fedpaq", [])
     table = {key.replace("dp-fedpaq.", "new-method."): value for key, value in {**run.app.settings(), **run.overrides}.items()}
-    with pytest.raises(ValueError, match="method=new-method: has no case for an audit; must be one of dp-fedavg, "):
+    with pytest.raises(ValueError, match="method='new-method': must be one of dp-fedavg, "):
         case_of("it", {**table, "method": "new-method"})
 
 

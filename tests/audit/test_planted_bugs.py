@@ -22,7 +22,7 @@ from flower_dp.core.sampling import PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import leaves_of
 from flower_dp.strategies import AdaptiveClip, DPFedAvg
-from flower_dp.strategies.releases import limits
+from flower_dp.strategies.releases import limits, shared_noise
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.run import Run
 
@@ -40,7 +40,14 @@ REPLACED = client_level("stock, replace-one", DPFedAvg, **CENTRAL | {"noise_mult
 SAMPLED = client_level(
     "stock, Poisson", DPFedAvg, **CENTRAL | {"noise_multiplier": 0.25}, sampling=PoissonSampling(sampling_rate=0.1)
 )
-SHARED = client_level("distributed", DPFedAvg, placement="distributed", noise_multiplier=2.26, relation="replace-one")
+# Among four clients, against one that knows its share: mu = 1.25, and 2 in the others.
+SHARED = client_level("distributed", DPFedAvg, placement="distributed", noise_multiplier=1.85, relation="replace-one")
+LITTLE_SHARED = {"placement": "distributed", "noise_multiplier": 0.5 * math.sqrt(4 / 3)}
+SHARES = client_level("distributed, add-or-remove-one", DPFedAvg, **LITTLE_SHARED)
+SHARES_REPLACED = client_level(
+    "distributed, replace-one", DPFedAvg, **LITTLE_SHARED | {"noise_multiplier": math.sqrt(4 / 3)}, relation="replace-one"
+)
+SHARES_UNTRUSTED = client_level("distributed, untrusted server", DPFedAvg, **LITTLE_SHARED, trusted_server=False)
 RECORDS = fedsgd_dpc("records", mechanism="gaussian", relation="add-or-remove-one", epsilon=1.0)
 LAPLACE = fedsgd_dpc("Laplace", mechanism="laplace", epsilon=1.0)
 QUANTISED = local_steps("quantised", quantization_levels=10, epsilon=0.5, delta=0.2)
@@ -66,6 +73,11 @@ def quarter_of_the_noise(monkeypatch):
 def hundredth_of_the_noise(monkeypatch):
     whole = noise.gaussian
     monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: noise.nearest(whole(like, std, step, rng) / 100, step))
+
+
+def shares_by_their_number(monkeypatch):
+    """Each of n clients draws noise / n in the place of noise / sqrt(n); what the server adds for missing ones is right."""
+    monkeypatch.setattr(shared_noise, "gaussian_share", lambda noise_std, num_shares: noise_std / num_shares)
 
 
 def no_factor_of_replace_one(monkeypatch):
@@ -186,6 +198,9 @@ def unbounded_indicator(monkeypatch):
 BUGS = [
     (quarter_of_the_noise, STOCK, 70),
     (hundredth_of_the_noise, RECORDS, 40),
+    (shares_by_their_number, SHARES, 320),
+    (shares_by_their_number, SHARES_REPLACED, 200),
+    (shares_by_their_number, SHARES_UNTRUSTED, 200),
     (no_factor_of_replace_one, REPLACED, 200),
     (no_clip, STOCK, 40),
     (no_clip_of_records, RECORDS, 40),
@@ -247,7 +262,10 @@ def test_a_bug_makes_the_effect_larger_than_the_claim(plant, case, factor, monke
     ("case", "trials"),
     [
         (LITTLE, 100),
-        *((one, 40) for one in (TWO_ROUNDS, REPLACED, SAMPLED, SHARED, RECORDS, LAPLACE, QUANTISED, PER_STEP, CONVEX, ADAPTIVE)),
+        *(
+            (one, 40)
+            for one in (TWO_ROUNDS, REPLACED, SAMPLED, SHARED, SHARES, RECORDS, LAPLACE, QUANTISED, PER_STEP, CONVEX, ADAPTIVE)
+        ),
     ],
     ids=lambda value: getattr(value, "label", None),
 )

@@ -102,7 +102,7 @@ def test_round_robin_costs_as_many_releases_as_the_client_asked_most_often_takes
 
 
 def test_samplings_are_called_as_in_the_settings():
-    from apps.settings import SAMPLINGS
+    from flower_dp.apps.settings import SAMPLINGS
     from flower_dp.cli import accounting
 
     assert sorted(accounting.SAMPLINGS) == sorted(SAMPLINGS)
@@ -341,7 +341,7 @@ nested.depth = 1
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    presets = tmp_path / "apps" / "presets"
+    presets = tmp_path / "flower_dp" / "apps" / "presets"
     presets.mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
     (presets / "quick.toml").write_text('# Three rounds to look at.\nnum-rounds = 3\nclip-norm = 1\ndata-dir = "d"\n')
@@ -376,7 +376,7 @@ def test_a_preset_changes_settings_and_set_wins(checkout):
 
 @pytest.mark.parametrize(
     ("given", "absolute"),
-    [("x", "HERE/x"), ("how:x", "how:HERE/x"), ("how:/x", "how:/x"), ("how:", "how:"), ("c:x", "HERE/c:x"), ("", "")],
+    [("x", "HERE/x"), ("how:x", "how:HERE/x"), ("how:/x", "how:/x"), ("how:", "how:"), ("c:x", "HERE/c:x")],
 )
 def test_a_folder_may_say_how_it_is_filled(checkout, given, absolute):
     here = str(checkout / "deep" / "er")

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flower_dp.cli import screen
-from flower_dp.cli.screen import Screen
 from flower_dp.core.sampling import FullSampling
+from flower_dp.running import screen
+from flower_dp.running.screen import Screen
 from flower_dp.running.signals import Interrupted
 from flower_dp.strategies import DPFedAvg, diagnostics
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
@@ -71,6 +71,29 @@ def test_the_first_cause_of_a_failing_dry_run_is_one_line_and_its_traceback_is_i
     shown = capsys.readouterr().out.splitlines()
     assert shown == [f"(Worker pid=1) {lines[0]}"]
     assert "fails: RuntimeError: found two devices cuda:0 and cpu (test_screen.py:" in shown[0]
+
+
+SERVERS = [
+    "ERROR :     Simulation raised an exception",
+    "Traceback (most recent call last):",
+    '  File "process.py", line 47, in main',
+    "RuntimeError: no client can train: the model's forward fails",
+    "in two lines",
+    "INFO :      The run did not end.",
+]
+
+
+def test_after_the_first_cause_of_a_dry_run_the_servers_traceback_is_in_the_log_alone(capsys):
+    """It follows from the first cause, and hid it. Of an app that fails for another reason it is shown."""
+    screen = screen_of(SimpleNamespace(), quiet=False)
+    for line in SERVERS:
+        screen.tell(line)
+    assert capsys.readouterr().out.splitlines() == SERVERS
+    for line in ("ERROR :     dry run, first cause: a step fails: AttributeError: no such table (model.py:25)", *SERVERS):
+        screen.tell(line)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].endswith("(model.py:25)")
+    assert shown[1:] == [SERVERS[0], SERVERS[-1]]
 
 
 def test_a_table_that_is_no_data_set_is_named(shown):
@@ -133,7 +156,7 @@ def test_a_reader_of_the_log_that_closes_interrupts_the_run(tmp_path, monkeypatc
 
 def test_the_terminal_stays_that_while_a_process_writes_to_a_log(tmp_path):
     code = (
-        "import os, sys\nfrom flower_dp.cli.screen import own_stream\nwith own_stream() as stream:\n"
+        "import os, sys\nfrom flower_dp.running.screen import own_stream\nwith own_stream() as stream:\n"
         "    os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 1)\n    print('of the app', flush=True)\n    print('shown', file=stream)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "log"], capture_output=True, text=True, check=True)

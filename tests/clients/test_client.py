@@ -17,7 +17,7 @@ import tests.grids  # noqa: F401 (messages need the identity that it sets)
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app
 from flower_dp.clients.reasons import Declined
-from flower_dp.clients.registry import CLIENT_LEVEL
+from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.core.vectors import Layout

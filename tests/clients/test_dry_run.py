@@ -26,6 +26,7 @@ from flower_dp.clients import (
     TensorRecords,
     Training,
     app,
+    as_records,
     client_app,
     model_arrays,
     reasons,
@@ -343,6 +344,60 @@ class Checkpointed(nn.Linear):
         return outputs
 
 
+class Forgetful(nn.Linear):
+    """Takes inputs of its shape, and fails for another reason."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scale: Tensor = self.forgotten
+        return scale * super().forward(inputs)
+
+
+class Partial(nn.Module):
+    """Computes some of its layers again in the backward pass, as torch's older kind of checkpointing does or as the newer one."""
+
+    def __init__(self, *again: str, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.again, self.kind = nn.Linear(4, 4), nn.Linear(4, CLASSES), again, use_reentrant
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        for name in ("first", "last"):
+            layer = getattr(self, name)
+            outputs = checkpoint(layer, outputs, use_reentrant=self.kind) if name in self.again else layer(outputs)
+        return outputs
+
+
+def dp_client(build: Any) -> DPClient:
+    return DPClient(model=build(), clients={"a": tensors(floats(4))}, training=Training(learning_rate=0.1), device="cpu")
+
+
+def test_a_forward_that_fails_for_another_reason_is_not_told_as_one_of_inputs(caplog):
+    """It said that the model did not take inputs of the records' shape; the error is in the node's own log, with its place."""
+    line = Forgetful.forward.__code__.co_firstlineno + 1
+    for client in (
+        dp_client(lambda: Forgetful(4, CLASSES)),
+        local_client(lambda: Forgetful(4, CLASSES), tensors(floats(4)), FedSGDDPCRecipe(**LOCAL, num_replies=1)),
+    ):
+        dry_run._log_once.cache_clear()
+        caplog.clear()
+        told = client.why_unable()
+        assert told is not None
+        assert told.endswith(reasons.MODEL)
+        assert "forward fails" in told
+        assert "does not take" not in told
+        assert "forgotten" not in told
+        words = "AttributeError: 'Forgetful' object has no attribute 'forgotten'"
+        assert f"fails: {words} (test_dry_run.py:{line})" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("again", [("last",), ("first", "last")])
+def test_reentrant_checkpointing_is_named_as_the_cause(again):
+    """Its error, or the loss without any gradient, was told as a loss that has no gradient."""
+    assert dp_client(lambda: Partial(*again, use_reentrant=True)).why_unable() == reasons.REENTRANT
+    assert "use_reentrant=False" in reasons.REENTRANT
+    assert dp_client(lambda: Partial(*again, use_reentrant=False)).why_unable() is None
+
+
 class Old(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor) -> Tensor:
@@ -456,6 +511,39 @@ def test_where_single_records_are_protected_no_record_is_looked_at(recipe, row, 
     assert NAME not in caplog.text
 
 
+class Frame:
+    """What as_records sees of a pandas or polars DataFrame; its length is that of a data set."""
+
+    columns, to_numpy = ["age"], None
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, name):
+        raise KeyError(name)
+
+
+class Read(dict):
+    """Clients whose data are read when they are needed, as in an app."""
+
+    def __getitem__(self, name):
+        return as_records(super().__getitem__(name))
+
+
+def test_a_data_frame_is_refused_in_words_that_the_server_learns():
+    clients = Read(a=Frame(), b=Frame())
+    client = DPClient(model=nn.Linear(4, CLASSES), clients=clients, training=Training(learning_rate=0.1), device="cpu")
+    assert json.loads(client.get_properties({})[wire.KEY])["unable"] == reasons.TABLE
+
+
+def test_a_warning_that_many_clients_have_in_common_is_logged_once(caplog):
+    rows = {name: DatasetRecords(dataset=Rows(("inputs", "target", name))) for name in "abc"}
+    client = DPClient(model=nn.Linear(4, CLASSES), clients=rows, training=Training(learning_rate=0.1), device="cpu")
+    dry_run._warn_once.cache_clear()
+    assert client.why_unable() == reasons.ROWS
+    assert caplog.text.count("a row of the data set is a tuple") == 1
+
+
 @pytest.mark.parametrize("what", BROKEN)
 def test_the_answer_has_fixed_words_alone(what):
     build, records, training, reason = BROKEN[what]
@@ -558,7 +646,7 @@ def nodes_of(kinds: str) -> list[Any]:
 def test_a_run_in_which_nobody_can_train_ends_before_anything_is_charged():
     made = strategy(DPFedAvg, {})
     grid = grid_of(nodes_of("xxxx"))
-    with pytest.raises(RuntimeError, match="no client can train: the model does not take inputs"):
+    with pytest.raises(RuntimeError, match="no client can train: the model's forward fails on made-up inputs"):
         made.start(grid, model_arrays(nn.Linear(4, CLASSES)), num_rounds=3)
     assert made.epsilon == 0
     assert not made.rounds

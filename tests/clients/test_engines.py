@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apps.tasks.models import make
+from flower_dp.apps.tasks.models import make
 from flower_dp.clients import DPClient, FlatModel, ProximalTerm, TensorRecords, Training, local_updates
-from flower_dp.clients.reasons import place_of
+from flower_dp.clients.tracebacks import place_of
 from flower_dp.clients.training.draws import OwnDraws, batch_seed, draws_seed
 from flower_dp.clients.training.engines import ENGINES, batched, quicker_engine
 from flower_dp.clients.training.engines.program import Program, _sliced_product

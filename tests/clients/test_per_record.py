@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from apps.tasks.models import make
+from flower_dp.apps.tasks.models import make
 from flower_dp.clients import FlatModel, TensorRecords
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training import per_record, record_clipping

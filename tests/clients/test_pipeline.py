@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from flower_dp.clients.fedsgd_dpc import ClippedGradients, FedSGDDPCRecipe
-from flower_dp.clients.registry import CLIENT_LEVEL, LOCAL
 from flower_dp.clients.reply.parts import (
     FullNoise,
     GaussianShare,
@@ -207,15 +206,6 @@ def test_the_norm_of_a_row_is_taken_where_somebody_asks_for_it_and_before_the_cl
 def test_noise_that_does_not_fit_the_lattice_of_the_clip_is_no_reply() -> None:
     made = pipeline(torch.ones(4), clip=RowClip(clip_norm=1.0, step=2.0**-4))
     assert list(made.replies(torch.zeros(4), [job()])) == [Refusal(reason="training failed; the node's own log says why")]
-
-
-# The registry
-
-
-def test_every_method_stands_under_its_name_once() -> None:
-    assert not set(CLIENT_LEVEL) & set(LOCAL)
-    for name, recipe in LOCAL.items():
-        assert recipe.method == name
 
 
 # What a client's row would cost alone

@@ -20,6 +20,13 @@ def test_what_is_not_a_finite_number_is_refused_by_name(value: Any) -> None:
     assert len(str(caught.value)) < 200
 
 
+@pytest.mark.parametrize("value", [True, np.True_, np.array(True)], ids=["Python", "NumPy", "an array"])
+def test_a_bool_of_any_library_is_no_number(value: Any) -> None:
+    for check in (checks.number, checks.integer):
+        with pytest.raises(ValueError, match=r"^clip_norm=.*: must be a"):
+            check("clip_norm", value)
+
+
 @pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.array(0.5), 0.5])
 def test_numbers_come_back_as_plain_floats(value: Any) -> None:
     number = checks.number("field", value, above=0)

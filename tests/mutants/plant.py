@@ -8,6 +8,8 @@ or tests that can't be collected under it. Exits 1 if any survived or broke.
 """
 
 import argparse
+import ast
+import functools
 import multiprocessing
 import os
 import queue
@@ -24,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# Folders with code in which bugs are planted.
+TOPS = ("flower_dp", "apps", "benchmarks", "examples")
 LIST = Path(__file__).with_name("mutants.toml")
 NOT_COPIED = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "dist", "*.egg-info")
 MOST_PROCESSES = 2
@@ -36,24 +40,128 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """A function, a class or a module: where its text is, and how far it is indented."""
+
+    module: str
+    file: Path
+    start: int
+    end: int
+    column: int
+
+
+class Sources:
+    """The Python files of a tree in which bugs are planted, and what they define; each is read when it is first needed."""
+
+    def __init__(self, tree: Path) -> None:
+        self.tree = tree
+        files = [*tree.glob("*.py"), *(file for top in TOPS for file in (tree / top).rglob("*.py"))]
+        self.files = {
+            ".".join(file.relative_to(tree).with_suffix("").parts).removesuffix(".__init__"): file
+            for file in files
+            if not file.is_symlink()
+        }
+        self.text = functools.cache(lambda file: file.read_text(encoding="utf-8"))
+        self._names = functools.cache(lambda module: set(re.findall(r"\b(?:def|class) (\w+)", self.text(self.files[module]))))
+        self._definitions = functools.cache(self._defined)
+
+    def find(self, function: str, module: str) -> list[Definition]:
+        """Return all definitions of a qualified name, in one module or in all; without a name the module itself.
+
+        Two functions may share a name, as the getter and the setter of a property do.
+        """
+        if not function:
+            file = self.files.get(module)
+            return [] if file is None else [Definition(module=module, file=file, start=0, end=len(self.text(file)), column=0)]
+        word = function.rpartition(".")[2]
+        names = [module] if module in self.files else () if module else self.files
+        return [one for name in names if word in self._names(name) for one in self._definitions(name).get(function, ())]
+
+    def definitions(self, module: str) -> dict[str, list[Definition]]:
+        """Return what a module defines, by qualified name: `Class.method`, and `function.inner`."""
+        return self._definitions(module)
+
+    def _defined(self, module: str) -> dict[str, list[Definition]]:
+        file, found = self.files[module], dict[str, list[Definition]]()
+        lines = self.text(file).splitlines(keepends=True)
+        starts = [0]
+        for line in lines:
+            starts.append(starts[-1] + len(line))
+
+        def walk(node: ast.AST, name: str) -> None:
+            for child in ast.iter_child_nodes(node):
+                own = name
+                if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    own = f"{name}.{child.name}" if name else child.name
+                    first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
+                    place = Definition(
+                        module=module,
+                        file=file,
+                        start=starts[first - 1],
+                        end=starts[child.end_lineno or first],
+                        column=child.col_offset,
+                    )
+                    found.setdefault(own, []).append(place)
+                walk(child, own)
+
+        walk(ast.parse(self.text(file)), "")
+        return found
+
+
+@functools.cache
+def sources_of(tree: Path) -> Sources:
+    """Return the sources of a tree, which nobody but `plant` changes, and only for a while."""
+    return Sources(tree)
+
+
+def places_of(quote: str, text: str, start: int, end: int) -> list[tuple[int, int]]:
+    """Return where a text has a quotation, white space apart: from its first character to the end of its last one."""
+    positions = [place for place in range(start, end) if not text[place].isspace()]
+    bare, wanted = "".join(text[place] for place in positions), "".join(quote.split())
+    if not wanted:
+        return []
+    firsts = [match.start() for match in re.finditer(f"(?={re.escape(wanted)})", bare)]
+    return [(positions[first], positions[first + len(wanted) - 1] + 1) for first in firsts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """A planted bug: in one sentence, the change of one file, and the tests of which at least one must fail."""
+    """A planted bug: in one sentence, the change of one function, and the tests of which at least one must fail."""
 
     name: str
-    file: str
+    function: str = ""
+    module: str = ""
     old: str
     new: str
     tests: tuple[str, ...]
 
-    def planted(self, text: str) -> str:
-        """Return the file's text with the bug.
+    @property
+    def place(self) -> str:
+        """Where it is planted, in words."""
+        return ":".join(filter(None, (self.module, self.function)))
+
+    def planted(self, sources: Sources) -> tuple[Path, str]:
+        """Return the file that is changed, and its text with the bug.
 
         Raises:
-            ValueError: if the text to replace is not exactly once in the file.
+            ValueError: if there is no such function, or the text to replace is not exactly once in it.
         """
-        if (count := text.count(self.old)) != 1:
-            raise ValueError(f"old text is {count} times in {self.file}: must be once")
-        return text.replace(self.old, self.new)
+        found = sources.find(self.function, self.module)
+        if not found:
+            raise ValueError(f"no function, class or module {self.place}")
+        matches = {
+            (one.file, *span, one.column)
+            for one in found
+            for span in places_of(self.old, sources.text(one.file), one.start, one.end)
+        }
+        if len(matches) != 1:
+            hint = "; name the module" if len({match[0] for match in matches}) > 1 else ""
+            raise ValueError(f"old text is {len(matches)} times in {self.place}: must be once{hint}")
+        ((file, start, end, column),) = matches
+        first, *others = self.new.strip().split("\n")
+        new = "\n".join([first, *(" " * column + line if line.strip() else line for line in others)])
+        text = sources.text(file)
+        return file, text[:start] + new + text[end:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +230,18 @@ def plant(mutant: Mutant, tree: Path) -> Verdict:
     def verdict(word: str, why: str) -> Verdict:
         return Verdict(mutant=mutant, word=word, why=why, seconds=time.monotonic() - started)
 
-    target = tree / mutant.file
-    text = target.read_text(encoding="utf-8")
+    sources = sources_of(tree)
     try:
-        target.write_text(mutant.planted(text), encoding="utf-8")
+        target, planted = mutant.planted(sources)
+    except ValueError as error:
+        return verdict("BROKEN", str(error).splitlines()[0])
+    try:
+        target.write_text(planted, encoding="utf-8")
         status, said = run_tests(tree, mutant.tests, "-x", "--tb=no")
-    except (ValueError, TimeoutError) as error:
+    except TimeoutError as error:
         return verdict("BROKEN", str(error).splitlines()[0])
     finally:
-        target.write_text(text, encoding="utf-8")
+        target.write_text(sources.text(target), encoding="utf-8")
     if status == PASSED:
         return verdict("SURVIVED", ", ".join(mutant.tests))
     failed = re.search(r"^FAILED (\S+)", said, re.MULTILINE)
@@ -163,7 +274,7 @@ def plant_all(chosen: list[Mutant], num_processes: int) -> list[Verdict]:
             verdict = plant(mutant, tree)
         finally:
             trees.put(tree)
-        sys.stdout.write(f"{verdict.word:8}  {verdict.seconds:5.1f} s  {mutant.file}: {mutant.name}\n")
+        sys.stdout.write(f"{verdict.word:8}  {verdict.seconds:5.1f} s  {mutant.place}: {mutant.name}\n")
         if verdict.word != "caught":
             sys.stdout.write(f"          {verdict.why}\n")
         sys.stdout.flush()
@@ -178,18 +289,18 @@ def plant_all(chosen: list[Mutant], num_processes: int) -> list[Verdict]:
 def main() -> int:
     """Plant what was chosen; return 1 if any of it survived or broke."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", metavar="TEXT", help="only bugs with this text in their name or file")
+    parser.add_argument("--only", metavar="TEXT", help="only bugs with this text in their name or place")
     parser.add_argument("--tests", metavar="TEXT", help="only bugs with this text in one of the tests that they name")
     parser.add_argument("--list", action="store_true", help="show the bugs and plant none")
     arguments = parser.parse_args()
     chosen = [
         mutant
         for mutant in mutants()
-        if (arguments.only is None or arguments.only in f"{mutant.file}: {mutant.name}")
+        if (arguments.only is None or arguments.only in f"{mutant.place}: {mutant.name}")
         and (arguments.tests is None or any(arguments.tests in test for test in mutant.tests))
     ]
     if arguments.list or not chosen:
-        sys.stdout.writelines(f"{mutant.file}: {mutant.name}\n" for mutant in chosen)
+        sys.stdout.writelines(f"{mutant.place}: {mutant.name}\n" for mutant in chosen)
         return 0 if chosen else 1
     _CONTEXT.set_forkserver_preload(LIBRARIES)
     num_processes = min(MOST_PROCESSES, os.cpu_count() or 1)

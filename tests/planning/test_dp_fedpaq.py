@@ -9,9 +9,9 @@ from flwr.app import Context, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apps.client_app import app as client_app
-from apps.methods import Run
-from apps.server_app import app as server_app
+from flower_dp.apps.client_app import app as client_app
+from flower_dp.apps.methods import Run
+from flower_dp.apps.server_app import app as server_app
 from flower_dp.cli import plans
 from flower_dp.planning import ProblemError, dp_fedpaq
 from flower_dp.planning.constants import estimate

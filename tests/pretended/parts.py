@@ -363,7 +363,17 @@ def test_a_group_has_as_many_clients_as_are_asked_for_and_fit(num_parameters: in
     assert num_slots(num_parameters, torch.device("cpu"), group_size) == num_slots(num_parameters, torch.device("cpu"))
 
 
-def limited(monkeypatch: Any, fits: Callable[[Any], bool]) -> list[int]:
+# As torch raises them.
+NO_MEMORY = (
+    torch.OutOfMemoryError("out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 9.05 GB, other allocations: 1.02 MB, max allowed: 9.07 GB)."),
+)
+
+
+def limited(monkeypatch: Any, fits: Callable[[Any], bool], error: Any = NO_MEMORY[0]) -> list[int]:
     """Let steps of programs run out of memory unless they fit; return the sizes of groups that were tried."""
     from flower_dp.clients.training.engines import program
 
@@ -372,7 +382,7 @@ def limited(monkeypatch: Any, fits: Callable[[Any], bool]) -> list[int]:
     def tried(self: Any, batches: Any) -> None:
         sizes.append(self._num_slots)
         if not fits(self):
-            raise torch.OutOfMemoryError("out of memory")
+            raise error
         stage(self, batches)
 
     monkeypatch.setattr(program.Program, "_stage", tried)
@@ -393,6 +403,21 @@ def test_a_group_that_does_not_fit_into_memory_is_halved(caplog: Any, monkeypatc
     assert caplog.text.count("do not fit into memory") == 2
     for rows in others:
         torch.testing.assert_close([row.cpu() for row in rows], [row.cpu() for row in first], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: str(error)[:40])
+def test_a_group_whose_libraries_have_no_memory_left_is_halved(error: Any, caplog: Any, monkeypatch: Any) -> None:
+    sizes = limited(monkeypatch, lambda program: program._num_slots <= 8, error)
+    first, second = rounds_of(FlatModel(nn.Linear(8, 3), DEVICE), [flat(6, seed) for seed in range(3)], 2)
+    assert all(isinstance(row, Tensor) for row in (*first, *second))
+    assert list(dict.fromkeys(sizes)) == [16, 8]
+    assert "do not fit into memory" in caplog.text
+
+
+def test_another_error_of_a_library_is_not_taken_for_a_lack_of_memory() -> None:
+    for text in ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", "CUDA error: device-side assert triggered", "out of memory"):
+        assert not devices.is_out_of_memory(RuntimeError(text))
+    assert not devices.is_out_of_memory(ValueError(str(NO_MEMORY[1])))
 
 
 def test_memory_that_ends_in_the_middle_loses_no_client_and_holds_nothing(monkeypatch: Any) -> None:
@@ -671,7 +696,7 @@ def test_tensors_that_clients_share_are_moved_once() -> None:
 
 
 def test_an_app_of_ones_own_keeps_the_records_of_its_clients_on_it(monkeypatch: Any) -> None:
-    from apps import own_model
+    from flower_dp.apps import own_model
 
     inputs, targets = np.zeros((9, 4), np.float32), np.zeros(9, np.int64)
     clients = own_model._Clients(lambda client, number: (inputs, targets), ["a", "b"], ["a", "b"], DEVICE)
@@ -747,9 +772,9 @@ def test_the_log_of_a_node_says_why_no_client_trains(level: str, caplog: Any) ->
     (told,) = [record.getMessage() for record in caplog.records if "first cause" in record.getMessage()]
     first, *trace = told.splitlines()
     assert "Expected all tensors to be on the same device" in first
-    assert trace[0] == "dry run | Traceback (most recent call last):"
+    assert trace[0] == "traceback | Traceback (most recent call last):"
     assert any("in forward" in line for line in trace)
-    assert all(line.startswith("dry run | ") for line in trace)
+    assert all(line.startswith("traceback | ") for line in trace)
 
 
 # Precision

@@ -295,7 +295,7 @@ def test_sampling_without_replacement_takes_twice_the_clip_norm_as_sensitivity(
     right = _naive_without_replacement(multiplier / 2, 1000, cohort, rounds, 1e-5)
     found = rdp_epsilon(event, delta=1e-5, relation=REPLACE)
     assert found is not None
-    assert right * (1 - 1e-12) <= found <= right * (1 + 1e-9)  # with what float64's rounding may have lost
+    assert found <= right * (1 + 1e-9)  # Wang, Balle & Kasiviswanathan 2019, with what float64's rounding may have lost
     assert right > 1.5 * _naive_without_replacement(multiplier, 1000, cohort, rounds, 1e-5, orders=[2, 4, 8, 16, 32])  # too much
     unsampled = epsilon(Repeat(Gaussian(multiplier), rounds), delta=1e-5, relation=REPLACE).epsilon
     got = epsilon(event, delta=1e-5, relation=REPLACE).epsilon
@@ -303,6 +303,9 @@ def test_sampling_without_replacement_takes_twice_the_clip_norm_as_sensitivity(
     # The losses of a pair that can happen, at twice the clip norm: tests/privacy/test_fixed_size.py.
     pair = Repeat(Poisson(cohort / 1000, Gaussian(multiplier / 2)), rounds)
     assert got >= epsilon(pair, delta=1e-5, relation=ADD).epsilon * (1 - 1e-4)
+    pairs = rdp_epsilon(pair, delta=1e-5, relation=ADD)
+    assert pairs is not None
+    assert pairs * (1 - 1e-9) <= found
 
 
 @pytest.mark.slow
@@ -671,7 +674,7 @@ def test_sampling_under_replace_one_counts_at_every_delta(rate: float, multiplie
 
 def test_rdp_says_where_it_has_no_bound() -> None:
     assert rdp_epsilon(Poisson(0.1, Laplace(1.0)), delta=1e-5, relation=REPLACE) is None
-    assert renyi.curve_of([(Poisson(0.1, Gaussian(1.0)), 1)], REPLACE) is None  # nothing of the library's
+    assert renyi.curve_of([(Poisson(0.1, Laplace(1.0)), 1)], REPLACE) is None
     assert rdp_epsilon(fixed_size(10, 2, Gaussian(1.0)), delta=1e-5, relation=ADD) is None
     assert rdp_epsilon(Gaussian(1.0), delta=0, relation=ADD) is None
 

@@ -3,6 +3,7 @@
 In `distance` the noise scale is 1 and the sensitivity 2 C is `distance`.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from itertools import combinations, pairwise
@@ -11,9 +12,10 @@ from typing import Any
 import dp_accounting as dp
 import numpy as np
 import pytest
+from dp_accounting.rdp.rdp_privacy_accountant import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import special
+from scipy import integrate, special
 
 from flower_dp.core.sampling import FixedSizeSampling
 from flower_dp.privacy import accounting, fixed_size, planned_run, pld
@@ -92,6 +94,37 @@ def test_the_profile_is_that_of_the_worst_pair_in_both_directions_and_never_belo
         # A line between two points of a smooth profile is too high by about grid^2; of one with a corner by about the grid.
         most = exact + (2 * grid**2 + 3e-6 if kind is Gaussian else grid)
         assert max(there, back) <= got.get_delta_for_epsilon(eps) <= most
+
+
+@pytest.mark.parametrize("order", [1.1, 2.0, 5.5, 12.0])
+@pytest.mark.parametrize(("distance", "rate"), [(1.0, 0.1), (0.05, 0.5), (1.5, 0.02), (0.01, 1e-4), (1.2, 0.9)])
+def test_the_renyi_divergence_is_that_of_the_profile(distance: float, rate: float, order: float) -> None:
+    """A moment is a mixture of hockey sticks: 1 + a (a - 1) times the integral of (e^((a - 1) x) + e^(-a x)) d'(x) over x > 0."""
+    profile = fixed_size.gaussian_profile(distance)
+
+    def integrand(x: float) -> float:
+        delta = fixed_size.amplified(profile, rate, np.asarray([x]))[0]
+        return float((math.exp((order - 1) * x) + math.exp(-order * x)) * delta)
+
+    ends = fixed_size._amplified(distance * (order * distance + 12), rate)
+    points = [fixed_size._amplified(distance * t, rate) for t in (0.5, 2.0, order * distance / 2, order * distance, 9.0)]
+    value, error = integrate.quad(integrand, 0, ends, points=points, limit=2000, epsabs=0, epsrel=1e-11)
+    right = math.log1p(order * (order - 1) * value) / (order - 1)
+    assert error < 1e-8 * value
+    assert fixed_size.divergence(Gaussian(1 / distance), rate, order) == pytest.approx(right, rel=1e-8)
+
+
+@pytest.mark.parametrize("order", [1.5, 4.0, 64.0])
+def test_a_divergence_is_never_above_wangs_nor_above_that_without_sampling(order: float) -> None:
+    for noise, sample in itertools.product((0.3, 1.0, 4.0, 100.0, 1e9), (1, 100, 900)):
+        found = fixed_size.divergence(Gaussian(noise), sample / 1000, order)
+        unsampled = order / (2 * noise**2)
+        assert 0 < found < unsampled
+        if noise < 1e3:
+            library = RdpAccountant([order], dp.NeighboringRelation.REPLACE_ONE)
+            assert found <= library.compose(sampled(1000, sample, Gaussian(noise))).rdp[0] * (1 + 1e-9)
+    # Where the integral would take too long.
+    assert fixed_size.divergence(Gaussian(1e-9), 0.1, order) == pytest.approx(order * 5e17, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", [Gaussian, Laplace])

@@ -7,11 +7,12 @@ from contextlib import closing
 from functools import partial
 
 import dp_accounting as dp
+import numpy as np
 import pytest
 from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 from scipy import integrate
 
-from flower_dp.privacy import accounting, renyi, renyi_filter
+from flower_dp.privacy import accounting, fixed_size, renyi, renyi_filter
 from flower_dp.privacy.charge import EVERY_CLIENT, Charge
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.server_ledger import BudgetSpentError, JointBudget, LedgerError, ServerLedger
@@ -64,6 +65,8 @@ def mixed(x, density, means, weights, scale):
         # Between orders 1 and 2 the library's bound is ten times as large.
         (Poisson(0.3, Gaussian(2.0)), ADD, gaussian, ([0, 1], [0]), ([0.7, 0.3], [1]), True),
         (Poisson(0.9, Gaussian(2.0)), REPLACE, gaussian, ([0, 1], [0, -1]), ([0.1, 0.9], [0.1, 0.9]), True),
+        (dp.SampledWithoutReplacementDpEvent(10, 1, Gaussian(2.0)), REPLACE, gaussian, ([0, 2], [0]), ([0.9, 0.1], [1]), False),
+        (dp.SampledWithoutReplacementDpEvent(10, 8, Gaussian(2.0)), REPLACE, gaussian, ([0, 2], [0]), ([0.2, 0.8], [1]), False),
         (Poisson(0.1, Laplace(2.0)), ADD, laplace, ([0, 1], [0]), ([0.9, 0.1], [1]), False),
         (Poisson(0.1, Laplace(2.0)), REPLACE, laplace, ([0, 1], [0, -1]), ([0.9, 0.1], [0.9, 0.1]), False),
     ],
@@ -142,6 +145,44 @@ def test_fewer_rounds_fit_than_in_a_budget_of_releases_that_are_known_beforehand
     assert renyi_filter.num_affordable(dp.NoOpDpEvent(), event, BUDGET(epsilon=8.0), ADD) == 83
     costs = [accounting.epsilon(accounting.repeated(event, rounds), delta=1e-5, relation=ADD).epsilon for rounds in (129, 130)]
     assert costs[0] <= 8.0 < costs[1]
+
+
+@pytest.mark.exact
+def test_a_fixed_number_of_clients_is_charged_with_its_own_divergence_not_with_a_looser_bound():
+    """100 of 1,000 clients: 32 rounds by the bound of Wang, Balle & Kasiviswanathan, 74 by the pair with the exact profile."""
+    event, order = dp.SampledWithoutReplacementDpEvent(1000, 100, Gaussian(2.0)), 4.0
+
+    def integrand(x):
+        profile = fixed_size.amplified(fixed_size.gaussian_profile(1.0), 0.1, np.asarray([x]))[0]
+        return (math.exp((order - 1) * x) + math.exp(-order * x)) * profile
+
+    moment = 1 + order * (order - 1) * integrate.quad(integrand, 0, 15, epsabs=0, limit=500)[0]
+    one = math.log(moment) / (order - 1)
+    costs = [compute_epsilon([order], [rounds * one], 1e-5)[0] for rounds in (74, 75)]
+    assert costs[0] <= 8.0 < costs[1]
+    assert renyi_filter.num_affordable(dp.NoOpDpEvent(), event, BUDGET(epsilon=8.0, renyi_order=order), REPLACE) == 74
+
+
+@pytest.mark.parametrize(
+    ("event", "relation", "usual", "best"),
+    [
+        (dp.SampledWithoutReplacementDpEvent(1000, 100, Gaussian(2.0)), REPLACE, 74, 84),
+        (dp.SampledWithoutReplacementDpEvent(1000, 10, Gaussian(1.0)), REPLACE, 2, 80),
+        (Poisson(0.1, Gaussian(1.0)), ADD, 83, 84),
+    ],
+)
+def test_an_order_that_is_chosen_for_what_will_be_charged_lets_more_of_it_fit(path, event, relation, usual, best):
+    order = renyi_filter.order_for(8.0, 1e-5, event, relation=relation)
+    budgets = BUDGET(epsilon=8.0), BUDGET(epsilon=8.0, renyi_order=order)
+    found = [renyi_filter.num_affordable(dp.NoOpDpEvent(), event, budget, relation) for budget in budgets]
+    assert found[0] == usual
+    assert found[1] >= best
+    # No order fits one more; and the ledger keeps it for whatever is charged.
+    counts = [renyi_filter.allowance(8.0, 1e-5, one) / renyi_filter.divergence(event, one, relation) for one in renyi.ORDERS]
+    assert found[1] >= math.floor(max(counts) * (1 - 1e-6))
+    ServerLedger.create(path, budgets[1])
+    with ServerLedger(path) as ledger:
+        assert ledger.budget.renyi_order == order
 
 
 def test_a_ledger_keeps_its_order_whatever_a_later_release_would_choose(path, monkeypatch):

@@ -61,7 +61,7 @@ def test_its_model_is_tested_on_public_records(folder):
     assert 0 <= found["accuracy"] < 0.4
 
 
-@pytest.mark.parametrize("name", ["torch", "Torch", "my_app", "9lives", "class", "apps", "flower-dp", "a--b", ""])
+@pytest.mark.parametrize("name", ["torch", "Torch", "my_app", "9lives", "class", "flower-dp", "a--b", ""])
 def test_a_name_that_is_no_apps_name_is_refused_and_nothing_is_written(name, tmp_path):
     with pytest.raises(ValueError, match=r"must be small letters|is the name of an installed package"):
         write_app(tmp_path / "in" / name if name else Path("/"))

@@ -52,7 +52,8 @@ def test_an_app_of_flower_dp_takes_settings_that_its_file_does_not_list(target):
 
 def test_another_sampling_leaves_out_the_rate_that_a_preset_or_the_apps_file_sets(target, tmp_path):
     preset = apps.resolve("mnist-nbafl-k-of-n", ["sampling=full"])
-    assert (preset.overrides["sampling"], preset.overrides["cohort-size"]) == ("full", 0)
+    assert preset.overrides["sampling"] == "full"
+    assert "cohort-size" not in preset.overrides
     preflight.check_settings(preset)
     made = target(BUILT)
     file = tmp_path / "pyproject.toml"
@@ -60,13 +61,60 @@ def test_another_sampling_leaves_out_the_rate_that_a_preset_or_the_apps_file_set
     assert apps.resolve(str(made.app.folder), ["num-rounds=2"]).overrides == {"num-rounds": 2}
     given = ["sampling=fixed-size", "cohort-size=5", "dp-fedavg.delta=1e-3"]
     found = apps.resolve(str(made.app.folder), given)
-    assert found.overrides["sampling-rate"] == 0.0
+    assert found.overrides["sampling-rate"] == apps.own_app().defaults["sampling-rate"]
     preflight.check_settings(found)
     # A rate of one's own is not left out: it is refused.
     with pytest.raises(ValueError, match=r"sampling-rate=0\.3: is not read with sampling='fixed-size'"):
         preflight.check_settings(apps.resolve(str(made.app.folder), [*given, "sampling-rate=0.3"]))
     # Nothing that was not set is set.
     assert "sampling-rate" not in apps.resolve(None, ["method=dp-fedavg", "sampling=full"]).overrides
+
+
+WITHOUT = {
+    "evaluation.every=0": "evaluation.every = 1\nevaluation.metrics = 'loss=5'\nevaluation.noise-multiplier = 2.0",
+    "blur-strength=0": "blur-strength = 3.0\nblur-bound = 0.5",
+    "dp-fedavg.clip-quantile=0": "dp-fedavg.clip-quantile = 0.5\ndp-fedavg.largest-clip-norm = 9.0",
+    "dp-fedavg.epsilon=4": "dp-fedavg.noise-multiplier = 3.0\ndp-fedavg.target-epsilon = 2.0",
+    "fed-smp.mask=rand-k": "method = 'fed-smp'\nfed-smp.mask = 'top-k'\nfed-smp.random-ratio = 0.2\nfed-smp.delta = 1e-3",
+    "method=nbafl": "momentum = 0.9\nbatch-size = 3\nnbafl.epsilon = 5.0\nnbafl.delta = 1e-3",
+}
+
+
+@pytest.mark.parametrize("given", WITHOUT)
+def test_a_choice_unsets_what_the_apps_file_sets_and_nothing_reads_beside_it(given, target, tmp_path):
+    made = target(BUILT)
+    file = tmp_path / "pyproject.toml"
+    own = "" if "method =" in WITHOUT[given] else "method = 'dp-fedavg'\ndp-fedavg.delta = 1e-3\n"
+    file.write_text(file.read_text() + own + WITHOUT[given] + "\n")
+    preflight.check_settings(apps.resolve(str(made.app.folder), []))
+    preflight.check_settings(apps.resolve(str(made.app.folder), [given]))
+    # What stands there and is read stays.
+    assert apps.resolve(str(made.app.folder), ["num-rounds=2"]).overrides == {"num-rounds": 2}
+
+
+def test_what_the_apps_file_sets_for_nobody_stays_refused(target, tmp_path):
+    made = target(BUILT)
+    file = tmp_path / "pyproject.toml"
+    file.write_text(file.read_text() + "method = 'dp-fedavg'\nblur-bound = 0.5\n")
+    with pytest.raises(ValueError, match="blur-bound"):
+        preflight.check_settings(apps.resolve(str(made.app.folder), ["sampling=full"]))
+
+
+def test_an_empty_value_unsets_what_a_preset_or_the_apps_file_sets(target, tmp_path):
+    assert apps.resolve("mnist-blur", []).overrides["blur-strength"] == 3.0
+    for given in (["blur-strength=", "blur-bound="], ["blur-strength=0"]):
+        assert "blur-bound" not in apps.resolve("mnist-blur", given).overrides
+    made = target(BUILT)
+    file = tmp_path / "pyproject.toml"
+    file.write_text(file.read_text() + "learning-rate = 0.9\ndata-dir = 'there'\n")
+    found = apps.resolve(str(made.app.folder), ["learning-rate=", "data-dir=", "seed="])
+    assert found.overrides == {"learning-rate": apps.own_app().defaults["learning-rate"], "data-dir": ""}
+    assert found.given == ()
+    with pytest.raises(ValueError, match="num-cleints: unknown setting"):
+        apps.resolve(str(made.app.folder), ["num-cleints="])
+    # The default of an app that flower-dp does not make is what its file says.
+    with pytest.raises(ValueError, match="num-clients=: must be a whole number"):
+        target("app = 3", "num-clients=")
 
 
 def test_a_stock_app_has_as_many_nodes_as_its_strategy_expects(target):

@@ -297,6 +297,30 @@ def test_a_worker_that_hangs_says_where_and_is_replaced(grid, workers, monkeypat
     assert any("obedient.py" in file.read_text(errors="replace") for file in folder.glob("worker-*.err"))
 
 
+@pytest.mark.parametrize("pushed", [True, False])
+def test_a_worker_that_can_not_end_itself_is_ended(pushed, grid, monkeypatch, caplog):
+    """It is stopped: no thread of its own runs. The first query pushes its messages, a round does not."""
+    monkeypatch.setattr(grid_module, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(grid_module, "_GRACE_SECONDS", 0.5)
+    stopped = reported(next(iter(grid.send_and_receive([to(2)]))))["process"]
+    os.kill(stopped, signal.SIGSTOP)
+    if pushed:
+        grid.patience = 0.5
+        ids, deadline = set(grid.push_messages([to(2)])), time.monotonic() + 60
+        while not (replies := list(grid.pull_messages(ids))):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert [reply.error.code for reply in replies] == [8]
+    else:
+        assert grid.send_and_receive([to(2)], timeout=0.1) == []
+    for _ in range(6):
+        if replies := [reply for reply in grid.send_and_receive([to(2)], timeout=3.0) if not reply.has_error()]:
+            break
+    assert len(replies) == 1
+    assert reported(replies[0])["process"] != stopped
+    assert "a worker has died while it served node 2: it does not respond" in caplog.text
+
+
 @pytest.mark.slow
 def test_workers_that_are_killed_at_random_cost_a_message_each_and_no_more(grid):
     """Of eight messages a round; a killed worker is at work, or idle, or being replaced."""
@@ -366,7 +390,8 @@ def test_a_run_without_workers_ends(workers, grid, caplog):
         assert [reply.error.code for reply in replies] == [8, 8]
         with pytest.raises(RuntimeError, match=r"no worker is left: .*all have died, and none could be started again"):
             grid.send_and_receive([to(2)])
-    assert "a worker could not be started" in caplog.text
+    # Each of the two is started three times: a process that is killed while it starts says nothing of the next.
+    assert caplog.text.count("a worker could not be started") == 6
 
 
 def test_ray_listens_to_this_machine_alone(workers):

@@ -80,7 +80,7 @@ def test_an_app_of_ones_own(home, capsys):
 
 @pytest.mark.flwr_run
 @pytest.mark.usefixtures("ray_here", "home")
-def test_how_a_run_goes_on_is_said_only_if_it_can():
+def test_how_a_run_goes_on_is_said_only_if_it_can(monkeypatch):
     left = [0, 1]
     app = own_app(evaluate=lambda model: {"accuracy": 0.5 / left.pop() if left else 0.5})  # the second call fails
     with pytest.raises(RuntimeError, match="ZeroDivisionError") as failed:
@@ -93,6 +93,16 @@ def test_how_a_run_goes_on_is_said_only_if_it_can():
     assert not hasattr(refused.value, "__notes__")
     run = flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, resume=folder, progress=False)
     assert run.statement.num_rounds == 2
+
+    # Now it has ended: neither Ray nor a round is started, what is there is returned.
+    monkeypatch.setattr(simulation, "warm_workers", lambda **_: pytest.fail("Ray is started"))
+    again = flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, resume=folder, progress=False)
+    assert again.statement.num_rounds == 2
+    assert (again.folder, again.rounds) == (run.folder, run.rounds)
+    for name, array in run.result.arrays.items():
+        assert (again.result.arrays[name].numpy() == array.numpy()).all()
+    with pytest.raises(SettingsError, match="batch-size=2: was 4 in"):
+        flower_dp.simulate(app, run_config=SETTINGS | {"batch-size": 2}, resume=folder, progress=False)
 
 
 @pytest.mark.flwr_run
@@ -187,7 +197,7 @@ def test_two_apps_on_warm_workers(capsys):
     with pytest.raises(RuntimeError, match="told to fail"):
         flower_dp.simulate(server, client, num_nodes=10, run_config={"fail": True})
     assert {answer["process"] for answer in found[3]} == others[0]
-    with pytest.raises(ValueError, match="num_workers=1: only 0 workers"):
+    with pytest.raises(ValueError, match=r"gpus=1e\+06: only 0 workers"):
         workers.Workers(num_workers=1, gpus=1e6)
     flower_dp.simulate(server, client, num_nodes=10, progress=False)
     assert {answer["process"] for answer in found[4]} == others[0]
@@ -200,6 +210,39 @@ def test_two_apps_on_warm_workers(capsys):
     assert not {answer["process"] for answer in (*found[5], *found[6])} & others[0]
     assert len(found) == 7
     assert capsys.readouterr().out == ""
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    """A machine of two cores without a GPU; Ray is a stub."""
+    there = {"CPU": 2.0}
+    ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": there}], cluster_resources=lambda: there)
+    for place in (workers, simulation):
+        monkeypatch.setattr(place, "start_ray", lambda *_, **__: ray)
+        monkeypatch.setattr(place, "session_of", lambda ray: ("stub",))
+    monkeypatch.setattr(simulation, "_warm", {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"num_workers": 1, "gpus": 1.0}, "gpus=1: only 0 workers"),
+        ({"num_workers": 3}, "num_workers=3: only 2 workers"),
+        ({"cpus": 8.0}, "cpus=8: only 0 workers"),
+    ],
+)
+def test_workers_that_do_not_fit_name_the_argument_that_is_too_large(arguments, named, two_cores):
+    with pytest.raises(ValueError, match=named):
+        workers.Workers(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "named"), [(1.0, 1.0, "gpus_per_node=1: only 0 workers"), (8.0, 0.0, "cpus_per_node=8: only 0 workers")]
+)
+def test_a_simulation_whose_workers_do_not_fit_names_its_own_setting(cpus, gpus, named, two_cores):
+    """It named num_workers, which a simulation has not."""
+    with pytest.raises(ValueError, match=named):
+        simulation.warm_workers(cpus=cpus, gpus=gpus, at_most=None)
 
 
 OWN = flower_dp.app(model_fn=lambda: torch.nn.Linear(3, 2), data_fn=lambda client, num_clients: pytest.fail("asked for data"))

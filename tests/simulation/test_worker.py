@@ -214,14 +214,14 @@ def test_packages_of_an_environment_in_the_apps_folder_are_not_imported_again(he
 def test_a_worker_imports_nothing_before_its_app_and_reading_settings_imports_no_torch():
     code = (
         "import sys, flower_dp.simulation.worker\nprint(*sys.modules)\n"
-        "import apps.refusals\nfrom apps.methods import METHODS, module_of\n"
-        "[module_of(name) for name in METHODS]\nprint(*sys.modules)"
+        "import flower_dp.apps.refusals\nfrom flower_dp.apps.methods import METHODS, table_of\n"
+        "[table_of(name) for name in METHODS]\nprint(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     before, settings = map(set, map(str.split, done.stdout.splitlines()))
     heavy = {"torch", "ray", "scipy", "dp_accounting", "matplotlib", "sklearn", "flower_dp.strategies", "flower_dp.clients"}
     assert not heavy & before
-    assert "apps.methods" in settings
+    assert "flower_dp.apps.methods" in settings
     assert not {"torch", "ray", "opacus"} & settings
 
 
@@ -232,17 +232,17 @@ def test_a_worker_imports_no_more_than_the_app_uses():
     torchvision neither where the names of all tasks and a model of another library are read.
     """
     code = (
-        "import sys\nfrom apps.client_app import app\nfrom apps.records import config_of, deal\n"
+        "import sys\nfrom flower_dp.apps.client_app import app\nfrom flower_dp.apps.records import config_of, deal\n"
         "from flower_dp.running.apps import own_app\n"
         "deal(config_of(own_app().defaults))\nprint(*sys.modules)\n"
-        "from apps.tasks import TASKS, models, module_of\n"
+        "from flower_dp.apps.tasks import TASKS, models, module_of\n"
         "for task in TASKS: module_of(task)\nmodels.make('cnn', seed=0)\nprint('torchvision' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     *found, loaded = done.stdout.split()
     assert loaded == "False"
     found = set(found)
-    assert "apps.records" in found
+    assert "flower_dp.apps.records" in found
     heavy = {"datasets", "flwr_datasets", "pandas", "pyarrow", "sklearn", "matplotlib", "seaborn", "opacus", "ray", "psutil"}
     own = {"flower_dp.audit", "flower_dp.cli", "flower_dp.reporting", "flower_dp.simulation.attempt", "flower_dp.running.plot"}
     assert not (heavy | own | {"flwr.cli", "torch._dynamo", "torch._inductor"}) & found

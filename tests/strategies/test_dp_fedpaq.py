@@ -140,8 +140,8 @@ def test_the_bound_without_replacement_has_sensitivity_two_clip_norms(multiplier
     event = accounting.repeated(FixedSizeSampling(cohort_size=8).event(GaussianDpEvent(multiplier), 1, size), count)
     cost = accounting.epsilon(event, delta=1e-5, relation="replace-one").epsilon
     wang = wang_epsilon(multiplier, 8 / size, count, 1e-5)
-    assert accounting.rdp_epsilon(event, delta=1e-5, relation="replace-one") == pytest.approx(wang, rel=0.4)
-    assert 0.2 * wang < cost <= wang
+    by_renyi = accounting.rdp_epsilon(event, delta=1e-5, relation="replace-one")
+    assert 0.2 * wang < cost <= by_renyi <= wang
     # Never below the losses of a pair that can happen: all other records pull one way, and one is turned around.
     pair = accounting.repeated(PoissonSampledDpEvent(8 / size, GaussianDpEvent(multiplier / 2)), count)
     assert cost >= accounting.epsilon(pair, delta=1e-5, relation="add-or-remove-one").epsilon * (1 - 1e-4)

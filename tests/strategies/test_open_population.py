@@ -70,6 +70,13 @@ def run(first, changes, *, num_rounds=3, strategy=None, kind=None):
 THREE = {1: "a", 2: "b", 3: "c"}
 
 
+def test_a_delta_is_judged_by_the_clients_that_are_known():
+    """0.3 is below 1 / 3 clients of the start, and above 1 / 4 once one has joined, also after it has left."""
+    for changes, warned in (({}, False), ({2: {4: "d"}}, True), ({2: {4: "d"}, 3: {4: None}}, True)):
+        strategy, _, _ = run(THREE, changes, strategy=DPFedAvg(**WORDS | {"delta": 0.3}))
+        assert ("DELTA IS NO GUARANTEE: 0.3 is at least 1 / 4 clients" in str(strategy.statement)) is warned
+
+
 def test_a_fourth_client_joins_and_takes_part(caplog):
     with caplog.at_level(logging.INFO, "flwr"):
         strategy, grid, _ = run(THREE, {2: {4: "d"}})

@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from flower_dp import wire
-from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, model_arrays
+from flower_dp.clients import ClientPolicy, DPClient, FlatModel, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM
 from tests.grids import LocalGrid
@@ -443,14 +443,21 @@ def test_half_precision_is_refused_before_any_client_is_asked():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_model_of_half_precision_is_sent_and_kept_in_float32(dtype):
-    """Ten updates of 1e-4: 1e-3 in all."""
+def test_and_so_is_it_in_every_other_way_to_give_a_model(dtype):
+    """A stock client would round a float32 copy back to 16 bits: the server can't see it, and refuses at the start."""
     model = torch.nn.Linear(2, 1).to(dtype)
-    torch.nn.init.ones_(model.weight)
-    grid = LocalGrid(stock_app(lambda node, given: {name: value + 1e-4 for name, value in given.items()}), 2)
-    result = start(fedavg(2, clip_norm=1.0, noise_multiplier=0.0), grid, model_arrays(model), num_rounds=10)
-    assert result.arrays["weight"].numpy().dtype == np.float32
-    np.testing.assert_allclose(result.arrays["weight"].numpy(), 1 + 1e-3, atol=1e-6)
+    for ways in (model_arrays, FlatModel):
+        with pytest.raises(ValueError, match=rf"parameter 'weight' is of {dtype}: .*model\.float\(\)"):
+            ways(model)
+    app = client_app(lambda context: DPClient(model=model, clients={"a": None}, training=Training(learning_rate=0.1)))
+    with pytest.raises(ValueError, match=r"client_fn failed: .*model\.float\(\)"):
+        start(fedavg(2), LocalGrid(app, 2), model_arrays(torch.nn.Linear(2, 1)))
+
+
+def test_frozen_parameters_may_have_16_bits():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2).to(torch.bfloat16).requires_grad_(False), torch.nn.Linear(2, 1))
+    assert set(model_arrays(model)) == {"1.weight", "1.bias"}
+    assert FlatModel(model).vector.dtype == torch.float32
 
 
 # The end of a run, results and metrics

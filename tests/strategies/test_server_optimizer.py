@@ -1,5 +1,7 @@
 """Flower's server optimisers behind the noise; expected models by hand and by Flower itself."""
 
+import logging
+
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord
@@ -116,14 +118,31 @@ class OwnStart(DPFedAvg):
 
 @pytest.mark.parametrize("method", [DPFedAvg, OwnStart])
 @pytest.mark.parametrize("what", UNFIT)
-def test_a_strategy_that_speaks_to_clients_or_needs_more_of_them_is_refused_before_any_is_asked(what, method):
+def test_a_strategy_that_speaks_to_clients_or_needs_more_of_them_is_refused_before_any_is_asked(what, method, caplog):
     unfit, said = UNFIT[what]
     strategy = method(**WORDS, server_optimizer=unfit)
     grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2)
+    caplog.set_level(logging.INFO, "flwr")
     with pytest.raises(ValueError, match=said):
         strategy.start(grid, arrays(w=np.zeros(4, np.float32)), num_rounds=2)
+    assert "1 nodes" not in caplog.text
     assert not grid.sent
     assert strategy.epsilon == 0
+
+
+def test_flowers_lines_on_the_pseudo_client_are_left_out_and_a_users_own_are_not(caplog):
+    """Each round logged "Sampled 1 nodes (out of 1)" and "Received 1 results", whatever the cohort was."""
+
+    class Own(FedAdam):
+        def aggregate_train(self, server_round, replies):
+            logging.getLogger("flwr").info("my own line")
+            return super().aggregate_train(server_round, replies)
+
+    caplog.set_level(logging.INFO, "flwr")
+    steps(ServerOptimizer(Own()), [1, -3])
+    assert [record.getMessage() for record in caplog.records] == ["my own line", "my own line"]
+    FedAvg().summary()
+    assert len(caplog.records) > 2
 
 
 @pytest.mark.parametrize("kind", [FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedMedian, FedTrimmedAvg, Krum])

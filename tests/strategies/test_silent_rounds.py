@@ -1,14 +1,18 @@
 """Rounds in which clients are asked and none answers: the run ends, with the model before them and the cost of all that was charged."""
 
+import contextlib
+
 import numpy as np
 import pytest
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam
 
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
-from flower_dp.strategies import AdaptiveClip, DPFedAvg, PrivateEvaluation, run_checkpoints
+from flower_dp.strategies import AdaptiveClip, DPFedAvg, EvaluationBudget, PrivateEvaluation, run_checkpoints
 from flower_dp.strategies.checkpoint import CheckpointFolder
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
+from tests.strategies.test_local_evaluation import METHODS, flat, grid_of, opened
 
 ROUNDS = 8
 
@@ -18,15 +22,36 @@ def strategy(**arguments):
     return DPFedAvg(**words | arguments)
 
 
-class Grid(LocalGrid):
-    """Nodes that are silent in these rounds."""
+def app():
+    made = stock_app(shifted(float))
 
-    def __init__(self, silent, num_nodes=4):
-        super().__init__(stock_app(shifted(float)), num_nodes, tamper=self._silent)
-        self.silent = silent
+    @made.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.5, "num-examples": 1})}), reply_to=message)
+
+    return made
+
+
+class Grid(LocalGrid):
+    """Nodes that are silent in these rounds, or evaluate in none of those."""
+
+    def __init__(self, silent, num_nodes=4, *, unevaluated=()):
+        super().__init__(app(), num_nodes, tamper=self._silent)
+        self.silent, self.unevaluated = silent, unevaluated
 
     def _silent(self, node, reply):
         return [] if int(reply.metadata.group_id) in self.silent else [reply]
+
+    def send_and_receive(self, messages, *, timeout=None):
+        return [reply for reply in super().send_and_receive(messages, timeout=timeout) if self._evaluates(reply)]
+
+    def _evaluates(self, reply):
+        return reply.metadata.message_type != "evaluate" or int(reply.metadata.group_id) not in self.unevaluated
+
+    @property
+    def evaluated(self):
+        """The rounds in which clients were asked to evaluate."""
+        return sorted({int(one.metadata.group_id) for one in self.sent if one.metadata.message_type == "evaluate"})
 
 
 def start(made, grid, folder=None, *, num_rounds=ROUNDS, **arguments):
@@ -96,7 +121,7 @@ def test_a_private_evaluation_in_silent_rounds_stays_charged(tmp_path):
     words = {"evaluation": PrivateEvaluation(noise_multiplier=2.0, sampling=FullSampling())}
     made, whole = strategy(**words), strategy(**words)
     with pytest.raises(RuntimeError, match="in the last 3 rounds"):
-        start(made, Grid(range(2, 99)), tmp_path / "run")
+        start(made, Grid(range(2, 99), unevaluated=range(2, 99)), tmp_path / "run")
     start(whole, Grid(()), num_rounds=4)
     # Four rounds, and the evaluations of the first three.
     assert [release.num_charged for release in made._run.releases] == [4, 3]
@@ -121,3 +146,97 @@ def test_rounds_in_which_nobody_was_asked_do_not_count():
     made = strategy(num_clients=4, sampling=PoissonSampling(sampling_rate=1e-6), noise_seed=1)
     start(made, Grid(()))
     assert [report.cohort_size for report in made.rounds] == [0] * ROUNDS
+
+
+EVALUATED = {"evaluation": PrivateEvaluation(noise_multiplier=0.1, sampling=FullSampling())}
+ENDED = "no client has answered the last 3 private evaluations: they stay charged, and the run has no more of them"
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_evaluations_that_nobody_answers_end_and_training_goes_on(first, caplog):
+    made, grid = strategy(**EVALUATED), Grid((), unevaluated=range(first, 99))
+    start(made, grid)
+    # Of four clients each time: twelve that were asked in vain are as many as end a run.
+    assert [release.num_charged for release in made._run.releases] == [ROUNDS, first + 2]
+    assert grid.evaluated == list(range(1, first + 3))
+    assert [report.replies for report in made.rounds] == [4] * ROUNDS
+    assert made.statement.incidents.count(ENDED) == 1
+    assert f"{first + 2} private evaluations" in str(made.statement)
+    assert [record.getMessage() for record in caplog.records].count(f"{ENDED}; training goes on") == 1
+
+
+def test_evaluations_with_an_answer_between_them_go_on():
+    made, grid = strategy(**EVALUATED), Grid((), unevaluated=(1, 2, 4, 5, 7, 8))
+    start(made, grid)
+    assert grid.evaluated == list(range(1, ROUNDS + 1))
+    assert list(made.evaluations) == [3, 6]
+    assert ENDED not in made.statement.incidents
+
+
+def test_evaluations_that_nobody_was_asked_for_end_none():
+    made = strategy(
+        evaluation=PrivateEvaluation(noise_multiplier=0.1, sampling=PoissonSampling(sampling_rate=1e-6)), noise_seed=1
+    )
+    start(made, Grid(()))
+    assert made.rules.evaluation.release.num_charged == ROUNDS
+
+
+def test_few_clients_an_evaluation_may_be_away_for_a_while():
+    one = RoundRobinSampling(cohort_size=1)
+    made = strategy(num_clients=100, evaluation=PrivateEvaluation(noise_multiplier=0.01, sampling=one))
+    start(made, Grid((), num_nodes=100, unevaluated=range(2, 99)), num_rounds=ROUNDS)
+    assert made.rules.evaluation.release.num_charged == ROUNDS
+
+
+def test_the_count_of_unanswered_evaluations_survives_a_resume(tmp_path):
+    def ending(after):
+        def evaluate_fn(server_round, record):
+            if server_round == after:
+                raise KeyboardInterrupt
+
+        return evaluate_fn
+
+    charged = []
+    for after in (2, 5, 99):  # after two evaluations, after the last, never
+        made, grid = strategy(**EVALUATED), Grid((), unevaluated=range(1, 99))
+        with contextlib.suppress(KeyboardInterrupt):
+            start(made, grid, tmp_path / "run", resume=after > 2, evaluate_fn=ending(after))
+        charged.append(made.rules.evaluation.release.num_charged)
+    assert charged == [2, 3, 3]
+    assert grid.evaluated == []
+    assert made.statement.num_rounds == ROUNDS
+    assert made.statement.incidents.count(ENDED) == 1
+
+
+def test_a_run_that_goes_back_before_silent_rounds_evaluates_again(tmp_path):
+    """Clients were away: what they did not evaluate meanwhile says nothing of later."""
+    with pytest.raises(RuntimeError, match="in the last 3 rounds"):
+        start(strategy(**EVALUATED), Grid(range(3, 99), unevaluated=range(3, 99)), tmp_path / "run")
+    made, grid = strategy(**EVALUATED), Grid((), unevaluated=(6, 7))
+    start(made, grid, tmp_path / "run", resume=True)
+    assert grid.evaluated == [6, 7, 8]
+    assert ENDED not in made.statement.incidents
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluations_by_single_clients_that_nobody_answers_end(method):
+    """The clients' budgets would cover ten evaluations."""
+    budget = EvaluationBudget(epsilon=0.5, num_evaluations=10)
+    grid = grid_of(METHODS[method][1], budget)
+    made = opened(method, grid, budget)
+    for server_round in range(1, ROUNDS + 1):
+        made.configure_evaluate(server_round, flat(), {}, grid)
+        made.aggregate_evaluate(server_round, [])
+    assert made.rules.evaluation.release.counts == dict.fromkeys(["c0", "c1", "c2", "c3"], 3)
+    assert made.statement.incidents.count(ENDED) == 1
+
+
+def test_a_calibrated_run_whose_evaluations_end_costs_less_than_its_target():
+    words = {"epsilon": 4.0, "num_rounds": ROUNDS, "noise_multiplier": None}
+    plan = PrivateEvaluation(noise_multiplier=8.0, sampling=FullSampling())
+    made, whole = strategy(**words, evaluation=plan), strategy(**words, evaluation=plan)
+    start(made, Grid((), unevaluated=range(1, 99)))
+    start(whole, Grid(()))
+    assert made.statement.num_rounds == whole.statement.num_rounds == ROUNDS
+    assert made.statement.epsilon < whole.statement.epsilon <= 4.0
+    assert made.epsilon >= made.statement.epsilon

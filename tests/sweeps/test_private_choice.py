@@ -387,6 +387,10 @@ def test_a_dry_run_tells_the_cost_and_starts_nothing(write, tmp_path):
     assert result.exit_code == 0
     assert result.stdout.startswith("The best of K runs by private-accuracy (max), each with one of 3 points")
     assert result.stdout.count("flower-dp run mnist-dp-fedavg") == 3
+    assert (
+        CliRunner().invoke(app, ["sweep", str(tmp_path / "sweep.toml"), "--private-selection", "--dry-run"]).stdout
+        == result.stdout
+    )
     assert not (tmp_path / "out").exists()
 
 

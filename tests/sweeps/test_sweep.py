@@ -319,10 +319,13 @@ def test_bad_settings_start_nothing(write, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.usefixtures("no_process")
 def test_the_commands_are_shown_without_a_folder(write, tmp_path):
-    status, said = in_this_process(
-        write("seeds = [4]\n[grid]\nnum-rounds = [1, 2]"), "--output-dir", tmp_path / "out", "--dry-run"
-    )
+    file = write("seeds = [4]\n[grid]\nnum-rounds = [1, 2]")
+    status, said = in_this_process(file, "--output-dir", tmp_path / "out", "--dry-run")
     assert status == 0
+    # It writes nothing, and needs no place for it; a sweep does.
+    assert in_this_process(file, "--dry-run") == (status, said)
+    status, missing = in_this_process(file)
+    assert (status, "--output-dir" in missing) == (2, True)
     assert [line for line in said.splitlines() if line.startswith("flower-dp run --set num-rounds=")] == said.splitlines()
     assert len(said.splitlines()) == 2
     assert not (tmp_path / "out").exists()

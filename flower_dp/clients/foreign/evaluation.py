@@ -9,6 +9,7 @@ from flwr.app import RecordDict
 
 from flower_dp import wire
 from flower_dp.clients.foreign.training import AppCall
+from flower_dp.clients.reasons import contained
 from flower_dp.clients.reply.pipeline import Job, Trained
 from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.core.metric_bounds import MetricBounds
@@ -63,7 +64,8 @@ class AppContribution:
     def __call__(self, vector: Array, job: Job) -> np.ndarray:
         """Return the contribution [1, dimension], float64."""
         try:
-            metrics = metrics_of(self.app)
+            with contained():
+                metrics = metrics_of(self.app)
             return self.bounds.centred(np.asarray([[metrics[name] for name in self.bounds.bounds]]))
         except Exception as error:
             log.error("evaluation failed: the reply is noise alone", exc_info=error)

@@ -16,7 +16,7 @@ from flower_dp.clients.foreign.client import AppClient, OwnTerms
 from flower_dp.clients.foreign.evaluation import EVALUATE_STATUS, names_to_evaluate
 from flower_dp.clients.foreign.training import TRAIN_STATUS, AppCall, AppTraining, record_names_of
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import SEE_LOG, Declined, in_own_words, reading
+from flower_dp.clients.reasons import SEE_LOG, Declined, contained, in_own_words, reading
 from flower_dp.clients.reply.work import add_up
 from flower_dp.core import checks
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
@@ -128,10 +128,11 @@ class _PrivacyMod:
     def _client(self, context: Context) -> "AppClient":
         """Return this node's client; of an error nothing is told, because its text and its class may contain data."""
         try:
-            name = checks.line("name", self.name(context) if callable(self.name) else self.name or _default_name(context))
-            terms = self.own_terms(context) if callable(self.own_terms) else self.own_terms
+            with contained():
+                name = checks.line("name", self.name(context) if callable(self.name) else self.name or _default_name(context))
+                terms = self.own_terms(context) if callable(self.own_terms) else self.own_terms
             return AppClient(name=name, terms=terms, policy=self.policy, evaluation=self.evaluation, noise_seed=self.noise_seed)
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             log.error("this client's name or terms can't be made", exc_info=error)
             raise Declined(f"this client's name or terms can't be made; {SEE_LOG}") from None
 

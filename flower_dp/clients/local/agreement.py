@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from flower_dp.clients.account import Account
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import SEE_LOG, Declined
+from flower_dp.clients.reasons import SEE_LOG, Declined, contained
 from flower_dp.clients.reply.pipeline import Refusal, failure
 from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms
@@ -47,7 +47,8 @@ def agreed_terms(instruction: Instruction, name: str, terms_of: Callable[[], Ter
     if (asked := own_ask(instruction, name)) is None:
         return Refusal(reason="not hosted here")
     try:
-        terms = terms_of()
+        with contained():
+            terms = terms_of()
         if instruction.ask.metrics is None:
             policy.check_own(terms.release)
         else:

@@ -16,7 +16,7 @@ from flower_dp.clients.local.evaluation import EvaluationRecipe, RecordMetrics, 
 from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe, MadeUp, Stateful
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import UNFIT, Declined
+from flower_dp.clients.reasons import UNFIT, Declined, contained
 from flower_dp.clients.reply.pipeline import Job, Once, Pipeline, Refusal, failure
 from flower_dp.clients.reply.work import Work
 from flower_dp.clients.training import dry_run
@@ -200,8 +200,9 @@ class LocalDPClient(NodeClient):
         refused: dict[str, str] = {}
         for name in instruction.clients:
             try:
-                records = self.clients[name]
-                len(records)
+                with contained():
+                    records = self.clients[name]
+                    len(records)
             except Exception as error:
                 refused[name] = "not hosted here" if name not in self.clients else failure(name, error).reason
                 continue

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.local.row import evaluation_pipeline
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.reasons import Declined, contained
 from flower_dp.clients.reply.pipeline import Job, Pipeline
 from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
@@ -93,13 +93,15 @@ class RecordContributions:
         together = _CHUNK if release.relation == "replace-one" and keeps_records_apart(model.module) else 1
         model.reset_buffers()
         model.vector.copy_(vector)
-        rows, seed = np.zeros((len(positions), len(self.bounds.bounds))), int(rng.integers(2**63))
+        rows, seed, problems = np.zeros((len(positions), len(self.bounds.bounds))), int(rng.integers(2**63)), set[str]()
         try:
             with evaluating(model.module):
                 for index, record in _outputs(model, job.records, torch.from_numpy(positions), seed, together):
-                    rows[index] = _contribution(self.metrics, record, self.bounds)
+                    rows[index] = _contribution(self.metrics, record, self.bounds, problems)
         finally:
             model.reset_buffers()
+        if problems:
+            log.warning("metrics of records can't be computed, and they count as zero: %s", ", ".join(sorted(problems)))
         return rows.sum(axis=0, keepdims=True) / max(1, len(rows)) if release.unit == "client" else rows
 
 
@@ -137,13 +139,14 @@ class EvaluationRecipe:
         return evaluation_pipeline(release, of=of, dimension=len(self.bounds.bounds))
 
 
-def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor], bounds: MetricBounds) -> np.ndarray:
-    """Return a record's contribution [dimension]; zero for one whose metrics can't be computed."""
+def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor], bounds: MetricBounds, problems: set[str]) -> np.ndarray:
+    """Return a record's contribution [dimension]; zero for one whose metrics can't be computed, with the error in `problems`."""
     try:
-        values = metrics.of(*record)
+        with contained():
+            values = metrics.of(*record)
         return np.asarray(bounds.centred(np.asarray([[float(values[name]) for name in bounds.bounds]]))[0])
     except Exception as error:
-        log.warning("a record's metrics can't be computed (%s): it counts as zero", type(error).__name__)
+        problems.add(type(error).__name__)
         return np.zeros(len(bounds.bounds))
 
 

@@ -15,10 +15,11 @@ from flower_dp.clients.reply.rows import changed
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, Lossless, RandK, TopK
 from flower_dp.core.noise import check_lattice
 from flower_dp.core.vectors import Array
+from flower_dp.methods import METHODS
 from flower_dp.wire import Ask
 
-# The methods that `DPClient` and `privacy_mod` run, by their names: one line a method.
-CLIENT_LEVEL = ("dp-fedavg", "dp-fedsam", "fed-smp")
+# The methods that `DPClient` and `privacy_mod` run: whose clients have no terms of their own.
+CLIENT_LEVEL = tuple(name for name, method in METHODS.items() if not method.recipe)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from array_api_compat import array_namespace
 
-from flower_dp.clients.reasons import SEE_LOG, UNFIT, Declined, UnfitModelError, place_of
+from flower_dp.clients.reasons import SEE_LOG, UNFIT, Declined, UnfitModelError
 from flower_dp.clients.reply.parts import (
     Clip,
     FullNoise,
@@ -28,6 +28,7 @@ from flower_dp.clients.reply.parts import (
     StepNoise,
 )
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value, width_of_sum
+from flower_dp.clients.tracebacks import new_traceback_of, place_of
 from flower_dp.core.clipping import NOT_FINITE, l2_norms
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
@@ -333,14 +334,15 @@ class Once:
 def failure(name: str, error: Exception, what: str = FAILED) -> Refusal:
     """Log why a client fails; return what the server learns: the client's own refusal, or that something has failed.
 
-    Neither the text nor the class of another error leaves: data may have chosen both.
+    Neither the text nor the class nor the traceback of another error leaves: data may have chosen them.
 
     Args:
         name: the client.
         error: why it fails.
         what: has failed, in fixed words.
     """
-    log.warning("client %s: %s: %s%s", name, type(error).__name__, error, place_of(error))
+    trace = "" if type(error) is Declined else new_traceback_of(error)
+    log.warning("client %s: %s: %s%s%s", name, type(error).__name__, error, place_of(error), trace)
     if type(error) is Declined:
         return Refusal(reason=error.reason)
     return Refusal(reason=f"{what}: {UNFIT}" if type(error) is UnfitModelError else f"{what}; {SEE_LOG}")

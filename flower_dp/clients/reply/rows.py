@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from flower_dp.clients.reasons import contained
 from flower_dp.clients.reply.pipeline import Job, Trained
 from flower_dp.core.vectors import Array
 
@@ -16,12 +17,14 @@ def one_by_one(
     for job in jobs:
         made: Trained
         try:
-            reset()
-            made = row(job)
+            with contained():
+                reset()
+                made = row(job)
         except Exception as error:
             made = error
         try:
-            reset()
+            with contained():
+                reset()
         except Exception as error:
             made = error
         yield made

@@ -8,6 +8,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+# In plain RuntimeErrors of torch: a GPU's libraries, or MPS, have no memory left. NVIDIA documents the states as allocations that
+# have failed, of cuBLAS, cuSOLVER, cuSPARSE, cuFFT, and cuDNN up to 8 and from 9 on.
+_NO_MEMORY = (
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUDA error: out of memory",
+    "MPS backend out of memory",
+)
 # Devices without float64, in which norms, sums and noise must be computed.
 _SINGLE_PRECISION = frozenset({"mps"})
 
@@ -55,6 +67,16 @@ def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on an accelerator; 0 for one that does not say."""
     told = getattr(torch.get_device_module(device), "mem_get_info", None)
     return 0 if told is None else int(told(device)[0])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error of torch says that an accelerator has no memory left, which is no client's fault.
+
+    Another state, such as CUDNN_STATUS_NOT_SUPPORTED, may have any reason, and is an error like any other.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(state in str(error) for state in _NO_MEMORY)
 
 
 def release_memory(device: torch.device) -> None:

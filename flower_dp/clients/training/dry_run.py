@@ -9,7 +9,7 @@ nobody knows which targets it takes.
 """
 
 import logging
-import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from flower_dp.clients import reasons
 from flower_dp.clients.reasons import UnfitLossError
+from flower_dp.clients.tracebacks import place_of, traceback_of
 from flower_dp.clients.training.convex import ConvexModel
 from flower_dp.clients.training.devices import is_accelerator
 from flower_dp.clients.training.draws import OwnDraws
@@ -48,9 +49,10 @@ from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 
 log = logging.getLogger("flwr")
 
-# In the line of a node's log that tells why made-up records can't be computed, and in each line of the traceback below it.
+# In the line of a node's log that tells why made-up records can't be computed.
 FIRST_CAUSE = "dry run, first cause"
-TRACEBACK = "dry run | "
+# In what torch says of reentrant checkpointing: its error, and its warning where a loss has no gradient at all.
+_REENTRANT = ("use_reentrant=True", "None of the inputs have requires_grad=True")
 # Characters of an error's text in that line.
 _MOST_OF_CAUSE = 300
 # Records of a made-up batch: some models need more than one.
@@ -121,7 +123,7 @@ def log_private_kind(clients: Mapping[str, Records]) -> None:
         if isinstance(records, DatasetRecords) and records.example is None and not _is_pair(records.dataset[0]):
             log.error("client %s can't train: %s (only this log says so, since a record does)", name, reasons.ROWS)
     except Exception as error:
-        log.warning("dry run: the first record can't be read: %s: %s", type(error).__name__, error)
+        _warn_once(f"dry run: the first record can't be read: {type(error).__name__}: {error}")
 
 
 def _why_no_record(model: FlatModel, records: Records, loss: Loss, error: BaseException) -> str | None:
@@ -177,7 +179,17 @@ class _Trial:
             return why
         if self.loss_fails(example):  # a loss of the user's own may take other targets than these
             return reasons.LOSS if _is_torchs(self._training.loss) else None
-        return reasons.STEP if self._works(self._gradients, example) else reasons.GRADIENT
+        return self._why_no_gradient(example)
+
+    def _why_no_gradient(self, example: _Batch) -> str:
+        """Return why there is no gradient of a loss that can be computed."""
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            errors = [self._error(self._gradients, batch) for batch in self._batches(example)]
+        if None in errors:
+            return reasons.STEP
+        texts = [*map(str, errors), *(str(one.message) for one in told)]
+        return reasons.REENTRANT if any(sign in text for sign in _REENTRANT for text in texts) else reasons.GRADIENT
 
     def _keeps(self, batch: _Batch, row: Tensor) -> bool:
         """Return whether the row of a batch is another one after a step on another batch."""
@@ -294,11 +306,11 @@ def _example(records: Records, device: torch.device, *, public: bool) -> _Batch 
         if not len(records):
             return None
         if isinstance(records, DatasetRecords) and not _is_pair(row := records.dataset[0]):
-            log.warning("dry run: a row of the data set is a %s", type(row).__name__)
+            _warn_once(f"dry run: a row of the data set is a {type(row).__name__}")
             return reasons.ROWS
         inputs, targets = records.batch(torch.tensor([0]), device)
     except Exception as error:  # of one record, which decides nothing
-        log.warning("dry run: the first record can't be read: %s: %s", type(error).__name__, error)
+        _warn_once(f"dry run: the first record can't be read: {type(error).__name__}: {error}")
         return None
     return inputs, targets
 
@@ -309,12 +321,18 @@ def _log_cause(what: str, error: BaseException) -> None:
     while (earlier := error.__cause__) is not None and id(earlier) not in seen:
         seen.add(id(error := earlier))
     text = checks.one_line(f"{type(error).__name__}: {error}", most=_MOST_OF_CAUSE)
-    _log_once(f"{FIRST_CAUSE}: {what} fails: {text}{reasons.place_of(error)}", "".join(traceback.format_exception(error)))
+    _log_once(f"{FIRST_CAUSE}: {what} fails: {text}{place_of(error)}", traceback_of(error))
 
 
 @lru_cache(maxsize=64)
 def _log_once(line: str, trace: str) -> None:
-    log.error("\n".join([line, *(TRACEBACK + one for one in trace.rstrip().splitlines())]))
+    log.error("%s%s", line, trace)
+
+
+@lru_cache(maxsize=64)
+def _warn_once(line: str) -> None:
+    """Log a warning that many clients of this process may have in common."""
+    log.warning("%s", line)
 
 
 def _is_pair(row: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from flower_dp.clients.reasons import contained
 from flower_dp.clients.training.draws import OwnDraws, record_seed
 from flower_dp.clients.training.joins import LookUps
 from flower_dp.clients.training.records import Inputs, Records, TensorRecords, canonical, each, num_rows, stacked
@@ -98,7 +99,8 @@ def _computed(
     batch: Batch, compute: Callable[[Inputs, Tensor], Made], size: int, problems: set[str]
 ) -> Iterator[tuple[Tensor, Made]]:
     try:
-        made = compute(*batch.filled(size))
+        with contained():
+            made = compute(*batch.filled(size))
     except Exception as error:
         if len(batch.places) == 1:
             problems.add(type(error).__name__)
@@ -121,7 +123,8 @@ def _read(
         for place, position in enumerate(positions.tolist()):
             draws.restart(record_seed(seed, position))
             try:
-                inputs, targets = _one(records, position, device)
+                with contained():
+                    inputs, targets = _one(records, position, device)
                 kinds.setdefault(_kind(inputs, targets), []).append((place, inputs, targets))
             except Exception as error:
                 problems.add(type(error).__name__)
@@ -192,7 +195,7 @@ def _transform(
         return stacked(made)
 
     try:
-        with OwnDraws.of_data_sets(device), LookUps() as watch:
+        with contained(), OwnDraws.of_data_sets(device), LookUps() as watch:
             together(records.zeros(device)[0], lambda _: None)
     except Exception:
         return one_by_one

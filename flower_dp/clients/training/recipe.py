@@ -13,10 +13,12 @@ from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from flower_dp.clients.reasons import (
+    HALVES,
     LOSS_SHAPE,
     OPACUS,
     BatchStatisticsError,
     ChangedBaseError,
+    HalfPrecisionError,
     UnfitLossError,
     WrappedModelError,
 )
@@ -47,7 +49,8 @@ class FlatModel:
     Setting, reading and averaging the whole model are then one operation each.
 
     Raises:
-        ValueError: for layers with batch statistics, naming the layer and the replacement, and for a model that opacus wraps.
+        ValueError: for layers with batch statistics, naming the layer and the replacement, for a model that opacus wraps, and for
+            trainable parameters of float16 or bfloat16, naming one; frozen ones become float32.
 
     Example:
         >>> import torch
@@ -59,6 +62,7 @@ class FlatModel:
 
     def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
         _refuse_wrapped(module)
+        _refuse_halves(module)
         _refuse_batch_statistics(module)
         # Data that the batched engine caches for this model.
         self.programs: dict[Any, Any] = {}
@@ -282,14 +286,13 @@ def model_arrays(module: nn.Module) -> ArrayRecord:
     """Return a model's trainable parameters as the record to start a strategy with.
 
     Frozen parameters stay where they are, as the base under LoRA adapters; the log says how many of how many are trained. A
-    parameter that several layers share is sent once. Parameters of float16 and bfloat16 become float32, in which clients train:
-    the rounding of 16 bits would swallow small steps.
+    parameter that several layers share is sent once.
+
+    Raises:
+        ValueError: for trainable parameters of float16 or bfloat16, naming one.
     """
-    parameters = {
-        name: (value.detach().float() if value.dtype in _HALVES else value.detach()).cpu().numpy()
-        for name, value in module.named_parameters()
-        if value.requires_grad
-    }
+    _refuse_halves(module)
+    parameters = {name: value.detach().cpu().numpy() for name, value in module.named_parameters() if value.requires_grad}
     trained, total = sum(value.size for value in parameters.values()), sum(value.numel() for value in module.parameters())
     if trained < total:
         log.info("%s of %s parameters are trained: only they are sent, clipped and noised", f"{trained:,}", f"{total:,}")
@@ -311,6 +314,12 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
         raise BatchStatisticsError(
             f"layer {name!r} ({type(layer).__name__}) mixes or keeps statistics of private records: {advice}"
         )
+
+
+def _refuse_halves(module: nn.Module) -> None:
+    for name, value in module.named_parameters():
+        if value.requires_grad and value.dtype in _HALVES:
+            raise HalfPrecisionError(f"parameter {name!r} is of {value.dtype}: {HALVES}")
 
 
 def _refuse_wrapped(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from flower_dp.clients.reasons import TABLE, Declined
 from flower_dp.clients.training.devices import free_memory, is_accelerator, select_rows
 
 # The part of a GPU's free memory that the tensors of a node's clients may take.
@@ -355,7 +356,7 @@ def as_records(data: Any) -> Records:
             map-style torch data set of such pairs.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for anything else; for a DataFrame in words that the server may learn.
 
     Example:
         >>> import numpy as np
@@ -370,6 +371,8 @@ def as_records(data: Any) -> Records:
         inputs, targets = data
         named = {name: _tensor(value) for name, value in inputs.items()} if isinstance(inputs, Mapping) else _tensor(inputs)
         return TensorRecords(inputs=named, targets=_tensor(targets))
+    if hasattr(data, "columns") and hasattr(data, "to_numpy"):  # of pandas or polars: its length is that of a data set
+        raise Declined(TABLE)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, tuple | Mapping | str):
         return DatasetRecords(dataset=data)
     raise ValueError(f"a client's data is a {type(data).__name__}: must be a pair of inputs and targets, or a data set of pairs")

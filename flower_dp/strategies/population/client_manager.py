@@ -168,7 +168,8 @@ class ClientManager:
             # In a simulation all nodes are there from the start, a moment after the server.
             failing = len(self._query.failures)
             complete = self._hosted or failing if simulation else failing >= max(self._num_clients, len(self._there))
-            if complete and not self._query.waiting and count < self._num_clients and now > settled + _SETTLED_SECONDS:
+            waits = self._query.waiting or self._query.retrying
+            if complete and not waits and count < self._num_clients and now > settled + _SETTLED_SECONDS:
                 where = "simulation has" if simulation else "nodes have"
                 raise ValueError(
                     f"num_clients={self._num_clients}: the {where} {count} clients on {self._num_hosts} nodes{self._failures()}"

@@ -38,6 +38,8 @@ _VOTERS = 3
 _VOTE_SECONDS = 5.0
 # Seconds until a node that could not answer is asked again: doubled each time, since every question starts a process.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 60.0
+# The pause of one that could not answer three times: no start waits for it alone.
+_SURE_PAUSE_SECONDS = 2.0
 # Seconds until a node that is silent is asked again: doubled each time. A simulation loses no message, but may take long.
 _SILENT_SECONDS, _SILENT_IN_SIMULATION_SECONDS = 30.0, 600.0
 _POLL_SECONDS = 0.002
@@ -132,6 +134,11 @@ class ClientQuery:
     def silent(self) -> set[int]:
         """The nodes that have been asked and did not answer yet."""
         return set(self._open)
+
+    @property
+    def retrying(self) -> bool:
+        """Whether a node that could not answer is asked again at once: its process may have died."""
+        return any(self._pauses[node][0] < _SURE_PAUSE_SECONDS for node in self.failures if node in self._pauses)
 
     def awaited(self, seconds: float) -> bool:
         """Tell whether a node that was asked for the first time, less than so many seconds ago, did not answer yet."""

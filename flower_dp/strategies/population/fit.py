@@ -36,6 +36,8 @@ def first_query(
     """
     if type(grid).__name__ == "InMemoryGrid":
         setattr(grid, "pull_interval", _PULL_SECONDS)  # noqa: B010
+    if hasattr(grid, "patience"):  # of this package: a worker that hangs is replaced, and its node asked a second time
+        setattr(grid, "patience", timeout / 2)  # noqa: B010
     newcomers = all(release.open_population for release in releases)
     manager = ClientManager(rules.num_clients, timeout=timeout, newcomers=newcomers, unfit=partial(why_unfit, rules), **most)
     known_clients = manager.known_clients(grid)

@@ -165,9 +165,10 @@ def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) 
             "noise, so that epsilon is that of a fixed clip norm; clip norm, joint norm of update and indicator, and noise "
             "std are told at the smallest clip norm, and grow in proportion to it"
         )
-    if rules.delta * release.num_clients >= 1:
+    clients = max(release.num_clients, run.num_known)  # more may have joined
+    if rules.delta * clients >= 1:
         lines.append(
-            f"DELTA IS NO GUARANTEE: {delta_in_words(rules.delta)} is at least 1 / {release.num_clients} clients, and a "
+            f"DELTA IS NO GUARANTEE: {delta_in_words(rules.delta)} is at least 1 / {clients} clients, and a "
             "mechanism that publishes one client's data outright can have such a delta"
         )
     return [*lines, *seeded(run)]

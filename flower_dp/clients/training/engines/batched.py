@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flower_dp.clients.training.devices import is_accelerator, release_memory, total_memory
+from flower_dp.clients.reasons import contained
+from flower_dp.clients.training.devices import is_accelerator, is_out_of_memory, release_memory, total_memory
 from flower_dp.clients.training.engines.feed import Feed, Kind, MixedRecordsError
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one
 from flower_dp.clients.training.engines.program import Program, UnevenLossError
@@ -108,7 +109,7 @@ class _Trainer:
         for index, feed in self._feeds(group, clients, seeds):
             if isinstance(feed, Feed):
                 kinds.setdefault(feed.kind, {})[index] = feed
-            elif isinstance(feed, torch.OutOfMemoryError):  # what others have read is in memory as well
+            elif is_out_of_memory(feed):  # what others have read is in memory as well
                 starved.append(index)
             else:
                 yield index, feed
@@ -134,11 +135,10 @@ class _Trainer:
                 left.remove(index)
                 alone = isinstance(trained, MixedRecordsError | UnevenLossError)
                 yield index, self._alone(clients[index], seeds[index]) if alone else trained
-        except torch.OutOfMemoryError as error:
-            failed = error.with_traceback(None)  # which holds the memory of all that has failed
         except Exception as error:
-            failed = error
-        if isinstance(failed, torch.OutOfMemoryError):  # no client's fault
+            # The traceback holds the memory of all that has failed.
+            failed = error.with_traceback(None) if is_out_of_memory(error) else error
+        if failed is not None and is_out_of_memory(failed):  # no client's fault
             self._use_less_memory(kind)
             program = None
             feeds.clear()
@@ -156,7 +156,8 @@ class _Trainer:
         device, feeds = self._model.device, dict[int, Feed]()
         for index in group:
             try:
-                feeds[index] = Feed(clients[index], self._training, device, seeds[index])
+                with contained():
+                    feeds[index] = Feed(clients[index], self._training, device, seeds[index])
             except Exception as error:
                 yield index, error
         rows = {}
@@ -164,14 +165,18 @@ class _Trainer:
             rows = rows_of_all({index: (clients[index], feed.first) for index, feed in feeds.items()}, device)
         for index, feed in feeds.items():
             try:
-                yield index, feed.begin(rows.get(index))
+                with contained():
+                    feed.begin(rows.get(index))
             except Exception as error:
                 yield index, error
+            else:
+                yield index, feed
 
     def _num_steps(self, records: Records) -> int:
         """Return how many steps a client takes; 0 if even that fails, and training will then raise the error."""
         try:
-            return self._training.num_steps(len(records))
+            with contained():
+                return self._training.num_steps(len(records))
         except Exception:
             return 0
 
@@ -188,11 +193,12 @@ class _Trainer:
         key = (self._training, kind, self._threads, self._slots(kind))
         if key not in self._model.programs:
             try:
-                self._model.programs[key] = self._proven(kind)
+                with contained():
+                    self._model.programs[key] = self._proven(kind)
             except Exception as error:
                 log.warning("engine batched: clients train one by one: %s: %s", type(error).__name__, error)
                 self._model.programs[key] = None
-                starved = isinstance(error, torch.OutOfMemoryError)
+                starved = is_out_of_memory(error)
             else:
                 starved = False
             if starved:

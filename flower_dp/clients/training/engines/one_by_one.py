@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from flower_dp.clients.reasons import contained
 from flower_dp.clients.training.devices import reproducible
 from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records
@@ -16,7 +17,7 @@ def train_one(vector: Tensor, records: Records, training: Training, *, model: Fl
     try:
         model.vector.copy_(vector)
         model.reset()
-        with reproducible(model.device):
+        with contained(), reproducible(model.device):
             loss = training.train(model, records, server_round, torch.Generator().manual_seed(seed))
         row = model.vector.to(vector.device) - vector
         model.reset()  # a later evaluation of the model must not depend on what training left there

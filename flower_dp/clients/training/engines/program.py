@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
-from flower_dp.clients.training.devices import is_accelerator, reproducible
+from flower_dp.clients.reasons import contained
+from flower_dp.clients.training.devices import is_accelerator, is_out_of_memory, reproducible
 from flower_dp.clients.training.engines.feed import Batch, Kind
 from flower_dp.clients.training.engines.one_by_one import Trained
 from flower_dp.clients.training.engines.trace import LAYOUT, traced
@@ -133,12 +134,13 @@ class Program:
             finished = []
             for slot, feed in list(training.items()):
                 try:
-                    batches[slot] = next(feed)
+                    with contained():
+                        batches[slot] = next(feed)
                 except StopIteration:
                     finished.append(slot)
-                except torch.OutOfMemoryError:  # no client's fault
-                    raise
                 except Exception as error:
+                    if is_out_of_memory(error):  # no client's fault
+                        raise
                     del training[slot]
                     yield slot, error
             means = torch.stack(losses).mean(0) if finished else torch.zeros(2, 0)

@@ -1,0 +1,125 @@
+"""Parts of clients that several methods make from the common settings. Methods import it when a client is made: torch is slow."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from flower_dp.apps.parts import Sizes, evaluation_budget_of
+from flower_dp.apps.settings import Settings
+from flower_dp.apps.tasks.models import loss_of, predictions
+from flower_dp.clients import (
+    BLUR,
+    LUS,
+    ClientPolicy,
+    DPClient,
+    LocalDPClient,
+    ProximalTerm,
+    Records,
+    Regularizer,
+    Training,
+)
+from flower_dp.clients.local.evaluation import record_loss_and_accuracy
+from flower_dp.clients.local.recipe import LocalRecipe
+from flower_dp.clients.reply.evaluation import loss_and_accuracy
+from flower_dp.privacy.release import Release
+from flower_dp.strategies.client_level import ClientLevelRules
+
+# Standard deviations of the number of clients, at most, that a round draws of a node's.
+_SPREAD = 3
+
+
+def training_of(settings: Settings, *, sam_radius: float = 0.0) -> Training:
+    """Return the recipe of local training."""
+    keep_ratio = settings.update_keep_ratio
+    return Training(
+        learning_rate=settings.learning_rate,
+        batch_size=settings.batch_size,
+        num_local_epochs=settings.local_epochs,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        learning_rate_decay=settings.learning_rate_decay,
+        sam_radius=sam_radius,
+        regularizers=_regularizers_of(settings),
+        sparsifier=None if keep_ratio == 1 else LUS(keep_ratio=keep_ratio),
+        loss=loss_of(settings.model),
+        optimizer=settings.optimizer,
+    )
+
+
+def _regularizers_of(settings: Settings) -> tuple[Regularizer, ...]:
+    """Return the penalties of local training."""
+    found: list[Regularizer] = []
+    if settings.proximal:
+        found.append(ProximalTerm(strength=settings.proximal))
+    if settings.blur_strength:
+        found.append(BLUR(strength=settings.blur_strength, bound=settings.blur_bound))
+    return tuple(found)
+
+
+def local_client(
+    settings: Settings,
+    kind: Callable[..., LocalRecipe],
+    arguments: Mapping[str, Any],
+    model: nn.Module,
+    clients: Mapping[str, Records],
+    sizes: Sizes,
+) -> LocalDPClient:
+    """Return a node's client for a method with a budget of every client: its recipe has the strategy's arguments."""
+    made: dict[str, Callable[[], Any]] = {
+        "loss": lambda: loss_of(settings.model),
+        "training": lambda: training_of(settings),
+        "min_records": lambda: min(sizes().values()),
+    }
+    names = inspect.signature(kind).parameters
+    given = {name: value for name, value in arguments.items() if name in names}
+    given |= {name: make() for name, make in made.items() if name in names}
+    recipe: Any = kind(**given)
+    max_clip_norm = recipe.steps.sum_norm if "steps" in names else recipe.clip_norm
+    return LocalDPClient(
+        model=model,
+        clients=clients,
+        recipe=recipe,
+        seed=settings.seed,
+        evaluation=evaluation_budget_of(settings),
+        record_metrics=record_loss_and_accuracy(loss_of(settings.model), labels=partial(predictions, settings.model)),
+        policy=ClientPolicy(max_clip_norm=max_clip_norm, allow_metrics=settings.report_client_metrics),
+    )
+
+
+def _group_size(release: Release, num_hosted: int) -> int:
+    """Return how many of a node's clients a round may be expected to draw: seldom more, and never by which are drawn."""
+    sampler, num_clients = release.sampler, release.num_clients
+    expected = sampler.expected_cohort(num_clients) * num_hosted / num_clients
+    fixed = num_hosted == num_clients and sampler.largest_cohort(num_clients) == expected
+    return min(num_hosted, math.ceil(expected if fixed else expected + _SPREAD * math.sqrt(expected)))
+
+
+def client_level_client(
+    settings: Settings, rules: ClientLevelRules, training: Training, model: nn.Module, clients: Mapping[str, Records]
+) -> DPClient:
+    """Return a node's client for rules with one noised sum; it refuses less protection than its own run-config says."""
+    evaluating = None if rules.evaluation is None else rules.evaluation.release
+    smallest, largest = rules.clip_norms
+    return DPClient(
+        model=model,
+        clients=clients,
+        seed=settings.seed,
+        training=training,
+        engine=settings.engine.replace("-", "_"),
+        group_size=_group_size(rules.release, len(clients)),
+        metrics=loss_and_accuracy(training.loss, labels=partial(predictions, settings.model)),
+        policy=ClientPolicy(
+            max_clip_norm=largest,
+            min_clip_norm=smallest if smallest < largest else None,
+            min_noise_multiplier=rules.release.mechanism.noise_multiplier,
+            min_noise_std=(1 - 1e-9) * rules.noise.smallest_share * (largest / rules.release.clip_norm),
+            allow_metrics=settings.report_client_metrics,
+            allow_evaluation=evaluating is not None,
+            min_evaluation_noise_multiplier=evaluating.release.mechanism.noise_multiplier if evaluating else 0.0,
+            min_evaluation_noise_std=(1 - 1e-9) * evaluating.shared.smallest_share if evaluating else 0.0,
+        ),
+    )

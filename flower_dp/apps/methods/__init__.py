@@ -1,0 +1,202 @@
+"""A run by its settings: the common ones, its method's table and its task's; and both sides of the method, made from them.
+
+A method's table, `[tool.flwr.app.config.dp-fedsam]` for example, has a setting for every plain argument of its strategy that no
+common setting gives. Its module here makes the arguments that several settings decide.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from functools import cache
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from flower_dp.apps.evaluation import Evaluation
+from flower_dp.apps.parts import Sizes
+from flower_dp.apps.settings import Settings, key_of, read, sampled
+from flower_dp.apps.tasks import TASKS, load_task
+from flower_dp.apps.tasks import module_of as task_module
+from flower_dp.core import checks
+from flower_dp.methods import METHODS, TRAINING, Method
+from flower_dp.planning.planner import Data, Inputs
+from flower_dp.strategies import DPStrategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flower_dp.apps.tasks import Task
+    from flower_dp.clients import Records
+    from flower_dp.clients.node_client import NodeClient
+
+
+# Arguments that the data give.
+_OF_DATA = ("num_records", "min_records")
+_PLAIN = (float, int, str, bool)
+
+
+class Parameter(NamedTuple):
+    """A plain argument of a strategy: its type without None, its default (None where it has none), and whether it may be None."""
+
+    kind: type
+    default: Any
+    optional: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run's settings: the common ones, those of its method and those of its task."""
+
+    settings: Settings
+    method: Method
+    own: Any
+    of_task: Any
+
+    @classmethod
+    def of(cls, run_config: Mapping[str, Any]) -> "Run":
+        """Read a run-config.
+
+        The tables of methods that were not chosen are not looked at.
+
+        Raises:
+            SettingsError: for unknown or missing keys, values of the wrong kind, and settings that the method does not read, all
+                of them at once.
+        """
+        tables: dict[str, dict[str, Any]] = {name: {} for name in (*METHODS, *TASKS, "evaluation")}
+        common = {}
+        for key, value in run_config.items():
+            prefix, dot, rest = key.partition(".")
+            if dot and prefix in tables:
+                tables[prefix][rest] = value
+            else:
+                common[key] = value
+        findings = checks.Findings()
+        evaluation = read(Evaluation, tables["evaluation"], findings, "evaluation.")
+        settings = replace(read(Settings, common, findings), evaluation=evaluation)
+        settings.check(findings)
+        task, name = settings.task, settings.method
+        of_task = read(task_module(task).Own, tables[task], findings, f"{task}.") if task in TASKS else None
+        with findings.noted():
+            checks.one_of("method", name, tuple(METHODS))
+        if name not in METHODS:
+            findings.refuse()
+        method = METHODS[name]
+        own = read(table_of(name), tables[name], findings, f"{name}.")
+        settings = sampled(settings, method.samplings, findings)
+        _find_unread(settings, findings)
+        for other in TASKS:
+            _find_unread_of_task(other, tables[other], task, findings)
+        findings.refuse()
+        return cls(settings=settings, method=method, own=own, of_task=of_task)
+
+    def task(self) -> "Task":
+        """Return the task's records.
+
+        Raises:
+            ValueError: if they cannot be read.
+        """
+        return load_task(self.settings.task, self.settings.data_dir, self.of_task)
+
+    def model(self) -> "nn.Module":
+        """Return a new model, the same for every call."""
+        from flower_dp.apps.tasks.models import make  # noqa: PLC0415 - torch takes a second
+
+        module = task_module(self.settings.task)
+        return make(
+            self.settings.model,
+            bias=self.settings.model_bias,
+            seed=self.settings.seed,
+            num_features=module.num_features(self.of_task),
+            num_classes=len(module.CLASSES),
+        )
+
+    def strategy(self, sizes: Sizes) -> DPStrategy:
+        """Return the server's strategy; only methods that treat every client's number of records as public call `sizes`."""
+        strategy: DPStrategy = self.method.load("strategy")(
+            **self._arguments(sizes),
+            report_client_metrics=self.settings.report_client_metrics,
+            ledger=self.settings.ledger_path(),
+        )
+        return strategy
+
+    def client(self, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "NodeClient":
+        """Return the client of one node, around the records of the clients that the node hosts."""
+        from flower_dp.apps import client_parts  # noqa: PLC0415 - torch takes a second
+
+        if self.method.recipe:
+            arguments = self._arguments(sizes)
+            return client_parts.local_client(self.settings, self.method.load("recipe"), arguments, model, clients, sizes)
+        radius = getattr(self.own, "sam_radius", 0.0)
+        training = client_parts.training_of(self.settings, sam_radius=radius)
+        rules: Any = self.strategy(sizes).rules
+        return client_parts.client_level_client(self.settings, rules, training, model, clients)
+
+    def _arguments(self, sizes: Sizes) -> dict[str, Any]:
+        """Return the arguments of both sides."""
+        found = {}
+        for name, parameter in _parameters(self.method.load("strategy")).items():
+            if (setting := self.method.renamed.get(name, name)) in table_of(self.method.name).__dataclass_fields__:
+                value = getattr(self.own, setting)
+                found[name] = None if parameter.optional and not value else value
+        made: dict[str, Any] = self.method.load("settings").arguments(self.settings, self.own, sizes)
+        return found | made
+
+    def planning(self, data: Data, given: Mapping[str, object]) -> Inputs:
+        """Return the keys of the method's planning problem that the settings give; none if the method has no planner."""
+        fill = getattr(self.method.load("settings"), "planning", None)
+        inputs: Inputs = fill(self.settings, self.own, data, given) if fill else Inputs(values={})
+        return inputs
+
+
+@cache
+def table_of(name: str) -> type[Any]:
+    """Return the dataclass of a method's own settings, with their defaults.
+
+    There is one for every plain argument of the strategy that neither a common setting nor the data give, also of an argument
+    that is a dataclass of such. The default is the entry's, or else that of the signature, where None is 0, "" or False.
+    """
+    method, found = METHODS[name], {}
+    for argument, parameter in _parameters(method.load("strategy"), flat=True).items():
+        setting = method.renamed.get(argument, argument)
+        if setting not in (*Settings.__dataclass_fields__, *_OF_DATA):
+            default = method.defaults.get(setting, parameter.default)
+            found[setting] = (parameter.kind, parameter.kind() if default is None else default)
+    found |= {setting: (type(default), default) for setting, default in method.defaults.items() if setting not in found}
+    return make_dataclass(
+        name, [(setting, kind, field(default=default)) for setting, (kind, default) in found.items()], frozen=True, kw_only=True
+    )
+
+
+def _parameters(kind: Callable[..., Any], *, flat: bool = False) -> dict[str, Parameter]:
+    """Return the plain keyword arguments of a class; `flat` has those of arguments that are dataclasses as well."""
+    hints, found = get_type_hints(vars(kind)["__init__"]), dict[str, Parameter]()
+    for name, parameter in inspect.signature(kind).parameters.items():
+        hint = hints.get(name)
+        if flat and isinstance(hint, type) and is_dataclass(hint):
+            found |= _parameters(hint, flat=True)
+            continue
+        kinds = [str if get_origin(one) is Literal else one for one in get_args(hint) or (hint,)]
+        plain = next((one for one in _PLAIN if one in kinds), str if get_origin(hint) is Literal else None)
+        if plain is not None:
+            default = None if parameter.default is parameter.empty else parameter.default
+            found[name] = Parameter(plain, default, NoneType in kinds)
+    return found
+
+
+def _find_unread(settings: Settings, findings: checks.Findings) -> None:
+    """Find settings of training that the user has set and the method does not use: they would be ignored silently."""
+    for name in TRAINING:
+        if settings.is_set(name) and name not in METHODS[settings.method].reads:
+            readers = ", ".join(other for other, method in METHODS.items() if name in method.reads)
+            findings.lines.append(
+                f"{key_of(name)}={getattr(settings, name)!r}: is not read by method={settings.method!r}, but by {readers}"
+            )
+
+
+def _find_unread_of_task(name: str, table: Mapping[str, Any], chosen: str, findings: checks.Findings) -> None:
+    """Find settings of a task that is not the chosen one."""
+    for one in fields(task_module(name).Own) if name != chosen else ():
+        value = table.get(key_of(one.name), one.default)
+        if value != one.default:
+            findings.lines.append(
+                f"{name}.{key_of(one.name)}={value!r}: is not read by task={chosen!r}; settings of that are under {chosen}."
+            )

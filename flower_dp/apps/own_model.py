@@ -1,0 +1,309 @@
+"""An app around a user's own model and data, with every method and setting of flower-dp's app, and a run folder."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from torch import nn
+
+from flower_dp.apps.app_functions import named
+from flower_dp.apps.client_parts import training_of
+from flower_dp.apps.device import FUNCTIONS, hosted, own_settings, sets_anything
+from flower_dp.apps.kept import Kept, kept_of
+from flower_dp.apps.own_config import run_of, whole
+from flower_dp.apps.records import config_of
+from flower_dp.apps.settings import Settings
+from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
+from flower_dp.clients.node_client import NodeClient
+from flower_dp.clients.reply.evaluation import loss_and_accuracy
+from flower_dp.clients.training.attributes import evaluating
+from flower_dp.clients.training.devices import default_device
+from flower_dp.clients.training.losses import Loss
+from flower_dp.clients.training.records import OnDevice
+from flower_dp.running.apps import built, own_app
+from flower_dp.running.recorded import record_run
+from flower_dp.strategies import DPStrategy
+from flower_dp.strategies.journal import OnRound
+
+ModelFn = Callable[[], nn.Module]
+DataFn = Callable[[int, int], Any]
+EvaluateFn = Callable[..., Mapping[str, float] | None]
+_CPU = torch.device("cpu")
+_TAKES = {
+    "model-fn": "() -> torch.nn.Module",
+    "data-fn": "(client, num_clients) -> that client's data",
+    "evaluate-fn": "(model) -> metrics by name",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apps:
+    """The two apps that a pyproject.toml names under [tool.flwr.app.components].
+
+    Attributes:
+        server: runs the strategy and writes the run's folder.
+        client: hosts clients.
+    """
+
+    server: ServerApp
+    client: ClientApp
+
+    def num_clients(self, run_config: Mapping[str, Any]) -> Any:
+        """Return the number of clients of a run with these settings, of which each node hosts at least one."""
+        return {**own_app().defaults, **run_config}["num-clients"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Functions:
+    """What somebody has given; where nothing was given, what the run-config names as "module:function"."""
+
+    model: ModelFn | None
+    data: DataFn | None
+    evaluate: EvaluateFn | None
+
+    def of(self, run_config: Mapping[str, Any], node_config: Mapping[str, Any] | None = None) -> "_Functions":
+        """Return the functions of a run: what was given, or else what its settings name.
+
+        A device that has settings of its own takes of the run-config no function but those that the app names itself.
+
+        Raises:
+            ValueError: one is missing, can't be imported, or is not the app's own, naming the key.
+        """
+        node = node_config or {}
+        found = {
+            key: given
+            or named(
+                key,
+                str(run_config.get(key, "")),
+                trusted=key in node,
+                default_alone=sets_anything(node),
+            )
+            for key, given in zip(FUNCTIONS, self._all, strict=True)
+        }
+        for key in FUNCTIONS[:2]:
+            if found[key] is None:
+                raise ValueError(f"{key}: is missing; give {key.replace('-', '_')}, or set {key}='module:function'")
+        return _Functions(model=found["model-fn"], data=found["data-fn"], evaluate=found["evaluate-fn"])
+
+    def check(self) -> None:
+        """Refuse what is no function, a model in place of one that makes it, say.
+
+        Raises:
+            ValueError: naming it.
+        """
+        for key, given in zip(FUNCTIONS, self._all, strict=True):
+            if given is not None and (isinstance(given, nn.Module) or not callable(given)):
+                raise ValueError(f"{key.replace('-', '_')}: is a {type(given).__name__}: must be a function {_TAKES[key]}")
+
+    @property
+    def _all(self) -> tuple[Any, Any, Any]:
+        return self.model, self.data, self.evaluate
+
+
+def app(
+    *,
+    model_fn: ModelFn | None = None,
+    data_fn: DataFn | None = None,
+    evaluate_fn: EvaluateFn | None = None,
+    loss: Loss = nn.functional.cross_entropy,
+    on_round: OnRound | None = None,
+) -> Apps:
+    """Return a ServerApp and a ClientApp around your own model and data.
+
+    The run-config may have the settings of flower-dp's own app; missing ones have its defaults: `method`, `num-clients`,
+    `num-rounds`, `sampling`, `dp-fedavg.clip-norm` ... A node hosts the clients i with i mod num-partitions = partition-id.
+
+    Args:
+        model_fn: makes the model; called after torch is seeded with the run's `seed`. Without BatchNorm
+            (`flower_dp.clients.fix_batchnorm`). By default the function that the run-config names under `model-fn`, as
+            "module:function"; the next two alike.
+        data_fn: client (0, 1, ...), number of clients -> that client's data: a pair of inputs and targets (tensors or NumPy
+            arrays; inputs may be a dict of them by the names of the model's arguments), a map-style torch data set of such pairs,
+            or `flower_dp.clients.Records`. Methods with local placement (such as fedsgd-dpc and nbafl) treat the number of
+            records as public, and call it for all clients, on the server too.
+        evaluate_fn: global model -> metrics, on public data; for the initial model and after the rounds that `evaluate-every`
+            says. A parameter `round` gets the round's number, and `epsilon` the epsilon spent so far, infinite without privacy.
+            None for no metrics.
+        loss: model outputs, targets -> mean loss of a batch.
+        on_round: called on the server with the public numbers of every round, as the strategies' argument of this name.
+
+    Raises:
+        ValueError: when a run starts, for invalid settings, naming them.
+
+    Example:
+        >>> import flower_dp, torch
+        >>> app = flower_dp.app(
+        ...     model_fn=lambda: torch.nn.Linear(3, 2),
+        ...     data_fn=lambda client, num_clients: (torch.randn(20, 3), torch.randint(0, 2, (20,))),
+        ... )
+        >>> type(app.server).__name__, type(app.client).__name__
+        ('ServerApp', 'ClientApp')
+    """
+    given = _Functions(model=model_fn, data=data_fn, evaluate=evaluate_fn)
+    given.check()
+    server = built(ServerApp())
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        run, functions = run_of(context.run_config), given.of(context.run_config)
+        settings = run.settings
+        training_of(settings)
+        clients = _Clients(functions.data, settings.client_names(), settings.client_names())
+        strategy = run.strategy(clients.sizes)
+        model = FlatModel(_model(functions.model, settings.seed)).module  # which refuses what no client could train
+        record_run(
+            strategy,
+            grid,
+            model_arrays(model),
+            num_rounds=settings.num_rounds,
+            config=context.run_config,
+            name=f"{settings.method}-seed{settings.seed}",
+            path=settings.output_path(),
+            evaluate_fn=_evaluation(functions.evaluate, model, strategy, settings),
+            on_round=on_round,
+            model=model,
+            resume=settings.resume,
+            timeout=settings.round_timeout,
+        )
+
+    return Apps(server=server, client=client_app(partial(client_of, model_fn, data_fn, loss)))
+
+
+def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, context: Context) -> NodeClient:
+    """Return a node's client; made once a process, and kept between messages of a run.
+
+    Raises:
+        ValueError: the node's configuration does not say which clients the node hosts, or as `app`.
+    """
+    hosted(context.node_config)
+    kept = kept_of(context.run_config, model_fn, data_fn, loss)
+    return kept.client(config_of(context.node_config), lambda: _client(kept, model_fn, data_fn, loss, context))
+
+
+def _client(kept: Kept, model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, context: Context) -> NodeClient:
+    node = dict(context.node_config)
+    part, parts = hosted(node)
+    config = own_settings(whole(dict(context.run_config)), node)
+    run = run_of(config)
+    needed = {key: value for key, value in config.items() if key != "evaluate-fn"}  # which is the server's alone
+    functions = _Functions(model=model_fn, data=data_fn, evaluate=None).of(needed, node)
+    names = run.settings.client_names()
+    if part >= len(names):
+        raise ValueError(f"num-clients={len(names)}: leaves no client to partition-id={part} of num-partitions={parts}")
+    clients = _Clients(functions.data, names, names[part::parts], default_device())
+    everyone = _Clients(functions.data, names, names)
+    model = kept.shared(
+        (functions.model, run.settings.seed), lambda: FlatModel(_model(functions.model, run.settings.seed), default_device())
+    )
+    sizes = partial(kept.shared, (functions.data, len(names)), everyone.sizes)
+    return _with_loss(run.client(model, clients, sizes), loss)
+
+
+class _Clients(Mapping[str, Records]):
+    """Clients by name, whose data is read when it is first asked for."""
+
+    def __init__(self, data_fn: DataFn | None, names: list[str], hosted: list[str], device: torch.device = _CPU) -> None:
+        self._data_fn, self._on_device = data_fn, OnDevice(device)
+        self._indices = {name: index for index, name in enumerate(names)}
+        self._hosted = dict.fromkeys(hosted)
+        self._read: dict[str, Records] = {}
+
+    def __getitem__(self, name: str) -> Records:
+        if name not in self._hosted or self._data_fn is None:
+            raise KeyError(name)
+        if name not in self._read:
+            self._read[name] = self._on_device(as_records(self._data_fn(self._indices[name], len(self._indices))))
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._hosted)
+
+    def __len__(self) -> int:
+        return len(self._hosted)
+
+    def sizes(self) -> dict[str, int]:
+        """Return every client's number of records."""
+        return {name: len(records) for name, records in self.items()}
+
+
+def _model(model_fn: ModelFn | None, seed: int) -> nn.Module:
+    """Return the model, the same for every call; torch's global random state is as it was before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model: Any = model_fn() if model_fn else None
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model_fn: returned a {type(model).__name__}: must be a torch.nn.Module")
+    return model
+
+
+def _evaluation(
+    evaluate_fn: EvaluateFn | None, model: nn.Module, strategy: DPStrategy, settings: Settings
+) -> Callable[[int, ArrayRecord], MetricRecord | None] | None:
+    if evaluate_fn is None:
+        return None
+    taken, every = _taken(evaluate_fn), settings.evaluate_every
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if server_round != settings.num_rounds and not (every and server_round % every == 0):
+            return None
+        numbers = {"round": server_round, "epsilon": strategy.line_of(server_round)["epsilon"]}
+        # What is frozen or a buffer is not in the arrays.
+        model.load_state_dict(arrays.to_torch_state_dict(), strict=False)
+        with evaluating(model), torch.inference_mode():
+            metrics = evaluate_fn(model, **{name: numbers[name] for name in taken})
+        return MetricRecord({**_numbers(metrics)})
+
+    return evaluate
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    """Return what an `evaluate_fn` has returned, as plain numbers by name."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"it returned a {type(metrics).__name__}: must be a dict of numbers by name, or None")
+    numbers = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise ValueError(f"its metric {name!r}: the name must be a string")
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # torch's, of a tensor with several numbers
+            raise ValueError(f"its metric {name!r} is a {type(value).__name__}: must be one number") from None
+    return numbers
+
+
+def _taken(evaluate_fn: EvaluateFn) -> list[str]:
+    """Return which of `round` and `epsilon` a function takes by keyword, besides the model, its first argument."""
+    try:
+        _model, *others = inspect.signature(evaluate_fn).parameters.values()
+    except ValueError:  # no signature, as some functions in C, or no parameter, which the call will say
+        return []
+    named = {one.name for one in others if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
+    every = any(one.kind is one.VAR_KEYWORD for one in others)
+    return [name for name in ("round", "epsilon") if every or name in named]
+
+
+def _with_loss(client: Any, loss: Loss) -> NodeClient:
+    """Return a method's client with another loss in its recipe."""
+    for name in ("training", "recipe"):
+        if hasattr(client, name):
+            setattr(client, name, _part_with_loss(getattr(client, name), loss))
+    if hasattr(client, "metrics"):
+        client.metrics = loss_and_accuracy(loss)
+    if hasattr(client, "record_metrics"):
+        client.record_metrics = None  # those of the recipe's loss
+    made: NodeClient = client
+    return made
+
+
+def _part_with_loss(part: Any, loss: Loss) -> Any:
+    if any(field.name == "loss" for field in fields(part)):
+        return replace(part, loss=loss)
+    return replace(part, training=_part_with_loss(part.training, loss))

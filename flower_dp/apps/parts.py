@@ -1,0 +1,162 @@
+"""Arguments of strategies that several methods make from the common settings; `client_parts` has those of clients."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from flower_dp.apps.settings import Settings, default_of, key_of
+from flower_dp.core import checks
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
+from flower_dp.strategies import AdaptiveClip, EvaluationBudget, LocalEvaluation, PrivateEvaluation
+
+N = TypeVar("N", int, float)
+# Every client's number of records by name, which methods with local noise take as public.
+Sizes = Callable[[], Mapping[str, int]]
+# The number of clients below which num_clients^-1.1 is too large a delta.
+_FEWEST_FOR_DEFAULT_DELTA = 100
+# From the first adaptive clip norm to the smallest and the largest by default.
+_CLIP_RANGE = 1000.0
+
+
+def sampler_of(settings: Settings) -> Sampler:
+    """Return who takes part in a round."""
+    if settings.sampling == "full":
+        return FullSampling()
+    if settings.sampling == "poisson":
+        return PoissonSampling(sampling_rate=settings.sampling_rate)
+    size = cohort_size_of(settings)
+    return FixedSizeSampling(cohort_size=size) if settings.sampling == "fixed-size" else RoundRobinSampling(cohort_size=size)
+
+
+def cohort_size_of(settings: Settings) -> int:
+    """Return the size of a cohort that has a fixed one."""
+    return checks.integer("cohort-size", settings.cohort_size, at_least=1, at_most=settings.num_clients)
+
+
+def per_client(settings: Settings, key: str, text: str, default: N) -> dict[str, N]:
+    """Return every client's number by name: those of a text with commas between them, of the kind of the default, or the default.
+
+    Raises:
+        ValueError: if a value is no such number, or their count isn't the number of clients.
+    """
+    names, kind = settings.client_names(), type(default)
+    if not text:
+        return dict.fromkeys(names, default)
+    try:
+        values = [kind(word) for word in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{key}={text!r}: must be {what} with commas between them") from None
+    if len(values) != len(names):
+        raise ValueError(f"{key}: has {len(values)} numbers; num-clients={len(names)} needs one for each")
+    return dict(zip(names, values, strict=True))
+
+
+def noise_of(settings: Settings, own: Any) -> dict[str, Any]:
+    """Return the noise multiplier, or what an epsilon stands in place of and the rounds that it is for.
+
+    Raises:
+        ValueError: for an epsilon beside another noise multiplier or target than the default ones.
+    """
+    checks.number("target-epsilon", own.target_epsilon, at_least=0)
+    if not checks.number("epsilon", own.epsilon, at_least=0):
+        return {"noise_multiplier": own.noise_multiplier}  # 0 is without privacy
+    for name, fit in (("noise_multiplier", ()), ("target_epsilon", (0.0, own.epsilon))):
+        value = getattr(own, name)
+        if value not in (default_of(own, name), *fit):
+            raise ValueError(
+                f"{key_of(name)}={value:g}: epsilon={own.epsilon:g} determines it; leave out one of them, or set epsilon=0"
+            )
+    return {"noise_multiplier": None, "target_epsilon": None, "num_rounds": settings.num_rounds}
+
+
+def clip_norm_of(own: Any) -> float | AdaptiveClip:
+    """Return the clip norm of a method with one noised sum, adaptive if it has a quantile.
+
+    Raises:
+        ValueError: for settings of an adaptive clip norm without a quantile.
+    """
+    options = ("clip_count_noise_std", "smallest_clip_norm", "largest_clip_norm")
+    if not own.clip_quantile:
+        if given := [name.replace("_", "-") for name in options if getattr(own, name)]:
+            raise ValueError(f"{given[0]}: is read with clip-quantile > 0 only, where the clip norm is adaptive")
+        return float(own.clip_norm)
+    return AdaptiveClip(
+        initial=own.clip_norm,
+        target_quantile=own.clip_quantile,
+        learning_rate=own.clip_learning_rate,
+        count_noise_std=own.clip_count_noise_std or None,
+        smallest=own.smallest_clip_norm or own.clip_norm / _CLIP_RANGE,
+        largest=own.largest_clip_norm or own.clip_norm * _CLIP_RANGE,
+    )
+
+
+def evaluation_of(settings: Settings) -> PrivateEvaluation | None:
+    """Return the private evaluation of a run with one noised sum; None for none."""
+    own = settings.evaluation
+    if not own.every:
+        return None
+    own.refuse(
+        "epsilon", f"is read by methods with a budget of every client; method={settings.method!r} has evaluation.noise-multiplier"
+    )
+    return PrivateEvaluation(
+        noise_multiplier=own.noise_multiplier,
+        sampling=PoissonSampling(sampling_rate=own.sampling_rate) if own.sampling_rate else sampler_of(settings),
+        metrics=own.bounds(),
+        every=own.every,
+    )
+
+
+def local_evaluation_of(settings: Settings) -> LocalEvaluation | None:
+    """Return the private evaluation of a run with a budget of every client; None for none."""
+    budget = evaluation_budget_of(settings)
+    if budget is None:
+        return None
+    rate = settings.evaluation.sampling_rate
+    return LocalEvaluation(
+        budget=budget,
+        metrics=settings.evaluation.bounds(),
+        every=settings.evaluation.every,
+        sampling=PoissonSampling(sampling_rate=rate) if rate else FullSampling(),
+    )
+
+
+def evaluation_budget_of(settings: Settings) -> EvaluationBudget | None:
+    """Return every client's budget of private evaluations, which both sides must agree on; None for none.
+
+    Raises:
+        ValueError: if it is missing.
+    """
+    own = settings.evaluation
+    if not own.every:
+        return None
+    own.refuse("noise_multiplier", f"is not read by method={settings.method!r}; the noise follows from evaluation.epsilon")
+    if not own.epsilon:
+        raise ValueError(
+            f"evaluation.epsilon=0.0: method={settings.method!r} needs every client's budget of all evaluations, above 0"
+        )
+    return EvaluationBudget(epsilon=own.epsilon, num_evaluations=max(1, settings.num_rounds // own.every))
+
+
+def local_words(settings: Settings, sizes: Sizes) -> dict[str, Any]:
+    """Return the arguments of every strategy with a budget of every client."""
+    return {
+        "num_clients": settings.num_clients,
+        "num_records": dict(sizes()),
+        "evaluation": local_evaluation_of(settings),
+    }
+
+
+def client_level_delta(delta: float, settings: Settings, *, private: bool) -> float:
+    """Return the delta of a client-level method: as set, or num_clients^-1.1.
+
+    Raises:
+        ValueError: if it is not set and there are too few clients for the default to be a guarantee.
+    """
+    checks.number("delta", delta, at_least=0, below=1)
+    default = float(settings.num_clients**-1.1)
+    if not delta and private and settings.num_clients < _FEWEST_FOR_DEFAULT_DELTA:
+        raise ValueError(
+            f"delta: num-clients={settings.num_clients} gives {default:.3g} by default, which is no guarantee; set delta, "
+            f"far below 1/{settings.num_clients}"
+        )
+    return delta or default

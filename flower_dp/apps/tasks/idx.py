@@ -1,0 +1,165 @@
+"""Images in the idx files of MNIST, and of data sets that took over its format."""
+
+import gzip
+import math
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flower_dp.apps.tasks import vision
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DOWNLOAD_PREFIX = "torchvision:"
+
+_NUM_CLASSES = 10
+_IDX_UINT8 = 0x08
+_TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
+_TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """Images of ten classes; the arrays are shared by all callers in a process: do not write to them.
+
+    Attributes:
+        train_images: uint8 [n, 28, 28], 0 is the background.
+        train_labels: int64 [n], 0 to 9.
+        test_images: uint8 [m, 28, 28].
+        test_labels: int64 [m].
+        source: Where the images came from, in words.
+    """
+
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standardize:
+    """Turns uint8 pixels into float32 numbers with a published mean and deviation (of pixels from 0 to 1) taken out."""
+
+    mean: float
+    std: float
+
+    def __call__(self, images: "Tensor") -> "Tensor":
+        """Return the numbers, in the shape of the images."""
+        return (images.float() - 255 * self.mean) / (255 * self.std)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collection:
+    """A data set in idx files.
+
+    Attributes:
+        name: Its name for people.
+        torchvision: Its class in torchvision, which is also the folder's name in torchvision's layout.
+        otherwise: What `data-dir` may be but such a folder, in words; may be empty.
+    """
+
+    name: str
+    torchvision: str
+    otherwise: str = ""
+
+    def load(self, data_dir: str) -> Images:
+        """Load the images.
+
+        Args:
+            data_dir: a folder with the idx files, plain or gzipped, in it or in its `<torchvision>/raw`; or "torchvision:" and a
+                folder, into which torchvision first downloads the files when they are missing. A leading `~` is the home
+                directory.
+
+        Raises:
+            ValueError: If the folder does not hold the four files, a file is not what its name says, or the download failed.
+        """
+        asked = data_dir.startswith(DOWNLOAD_PREFIX)
+        folder = self._download(data_dir) if asked else Path(data_dir).expanduser()
+        train_images, train_labels = self._read_pair(folder, _TRAIN, data_dir)
+        test_images, test_labels = self._read_pair(folder, _TEST, data_dir)
+        return Images(
+            train_images=train_images,
+            train_labels=train_labels,
+            test_images=test_images,
+            test_labels=test_labels,
+            source=f"{self.name} idx files in {folder.absolute()}",
+        )
+
+    def _read_pair(self, folder: Path, names: tuple[str, str], data_dir: str) -> tuple[np.ndarray, np.ndarray]:
+        images_path, labels_path = (self._find(folder, name, data_dir) for name in names)
+        images, labels = read_idx(images_path), read_idx(labels_path)
+        if images.ndim != 3 or images.shape[1:] != (28, 28):
+            raise ValueError(f"{images_path}: holds an array of shape {images.shape}, must be (n, 28, 28)")
+        if labels.shape != images.shape[:1] or len(labels) == 0:
+            raise ValueError(f"{labels_path}: holds labels of shape {labels.shape} for {len(images)} images")
+        if labels.max() >= _NUM_CLASSES:
+            raise ValueError(f"{labels_path}: holds the label {labels.max()}, must be 0 to {_NUM_CLASSES - 1}")
+        return images, labels.astype(np.int64)
+
+    def _search(self, folder: Path, name: str) -> Path | None:
+        places = (folder / self.torchvision / "raw", folder)
+        paths = (place / file for place in places for file in (name, f"{name}.gz"))
+        return next((path for path in paths if path.is_file()), None)
+
+    def _find(self, folder: Path, name: str, data_dir: str) -> Path:
+        path = self._search(folder, name)
+        if path is None:
+            raise ValueError(
+                f"data-dir={data_dir!r}: {name}[.gz] is neither in {folder.absolute()} nor in its {self.torchvision}/raw; must "
+                f"be {self.otherwise}a folder with {self.name}'s idx files, or '{DOWNLOAD_PREFIX}' and a folder to download to"
+            )
+        return path
+
+    def _download(self, data_dir: str) -> Path:
+        folder = data_dir.removeprefix(DOWNLOAD_PREFIX)
+        if not folder:
+            raise ValueError(f"data-dir={data_dir!r}: must name a folder, as in '{DOWNLOAD_PREFIX}~/data'")
+        root = Path(folder).expanduser()
+        if all(self._search(root, name) for name in (*_TRAIN, *_TEST)):
+            return root
+        try:
+            getattr(vision.import_torchvision().datasets, self.torchvision)(str(root), train=True, download=True)
+        except ImportError as error:
+            raise ValueError(
+                f"data-dir={data_dir!r}: needs torchvision, in the build that fits torch here (pip install 'flower-dp[vision]')"
+            ) from error
+        except (OSError, RuntimeError) as error:
+            reason = " ".join(str(error).split())  # torchvision's has many lines
+            raise ValueError(
+                f"data-dir={data_dir!r}: torchvision could not put {self.name} there ({reason}); without internet use "
+                f"{self.otherwise}a folder that has {self.name}'s idx files"
+            ) from error
+        return root
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """Read an idx file of unsigned bytes, gzipped if its name ends in `.gz`.
+
+    The format (Y. LeCun): two zero bytes, the type code, the number of dimensions, each dimension as a big-endian
+    32-bit number, then the values.
+
+    Returns:
+        uint8, of the shape that the file states.
+
+    Raises:
+        ValueError: If the file is not such a file, is cut short or is too long; the message names it.
+    """
+    try:
+        # A bytearray makes an array that may be written to, which is what torch.from_numpy wants to see.
+        data = bytearray(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+    num_dims = data[3] if len(data) >= 4 else 0
+    header = 4 + 4 * num_dims
+    if data[:3] != bytes((0, 0, _IDX_UINT8)) or num_dims == 0 or len(data) < header:
+        raise ValueError(f"{path}: not an idx file of unsigned bytes (it starts with {bytes(data[:4]).hex(' ')})")
+    shape = tuple(int(size) for size in np.frombuffer(data, ">u4", count=num_dims, offset=4))
+    expected = math.prod(shape)
+    if len(data) - header != expected:
+        raise ValueError(f"{path}: holds {len(data) - header} values where its header says {expected}")
+    return np.frombuffer(data, np.uint8, offset=header).reshape(shape)

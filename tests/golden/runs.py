@@ -1,0 +1,453 @@
+"""Runs whose every number is fixed: what is recorded of them, and how they are played.
+
+All are played in this process, by the interfaces that a user has: strategies, clients and grids, `record_run`, the app, the
+command line. Secret draws are replaced by fixed ones (`fixed_draws`): a run does not know of it, so that its statement is the
+one that a user gets.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import secrets
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
+from safetensors.numpy import load_file
+
+from flower_dp import record_run
+from flower_dp.apps.client_app import app as client_app
+from flower_dp.apps.server_app import app as server_app
+from flower_dp.clients import model_arrays
+from flower_dp.core import dp, noise
+from tests.contract_runs import SMALL, grid_of
+from tests.contracts import METHODS, Method, Words
+from tests.grids import LocalGrid
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = Path(__file__).with_name("recorded")
+SEED = 7
+NUM_COORDINATES = 6
+# Of a round's line: how long it took, and how long its messages were.
+NOT_RECORDED = ("elapsed", "seconds", "bytes-down", "bytes-up")
+EXACT = ("epsilon", "delta")
+
+
+# All that knows the inside of the package: a change of the inside changes these functions, and no record.
+
+
+@contextlib.contextmanager
+def fixed_draws() -> Iterator[None]:
+    """Replace noise, secret choices and secret numbers by fixed ones, different for every purpose, round and client."""
+    fresh, before = noise.noise_generator, secrets.randbits
+    drawn = iter(range(sys.maxsize))
+
+    def generator(seed: int | None = None, *purpose: object, **options: Any) -> Any:
+        return fresh(SEED if seed is None else seed, *purpose, **options)
+
+    def randbits(num_bits: int) -> int:
+        digest = hashlib.sha256(f"{SEED} {next(drawn)}".encode()).digest()
+        return int.from_bytes(digest) % 2**num_bits
+
+    def put(new: Any, old: Any) -> None:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("flower_dp.") and getattr(module, "__dict__", {}).get("noise_generator") is old:
+                module.noise_generator = new
+
+    try:
+        secrets.randbits = randbits
+        put(generator, fresh)
+        yield
+    finally:
+        secrets.randbits = before
+        put(fresh, generator)  # a module that was imported meanwhile has it too
+
+
+def charges_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the charges of a recorded run: whom each round's release was charged to, and what."""
+    from flower_dp.privacy.server_ledger import ServerLedger
+
+    with ServerLedger(folder / "checkpoint" / "ledger.sqlite", read_only=True) as ledger:
+        (run,) = ledger.runs
+        charges = ledger.charges(run.name)
+    return [
+        {
+            "round": server_round,
+            "release": charge.release,
+            "number": charge.number,
+            "unit": charge.unit,
+            "relation": charge.relation,
+            "owners": {
+                text_of(event): sorted(name for name, own in zip(charge.owners, charge.events, strict=True) if own == event)
+                for event in sorted(set(charge.events), key=text_of)
+            },
+        }
+        for server_round, charge in charges
+    ]
+
+
+def views_of(method: Method, strategy: Any) -> list[dict[str, int]]:
+    """Return, for every adversary, what each owner was charged in the whole run, with the number of owners."""
+    return [dict(Counter(total_of(ledger.event) for ledger in charge.ledgers(strategy))) for charge in method.charges]
+
+
+def epsilons_of(statement: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a statement, as `statement.json` has it."""
+    by_adversary = {one["name"]: [one["epsilon"], one["accountant"], one["noise_std"]] for one in statement["adversaries"]}
+    return {"private": statement["private"], "epsilon": statement["epsilon"], "adversaries": by_adversary} | (
+        {"joint": statement["joint"]} if statement["joint"] else {}
+    )
+
+
+def planned(method: str, problem: Path) -> str:
+    """Return what `flower-dp plan` writes, and its exit status."""
+    from flower_dp.cli import main as cli
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            cli.main(["plan", method, "--problem", str(problem)])
+        except SystemExit as ended:
+            return f"{out.getvalue()}\nexit status {ended.code}"
+    return out.getvalue()
+
+
+# Events as text
+
+
+def text_of(event: Any) -> str:
+    """Return an event with ten digits of its numbers: the last ones are the machine's."""
+    if isinstance(event, float):
+        return f"{event:.10g}"
+    if isinstance(event, list | tuple):
+        return f"[{', '.join(map(text_of, event))}]"
+    if attrs.has(type(event)):
+        fields = ", ".join(f"{field.name}={text_of(getattr(event, field.name))}" for field in attrs.fields(type(event)))
+        return f"{type(event).__name__.removesuffix('DpEvent')}({fields})"
+    return str(event)
+
+
+def total_of(event: dp.DpEvent) -> str:
+    """Return a composition as its parts and how often each is in it, in an order of their own."""
+    counts = Counter(dict(_leaves(event)))
+    return " + ".join(f"{count} x {text}" for text, count in sorted(counts.items()))
+
+
+def _leaves(event: dp.DpEvent) -> Counter[str]:
+    if isinstance(event, dp.ComposedDpEvent):
+        return sum((_leaves(part) for part in event.events), Counter())
+    if isinstance(event, dp.SelfComposedDpEvent):
+        return Counter({text: count * event.count for text, count in _leaves(event.event).items()})
+    return Counter({text_of(event): 1})
+
+
+# A run folder as a record
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """Return what is recorded of a run that has left a run folder."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    statement = json.loads((folder / "statement.json").read_text(encoding="utf-8"))
+    arrays = load_file(folder / "model.safetensors")
+    vector = np.concatenate([arrays[name].ravel() for name in sorted(arrays)]).astype(np.float64)
+    places = np.linspace(0, len(vector) - 1, NUM_COORDINATES).astype(int)
+    return {
+        "model": {
+            "size": len(vector),
+            "norm": float(np.linalg.norm(vector)),
+            "coordinates": vector[places].tolist(),
+        },
+        "rounds": [{name: value for name, value in line.items() if name not in (*NOT_RECORDED, *EXACT)} for line in lines],
+        "costs": [[line.get(name) for name in EXACT] for line in lines],
+        "charges": charges_of(folder),
+        "epsilons": epsilons_of(statement),
+        "statement": (folder / "statement.txt").read_text(encoding="utf-8").splitlines(),
+    }
+
+
+def play_app(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Run the app on two nodes with settings that differ from its defaults."""
+    config = {**_defaults(), **settings, "output-dir": str(folder / "run")}
+    server_app(
+        LocalGrid(client_app, 2, **config), Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config)
+    )
+    return record_of(folder / "run")
+
+
+def play_method(method: Method, arguments: Words, folder: Path, *, times: int = 1) -> dict[str, Any]:
+    """Run a method of the contract suite; several times with one strategy, of which the last one is recorded."""
+    strategy = method.strategy(arguments)
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        model, public = SMALL.model(), SMALL.data("c0")
+        model.load_state_dict(arrays.to_torch_state_dict())
+        with torch.inference_mode():
+            return MetricRecord({"loss": torch.nn.functional.cross_entropy(model(public.inputs), public.targets).item()})
+
+    for time in range(times):
+        record_run(
+            strategy,
+            grid_of(method, arguments, SMALL, num_nodes=2 if method.client else None, noise_seed=arguments.noise_seed),
+            model_arrays(SMALL.model()),
+            num_rounds=arguments.num_rounds,
+            config={},
+            path=folder / f"run{time}",
+            evaluate_fn=evaluate,
+        )
+    return record_of(folder / f"run{times - 1}") | {"views": views_of(method, strategy)}
+
+
+def play_plan(method: str, problem: str, folder: Path) -> dict[str, Any]:
+    (folder / "problem.toml").write_text(problem, encoding="utf-8")
+    return {"answer": planned(method, folder / "problem.toml").splitlines()}
+
+
+# Which runs
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def _defaults() -> dict[str, Any]:
+    return _flat(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"])
+
+
+def _preset(name: str) -> dict[str, Any]:
+    return _flat(tomllib.loads((ROOT / "flower_dp" / "apps" / "presets" / f"{name}.toml").read_text(encoding="utf-8")))
+
+
+# Fewer rounds and clients than any preset has; from 100 clients on there is a default delta.
+ROUNDS, FEW, MANY = 3, 4, 100
+ELSEWHERE = {"adult": "breast-cancer", "vehicle": "breast-cancer", "fashion-mnist": "mnist"}
+
+
+def scaled_down(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a preset's settings with fewer clients and rounds, and data that packages carry in place of a data folder."""
+    found = {**settings, "num-rounds": ROUNDS, "seed": SEED}
+    if found.pop("data-dir", "") and found.get("task") in ELSEWHERE:
+        found |= {"task": ELSEWHERE[found["task"]], "model": "logistic"}
+    method = found.get("method")
+    # Natural ones are of data that are not here, Dirichlet's by a library that takes seconds to import; where noise follows from
+    # a client's number of records, clients of one size have one cost, and its accounting takes half of the time.
+    if found.get("partition") in ("natural", "dirichlet") or method in ("fedsgd-dpc", "dp-fedpaq"):
+        found["partition"] = "iid"
+        found.pop("dirichlet-alpha", None)
+        found.pop("classes-per-client", None)
+    few = method not in ("dp-fedavg", "dp-fedsam", "fed-smp")
+    found["num-clients"] = FEW if few else MANY
+    found["cohort-size"] = min(found.get("cohort-size", 0), FEW // 2)
+    if found.get("local-epochs", 1) > 2:
+        found["local-epochs"] = 2
+    for key, most in (("nbafl.num-replies", ROUNDS), ("scaffold.num-local-steps", 4), ("dp-pasgd.num-local-steps", 10)):
+        if key in found:
+            found[key] = most
+    return found
+
+
+CANCER = {"task": "breast-cancer", "num-rounds": ROUNDS, "num-clients": FEW, "seed": SEED, "learning-rate": 0.1}
+# What no preset has.
+FURTHER: dict[str, dict[str, Any]] = {
+    "private evaluation of one sum": CANCER
+    | {
+        "method": "dp-fedavg",
+        "dp-fedavg.delta": 1e-3,
+        "sampling-rate": 0.5,
+        "evaluation.every": 2,
+        "evaluation.metrics": "loss=5,accuracy=1",
+    },
+    "private evaluation of every client": CANCER
+    | {
+        "method": "fedsgd-dpc",
+        "fedsgd-dpc.mechanism": "gaussian",
+        "fedsgd-dpc.delta": 1e-4,
+        "fedsgd-dpc.client-epsilons": "0.5,2,8,2",
+        "evaluation.every": 1,
+        "evaluation.epsilon": 0.5,
+    },
+    "epsilon given, fixed-size cohorts": CANCER
+    | {"method": "dp-fedavg", "dp-fedavg.epsilon": 3.0, "dp-fedavg.delta": 1e-3, "sampling": "fixed-size", "cohort-size": 3},
+    "a target that ends the run": CANCER
+    | {"method": "dp-fedavg", "dp-fedavg.target-epsilon": 6.0, "dp-fedavg.delta": 1e-3, "sampling": "full"},
+    "quantized shares of an untrusted server": CANCER
+    | {
+        "method": "dp-fedsam",
+        "dp-fedsam.delta": 1e-3,
+        "dp-fedsam.target-epsilon": 0.0,
+        "dp-fedsam.trusted-server": False,
+        "dp-fedsam.keep-ratio": 0.5,
+        "dp-fedsam.quantization-levels": 8,
+        "sampling": "round-robin",
+        "cohort-size": 3,
+        "report-client-metrics": True,
+    },
+    "dp-fedpaq with clipped updates and the paper's noise": CANCER
+    | {
+        "method": "dp-fedpaq",
+        "dp-fedpaq.update-clip-norm": 0.15,
+        "dp-fedpaq.calibration": "paper",
+        "dp-fedpaq.num-local-steps": 2,
+        "sampling": "fixed-size",
+        "cohort-size": 3,
+    },
+    "scaffold with noise": CANCER
+    | {"method": "scaffold", "scaffold.sensitivity": "per-step", "scaffold.num-local-steps": 2, "batch-size": 38},
+    "dp-pasgd by the paper's accountant": CANCER
+    | {"method": "dp-pasgd", "dp-pasgd.calibration": "zcdp", "dp-pasgd.num-local-steps": 2},
+    "nbafl with a proved epsilon": CANCER
+    | {"method": "nbafl", "nbafl.epsilon": 20.0, "nbafl.paper-epsilon": 50.0, "proximal": 0.1},
+}
+
+# The examples of docs/planning.md.
+PROBLEMS = {
+    "fedsgd-dpc laplace": """
+mechanism = "laplace"
+num_clients = 10
+num_records = 6000
+dimension = 7840
+clip_norm = 300.0
+epsilon = 20.0
+strong_convexity = 0.5
+smoothness = 1.5
+gradient_bound = 3.0
+heterogeneity = 0.4
+initial_distance = 30.0
+""",
+    "fedsgd-dpc gaussian": """
+mechanism = "gaussian"
+num_clients = 10
+num_records = 6000
+dimension = 7840
+clip_norm = 10.0
+epsilon = 2.0
+strong_convexity = 0.5
+smoothness = 1.5
+gradient_bound = 3.0
+heterogeneity = 0.4
+initial_distance = 30.0
+delta = 1e-5
+sampling_rate = 0.1
+gradient_variance = 0.5
+noise_constant = 1.5
+max_rounds = 60
+""",
+    "nbafl noise": """
+num_clients = 50
+cohort_size = 20
+num_rounds = 25
+uplink_exposures = 1
+epsilon = 60.0
+delta = 0.01
+clip_norm = 20
+min_records = 100
+""",
+    "nbafl bound": """
+num_clients = 50
+cohort_size = 20
+num_rounds = 25
+uplink_exposures = 1
+epsilon = 60.0
+delta = 0.01
+clip_norm = 20
+min_records = 100
+smoothness = 1
+lipschitz = 0.5
+pl_constant = 0.8
+proximal = 3
+dissimilarity = 1
+initial_gap = 2.3
+max_rounds = 200
+""",
+    "dp-pasgd": """
+cost_per_aggregation = 100
+cost_per_step = 1
+max_cost = 1000
+epsilon = 4.0
+delta = 1e-4
+learning_rate = 0.05
+strong_convexity = 0.1
+smoothness = 1.0
+initial_gap = 0.69
+gradient_variance = 0.01
+dimension = 100
+batch_size = 256
+clip_norm = 1.0
+num_clients = 16
+""",
+    "dp-fedpaq": """
+bits_budget = 30_000_000
+num_iterations = 1000
+dimension = 7850
+num_clients = 100
+batch_size = 12
+num_records = 600
+epsilon = 10.0
+delta = 1e-4
+strong_convexity = 0.5
+smoothness = 5.0
+gradient_bound = 0.1
+gradient_variance = 1.0
+heterogeneity = 0.05
+initial_distance = 30.0
+""",
+}
+
+Play = Callable[[Path], dict[str, Any]]
+_FIRST = METHODS[0]
+
+
+def _plays() -> Iterator[tuple[str, Play]]:
+    for method in METHODS:
+        yield f"contract: {method.label}", partial(play_method, method, Words())
+        if method.poisson and not method.variant:
+            yield f"contract: {method.label}, poisson", partial(play_method, method, Words(sampling_rate=0.5))
+    yield "contract: a fixed seed", partial(play_method, _FIRST, Words(noise_seed=SEED))
+    yield "contract: the second run of a strategy", partial(play_method, _FIRST, Words(), times=2)
+    for path in sorted((ROOT / "flower_dp" / "apps" / "presets").glob("*.toml")):
+        yield f"preset: {path.stem}", partial(play_app, scaled_down(_preset(path.stem)))
+    for name, settings in FURTHER.items():
+        yield f"app: {name}", partial(play_app, settings)
+    for name, problem in PROBLEMS.items():
+        yield f"plan: {name}", partial(play_plan, name.partition(" ")[0], problem)
+
+
+PLAYS: dict[str, Play] = dict(_plays())
+
+
+def file_of(name: str) -> Path:
+    """Return the file of a run's record."""
+    return RECORDED / ("".join(letter if letter.isalnum() else "-" for letter in name).replace("--", "-") + ".json")
+
+
+def play(name: str, folder: Path) -> dict[str, Any]:
+    """Play a run in an empty folder; return its record, as JSON would have it."""
+    before, level = torch.get_num_threads(), logging.getLogger("flwr").level
+    plot = {name: sys.modules.get(name) for name in ("matplotlib", "matplotlib.pyplot")}
+    torch.set_num_threads(1)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    sys.modules["matplotlib"] = sys.modules["matplotlib.pyplot"] = None  # a run folder without it has no plot
+    try:
+        with fixed_draws():
+            found: dict[str, Any] = json.loads(json.dumps(PLAYS[name](folder)))
+            return found
+    finally:
+        torch.set_num_threads(before)
+        logging.getLogger("flwr").setLevel(level)
+        for module, loaded in plot.items():
+            if loaded is None:
+                del sys.modules[module]
+            else:
+                sys.modules[module] = loaded
