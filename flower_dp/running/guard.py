@@ -139,8 +139,9 @@ def _signals() -> list[int]:
 
 def _end_with_guard(alive: int) -> None:
     os.read(alive, 1)
-    if "flower_dp.simulation.workers" in sys.modules:
-        sys.modules["flower_dp.simulation.workers"].end_this_process()
+    end = getattr(sys.modules.get("flower_dp.simulation.workers"), "end_this_process", None)
+    if end is not None:  # which ends a Ray that is starting, and hears no signal
+        end()
     else:
         os.kill(os.getpid(), signal.SIGTERM)
 
