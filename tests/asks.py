@@ -3,10 +3,12 @@
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, is_dataclass
+from dataclasses import replace as replaced
+from typing import Any, TypeVar
 from uuid import uuid4
 
+import msgspec
 import numpy as np
 from flwr.app import ArrayRecord, Message
 
@@ -15,6 +17,14 @@ from flower_dp.core.metric_bounds import FINER_LATTICE
 from flower_dp.wire import KEY, PROTOCOL, Answer, Ask, Instruction, OwnAsk, Promise, RoundMask, payload_of
 
 GONE = object()
+T = TypeVar("T")
+
+
+def replace(value: T, **changes: Any) -> T:
+    """Return a dataclass or a struct with other values in some fields."""
+    change: Any = replaced if is_dataclass(value) else msgspec.structs.replace
+    changed: T = change(value, **changes)
+    return changed
 
 
 def ask(
@@ -56,13 +66,18 @@ def promised(asked: Instruction, **changes: float) -> Instruction:
 
 def table_of(asked: Instruction) -> dict[str, Any]:
     """Return the table of the ask, as it is sent."""
-    return asked.ask.to_table(asked.clients)
+    table: dict[str, Any] = json.loads(asked.to_json())["ask"]
+    return table
 
 
 def forged(asked: Instruction, **keys: Any) -> str:
-    """Return an instruction's text in which keys of the ask have other values, or are `GONE`."""
+    """Return an instruction's text in which keys of the ask, or of its promise, have other values, or are `GONE`."""
     data = json.loads(asked.to_json())
-    data["ask"] = {name: value for name, value in (data["ask"] | keys).items() if value is not GONE}
+    for name, value in keys.items():
+        table = data["ask"]["promise"] if name in Promise.__struct_fields__ else data["ask"]
+        table[name] = value
+        if value is GONE:
+            del table[name]
     return json.dumps(data)
 
 
@@ -77,6 +92,12 @@ def saying(message: Message, text: str) -> Message:
         if KEY in record:
             record[KEY] = text
     return message
+
+
+def told(name: str, **changes: Any) -> dict[str, Any]:
+    """Return the keys of an ask of one client with terms of its own."""
+    entry = {"weight": 1.0, "terms": "x", "noise_multiplier": 1.0, "number": 1, "run": "r"} | changes
+    return {"own": {name: {key: value for key, value in entry.items() if value is not GONE}}}
 
 
 # The keys of every answer.

@@ -80,7 +80,8 @@ def numbered(grid):
         if message.metadata.dst_node_id == 1 and message.metadata.message_type in ("train", "evaluate"):
             table = asked(message)
             if "ask" in table:
-                found.setdefault((table["method"], *table["ask"]["runs"]), []).extend(table["ask"]["numbers"])
+                (own,) = table["ask"]["own"].values()
+                found.setdefault((table["method"], own["run"]), []).append(own["number"])
     return found
 
 

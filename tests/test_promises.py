@@ -41,8 +41,8 @@ from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, NbAFL
 from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.wire import Instruction
-from tests.asks import GONE, ask, config_of, forged, own_ask, table_of
+from flower_dp.wire import Instruction, structs
+from tests.asks import GONE, ask, config_of, forged, own_ask, table_of, told
 from tests.forks import trains_after_a_fork
 from tests.grids import LocalGrid
 from tests.local_grids import FEATURES, context_of, grid_of, linear, one_reply, records
@@ -136,14 +136,14 @@ def asked(**arguments):
     )
 
 
-OWN = {"weights": [2.0], "terms": ["any"], "noise_multipliers": [1.0], "numbers": [1], "runs": ["r"]}
+OWN = told("c0")
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"weights": [2.0]}, "unknown keys"),
-        ({"terms": ["any"]}, "unknown keys"),
+        ({"weights": [2.0]}, "unknown field weights"),
+        (OWN, "own: must be there for placement='local' alone"),
         ({"placement": "edge"}, "placement='edge': must be one of central, distributed"),
         ({"placement": "local", **OWN}, "must be 0, 1 and 0 for placement='local'"),
         ({"placement": "local", "noise_std": GONE, **OWN}, "step, mask: must not be there for placement='local'"),
@@ -168,7 +168,7 @@ def test_what_an_instruction_says_that_a_client_does_not_know_is_refused():
     data = json.loads(instruction.to_json())
     assert Instruction.from_json(json.dumps(data)) == instruction
     for more in ({"method-to-come": {"any": ["thing"]}}, {"noise": 1}, {"ask": data["ask"] | {"noise": 1}}):
-        with pytest.raises(ValueError, match="unknown keys"):
+        with pytest.raises(ValueError, match="unknown field"):
             Instruction.from_json(json.dumps(data | more))
 
 
@@ -618,7 +618,7 @@ def hostile(kind):
     def text(value):
         return RecordDict({"arrays": honest, "flower-dp": ConfigRecord({wire.KEY: value})})
 
-    head = '{"protocol":2,"payload":{"encoding":"dense","length":18},"payload_bytes":0,"seeded_noise":false,'
+    head = f'{{"protocol":{wire.PROTOCOL},"payload":{{"encoding":"dense","length":18}},"payload_bytes":0,"seeded_noise":false,'
     if kind == "deep":
         return text(head + '"metrics":{},"refused":' + "[" * 10**7)
     if kind == "metrics":
@@ -641,16 +641,20 @@ KINDS = ["deep", "metrics", "arrays", "huge array", "metric record", "list of te
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hostile_reply_costs_little(kind, monkeypatch):
     """Counted in calls, in characters of JSON and in memory, beyond the reply itself, which Flower has read."""
-    calls, characters, loads = 0, 0, json.loads
+    calls, characters, decoder = 0, 0, structs._decoder
 
     def count(_frame, event, _argument):
         nonlocal calls
         calls += event in {"call", "c_call"}
 
-    def counted(text, **options):
-        nonlocal characters
-        characters += len(text)
-        return loads(text, **options)
+    class Counted:
+        def __init__(self, kind):
+            self.of = decoder(kind)
+
+        def decode(self, text):
+            nonlocal characters
+            characters += len(text)
+            return self.of.decode(text)
 
     def forge(node, reply):
         if node != 1:
@@ -663,7 +667,7 @@ def test_a_hostile_reply_costs_little(kind, monkeypatch):
     strategy.plan(1)
     messages = strategy.configure_train(1, model_arrays(linear()), ConfigRecord(), grid)
     replies = grid.send_and_receive(messages)
-    monkeypatch.setattr(json, "loads", counted)
+    monkeypatch.setattr(structs, "_decoder", Counted)
     tracemalloc.start()
     sys.setprofile(count)
     try:

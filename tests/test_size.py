@@ -14,19 +14,19 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "flower_dp").rglob("*.py"))
 
 LIMITS = {
-    "flower_dp/strategies": 5612,
-    "flower_dp/clients": 5123,
+    "flower_dp/strategies": 5608,
+    "flower_dp/clients": 5118,
     "flower_dp/privacy": 2934,
-    "flower_dp/apps": 2356,
+    "flower_dp/apps": 2358,
     "flower_dp/planning": 2102,
-    "flower_dp/running": 1591,
+    "flower_dp/running": 1588,
     "flower_dp/audit": 1404,
     "flower_dp/sweeps": 1376,
     "flower_dp/simulation": 1275,
     "flower_dp/cli": 1387,
-    "flower_dp/core": 1053,
+    "flower_dp/core": 1033,
     "flower_dp/reporting": 1015,
-    "flower_dp/wire": 730,
+    "flower_dp/wire": 621,
     "flower_dp/methods": 155,
     "flower_dp": 19,
 }

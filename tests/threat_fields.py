@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 
+import msgspec
 import numpy as np
 import torch
 from dp_accounting import GaussianDpEvent
@@ -62,24 +63,30 @@ ASKS = (
     Ask(promise=PROMISE, placement="central", mask=SentMask.of([0], length=8)),
     Ask(promise=PROMISE, placement="distributed", noise_std=1.0, keep_ratio=0.5, quantization_levels=4),
     Ask(promise=PROMISE, placement="central", indicator=Indicator(clip_norm=0.5, scale=0.1)),
-    Ask(promise=PROMISE, placement="local", own={"a": OwnAsk(weight=1.0, terms="t", noise_multiplier=1.0, number=1)}),
+    Ask(promise=PROMISE, placement="local", own={"a": OwnAsk(weight=1.0, terms="t", noise_multiplier=1.0, number=1, run="r")}),
     Ask(promise=PROMISE, placement="central", metrics=MetricBounds(bounds={"loss": 1.0})),
 )
 # What of a logger writes.
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log", "handle")
-# Dataclasses of `flower_dp.wire` that do not cross themselves: `messages` has what becomes of them.
-NOT_SENT = {"Model", "RecordNames"}
+# Dataclasses and structs of `flower_dp.wire` that do not cross themselves, or stand for one that does.
+NOT_SENT = {"Model", "RecordNames", "Part", "_Protocol", "_Answer"}
 SENT = {"Instruction", "Ask", "Promise", "OwnAsk", "RoundMask", "SentMask", "Indicator", "Answer", "Hosted"}
 
 
 def fields_of(*kinds: type) -> set[str]:
-    """The fields of dataclasses, as `Class.field`."""
-    return {f"{kind.__name__}.{one.name}" for kind in kinds for one in fields(kind)}
+    """The fields of dataclasses and structs, as `Class.field`."""
+    return {f"{kind.__name__}.{name}" for kind in kinds for name in names_of(kind)}
+
+
+def names_of(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass or of a struct."""
+    names: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
+    return names or tuple(one.name for one in fields(kind))
 
 
 def besides(keys: Iterable[str], *kinds: type) -> set[str]:
     """The keys that are no field's name: those that a reader of the page would not find under their field."""
-    return set(keys) - {one.name for kind in kinds for one in fields(kind)}
+    return set(keys) - {name for kind in kinds for name in names_of(kind)}
 
 
 def constants(module: ModuleType) -> set[str]:
@@ -88,11 +95,12 @@ def constants(module: ModuleType) -> set[str]:
 
 
 def wire_dataclasses() -> set[str]:
-    """The dataclasses that modules of `flower_dp.wire` define."""
+    """The dataclasses and structs that modules of `flower_dp.wire` define."""
     modules = [
         value for value in vars(wire).values() if isinstance(value, ModuleType) and value.__name__.startswith(wire.__name__)
     ]
-    kinds = [value for module in modules for value in vars(module).values() if isinstance(value, type) and is_dataclass(value)]
+    kinds = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    kinds = [kind for kind in kinds if is_dataclass(kind) or issubclass(kind, msgspec.Struct)]
     return {kind.__name__ for kind in kinds if kind.__module__.startswith(wire.__name__)}
 
 
@@ -137,7 +145,8 @@ def instruction() -> set[str]:
 
 def ask() -> set[str]:
     kinds = (Ask, Promise, OwnAsk, RoundMask, SentMask, Indicator, MetricBounds)
-    keys = {key for one in ASKS for key in one.to_table(("a",))}
+    tables = [json.loads(instructed(one).to_json())["ask"] for one in ASKS]
+    keys = {key for table in tables for key in (*table, *table.get("mask", {}))}
     return fields_of(*kinds) | besides(keys, *kinds)
 
 

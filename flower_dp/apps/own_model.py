@@ -26,7 +26,8 @@ from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.devices import default_device
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.records import OnDevice
-from flower_dp.running.apps import built, own_app
+from flower_dp.running.apps import own_app
+from flower_dp.running.modules import BUILT
 from flower_dp.running.recorded import record_run
 from flower_dp.strategies import DPStrategy
 from flower_dp.strategies.journal import OnRound
@@ -147,7 +148,8 @@ def app(
     """
     given = _Functions(model=model_fn, data=data_fn, evaluate=evaluate_fn)
     given.check()
-    server = built(ServerApp())
+    server = ServerApp()
+    BUILT.add(server)
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:

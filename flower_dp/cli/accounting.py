@@ -31,8 +31,7 @@ NoiseMultiplier = Annotated[
     float | None, typer.Option(help="Noise std / clip norm; laplace: scale / L1 clip norm.", show_default=False)
 ]
 Sampling = Annotated[
-    str,
-    typer.Option(click_type=click.Choice(SAMPLINGS), help="How the clients of a round are chosen; full: all take part."),
+    str, typer.Option(click_type=click.Choice(SAMPLINGS), help="How the clients of a round are chosen; full: all take part.")
 ]
 SamplingRate = Annotated[
     float | None, typer.Option(help="poisson: the probability with which each client takes part in a round.", show_default=False)
@@ -71,8 +70,7 @@ BestOf = Annotated[
     ),
 ]
 BestOfShape = Annotated[
-    float,
-    typer.Option(help="Of K: 0 logarithmic, 1 geometric, others truncated negative binomial, inf Poisson."),
+    float, typer.Option(help="Of K: 0 logarithmic, 1 geometric, others truncated negative binomial, inf Poisson.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer with a JSON object.")]
 
@@ -213,12 +211,7 @@ def _is_run(context: typer.Context, target: str | None, fit: tuple[str, ...]) ->
 
 
 def _answer_of_run(
-    target: str | None,
-    settings: list[str],
-    epsilon: float | None,
-    *,
-    as_json: bool,
-    number: "NumberOfRuns | None" = None,
+    target: str | None, settings: list[str], epsilon: float | None, *, as_json: bool, number: "NumberOfRuns | None" = None
 ) -> None:
     """Show what a run's statement will say; with `epsilon`, of the run whose noise is made for it."""
     from flower_dp.privacy.statement import delta_warnings

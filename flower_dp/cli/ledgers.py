@@ -41,6 +41,14 @@ def ledger(
             help="With --budget: it holds also if settings of a run are chosen by what earlier ones released. Fewer rounds fit.",
         ),
     ] = False,
+    renyi_order: Annotated[
+        float | None,
+        typer.Option(
+            help="With --fully-adaptive: the order of the Renyi divergences that are added up. By default the best one for noise "
+            "without sampling; flower_dp.privacy.renyi_filter.order_for computes that for what will be charged.",
+            show_default=False,
+        ),
+    ] = None,
     delta: Annotated[
         float | None,
         typer.Option(
@@ -69,10 +77,12 @@ def ledger(
             raise ValueError("--budget: is of a server's ledger; add --create-server")
         if fully_adaptive and not create_server:
             raise ValueError("--fully-adaptive: is of a server's ledger; add --create-server")
+        if renyi_order is not None and not fully_adaptive:
+            raise ValueError("--renyi-order: is of a fully adaptive budget; add --fully-adaptive")
         if create and create_server:
             raise ValueError("--create: is of a device's ledger; leave out --create-server")
         if create_server:
-            server_ledger.create(path, budget, delta, fully_adaptive=fully_adaptive)
+            server_ledger.create(path, budget, delta, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
         place = _found(path)
         if create or not server_ledger.is_server_ledger(place):
             told, lines = device_ledger.read(path, create, 1e-5 if delta is None else delta)

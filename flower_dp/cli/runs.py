@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="[PRESET | TASK | APP_DIR]"),
-    ] = None,
+    target: Annotated[str | None, typer.Argument(metavar="[PRESET | TASK | APP_DIR]")] = None,
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, or unset it by KEY=; may be repeated."),
@@ -31,9 +28,7 @@ def run(
     output_dir: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR",
-            help="The run folder, new or empty. Default: ~/.flower-dp/runs/TIME-NAME.",
-            show_default=False,
+            metavar="DIR", help="The run folder, new or empty. Default: ~/.flower-dp/runs/TIME-NAME.", show_default=False
         ),
     ] = None,
     workers: Annotated[
@@ -57,8 +52,7 @@ def run(
         ),
     ] = "",
     resume: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="Go on with the run in this folder, as it was begun.", show_default=False),
+        Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder, as it was begun.", show_default=False)
     ] = None,
 ) -> None:
     """Run a Flower app on this machine or a Ray cluster, and leave no process running.

@@ -25,12 +25,13 @@ def is_server_ledger(path: Path) -> bool:
         return path.suffix == ".sqlite"
 
 
-def create(path: str, budget: float | None, delta: float | None, *, fully_adaptive: bool) -> None:
+def create(path: str, budget: float | None, delta: float | None, *, fully_adaptive: bool, renyi_order: float | None) -> None:
     """Create a server's ledger.
 
     Raises:
-        ValueError: if it can't be created, or a budget lacks its delta.
+        ValueError: if it can't be created, a budget lacks its delta, or nothing would fit at the order of a fully adaptive one.
     """
+    from flower_dp.privacy import renyi, renyi_filter
     from flower_dp.privacy.server_ledger import JointBudget, ServerLedger
 
     if budget is not None and delta is None:
@@ -39,7 +40,9 @@ def create(path: str, budget: float | None, delta: float | None, *, fully_adapti
         raise ValueError("--fully-adaptive: is of a budget; add --budget")
     limit = None
     if budget is not None and delta is not None:
-        limit = JointBudget(epsilon=budget, delta=delta, fully_adaptive=fully_adaptive)
+        limit = JointBudget(epsilon=budget, delta=delta, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
+        if (order := limit.renyi_order) and (order > renyi.ORDERS[-1] or renyi_filter.allowance(budget, delta, order) <= 0):
+            raise ValueError(f"--renyi-order={order:g}: is above 1024, or nothing fits into {limit}")
     ServerLedger.create(path, limit)
 
 

@@ -1,6 +1,5 @@
 """A Message-API ClientApp around a client of this package."""
 
-import json
 import logging
 import weakref
 from collections.abc import Callable
@@ -55,7 +54,7 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
             raise KeyboardInterrupt from None
         except BaseException as error:  # after any error, also SystemExit, the server must learn that this node has no clients
             log.error("client_fn failed", exc_info=error)
-            text = json.dumps({"error": why_no_client(error)})
+            text = wire.Hosted(names=(), methods=frozenset(), error=why_no_client(error)).to_json()
         return Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), reply_to=message)
 
     @app.train()

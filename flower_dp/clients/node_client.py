@@ -1,6 +1,5 @@
 """What the clients of a node have in common: they read the instruction, make the dry run, and answer."""
 
-import json
 import logging
 import time
 from abc import abstractmethod
@@ -109,8 +108,8 @@ class NodeClient(NumPyClient):
 
     def hosts(self, why_unable: str | None) -> str:
         """Return the names of the hosted clients, of the methods that they run, and why none of them can train, if so."""
-        answer = {"clients": sorted(self.clients), "methods": list(self.methods)}
-        return json.dumps(answer if why_unable is None else answer | {"unable": why_unable})
+        names = tuple(sorted(self.clients))
+        return wire.Hosted(names=names, methods=frozenset(self.methods), unable=why_unable or "").to_json()
 
     def why_unable(self) -> str | None:
         """Return why none of the hosted clients can train, in fixed words; None if one can, or nobody knows.

@@ -28,6 +28,10 @@ _SMALLEST_BOUND = 1e-30
 _LARGEST_BOUND = 2.0**127
 
 
+class NotFiniteError(ValueError):
+    """A vector has NaN or infinite entries, and so no norm to clip by."""
+
+
 def l2_norms(rows: Array) -> Array:
     """Return the L2 norm of a vector, or of every row of a matrix, in float64, without overflow or underflow."""
     xp = array_namespace(rows)
@@ -117,7 +121,7 @@ def _clip(rows: Array, bound: float, norms_of: Callable[[Array], Array]) -> Arra
         # One vector is the common case, and Python's own numbers are faster than arrays without dimensions.
         return xp.astype(rows, xp.float32, copy=True) if norm <= bound else rows * (bound / norm)
     if not bool(xp.all(xp.isfinite(norms))):
-        raise ValueError(NOT_FINITE)
+        raise NotFiniteError(NOT_FINITE)
     if bool(xp.all(norms <= bound)):
         return xp.astype(rows, xp.float32, copy=True)
     factors = xp.where(norms > bound, bound / xp.where(norms > 0, norms, xp.ones_like(norms)), xp.ones_like(norms))

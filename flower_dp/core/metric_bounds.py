@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from flower_dp.core import checks
@@ -13,8 +13,7 @@ FINER_LATTICE = 2.0**12
 _MOST_METRICS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricBounds:
+class MetricBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The metrics that an evaluation asks for, each with its public upper bound; all metrics are at least 0.
 
     Attributes:

@@ -1,13 +1,12 @@
-"""Frozen values as named arrays and JSON: what is needed to store a state, read it back, and compare two."""
+"""Frozen values as bytes: what is needed to store a state, read it back, and compare two."""
 
 import hashlib
-import io
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 T = TypeVar("T")
@@ -16,9 +15,10 @@ T = TypeVar("T")
 _KINDS: dict[str, type] = {}
 
 # The first line of a file: what it is, and the number of its format.
-_MAGIC, FORMAT = b"flower-dp state ", 1
+_MAGIC, FORMAT = b"flower-dp state ", 2
 _LONGEST_LINE = 80
-_TEXT = "text"
+# Of a whole number: msgpack has 64 bits.
+_MOST_INT = 2**63
 
 
 def stored(kind: type[T]) -> type[T]:
@@ -30,16 +30,13 @@ def stored(kind: type[T]) -> type[T]:
     Example:
         >>> from dataclasses import dataclass
         >>> import numpy as np
-        >>> from flower_dp.core.stored import from_stored, stored, to_stored
+        >>> from flower_dp.core.stored import packed, stored, unpacked
         >>> @stored
         ... @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
         ... class Clip:
         ...     norm: float
         ...     past: np.ndarray
-        >>> arrays, text = to_stored(Clip(norm=0.5, past=np.zeros(2)))
-        >>> text
-        '{"Clip": {"norm": 0.5, "past": {"array": "past"}}}'
-        >>> from_stored(arrays, text) == Clip(norm=0.5, past=np.zeros(2))
+        >>> unpacked(packed(Clip(norm=0.5, past=np.zeros(2)))) == Clip(norm=0.5, past=np.zeros(2))
         True
     """
     known = _KINDS.get(kind.__name__, kind)
@@ -52,54 +49,27 @@ def stored(kind: type[T]) -> type[T]:
     return kind
 
 
-def to_stored(value: Any) -> tuple[dict[str, np.ndarray], str]:
-    """Return the arrays of a value, by their path in it, and all else as JSON.
+def packed(value: Any) -> bytes:
+    """Return a value as the content of a file: a line with the number of the format, one with a SHA-256, and msgpack.
 
     Raises:
         ValueError: for a part that is none of: a stored dataclass, array, mapping with text or integer keys, list, tuple, number,
             text, truth value, None.
-    """
-    arrays: dict[str, np.ndarray] = {}
-    return arrays, json.dumps(_put(value, "", arrays))
-
-
-def from_stored(arrays: Mapping[str, np.ndarray], text: str) -> Any:
-    """Return the value that `to_stored` has stored.
-
-    Raises:
-        ValueError: if the text is malformed, names a dataclass that is not known, or an array that is not there.
-    """
-    try:
-        return _get(json.loads(text), arrays)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"stored state: malformed: {error!r}") from error
-
-
-def packed(value: Any) -> bytes:
-    """Return a value as the content of a file: a line with the number of the format, one with a SHA-256, and NumPy's npz.
-
-    Raises:
-        ValueError: as `to_stored`.
 
     Example:
         >>> from flower_dp.core.stored import packed, unpacked
         >>> unpacked(packed({"rounds": 3}))
         {'rounds': 3}
     """
-    arrays, text = to_stored(value)
-    names = json.dumps([text, list(arrays)]).encode()
-    body = io.BytesIO()
-    numbered = {str(place): array for place, array in enumerate(arrays.values())}
-    np.savez(body, allow_pickle=False, **{_TEXT: np.frombuffer(names, np.uint8)}, **numbered)
-    content = body.getvalue()
-    return b"%s%d\n%s\n%s" % (_MAGIC, FORMAT, hashlib.sha256(content).hexdigest().encode(), content)
+    body = msgspec.msgpack.encode(_put(value, "state"))
+    return b"%s%d\n%s\n%s" % (_MAGIC, FORMAT, hashlib.sha256(body).hexdigest().encode(), body)
 
 
 def unpacked(content: bytes) -> Any:
     """Return the value of such a file.
 
     Raises:
-        ValueError: if it is another file, of a newer format, cut off, or changed.
+        ValueError: if it is another file, of another format, cut off, changed, or has a dataclass that is not known.
     """
     first, _, rest = content.partition(b"\n")
     number = first.removeprefix(_MAGIC)
@@ -110,9 +80,10 @@ def unpacked(content: bytes) -> Any:
     said, _, body = rest.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != said:
         raise ValueError("is damaged: its SHA-256 is not the one in it")
-    with np.load(io.BytesIO(body), allow_pickle=False) as found:
-        text, names = json.loads(found[_TEXT].tobytes())
-        return from_stored({name: found[str(place)] for place, name in enumerate(names)}, text)
+    try:
+        return _get(msgspec.msgpack.decode(body))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"is malformed: {error!r}") from error
 
 
 def same(one: Any, other: Any) -> bool:  # noqa: PLR0911
@@ -136,41 +107,33 @@ def _equal(self: Any, other: Any) -> bool:
     return same(self, other)
 
 
-def _put(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
-    if isinstance(value, np.ndarray):
-        arrays[path] = value
-        return {"array": path}
+def _put(value: Any, path: str) -> Any:
+    """Return what msgpack has for a value; a list begins with what it stands for (list, tuple, array, dataclass)."""
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "OV":
+        return [None, value.dtype.str, value.shape, value.tobytes()]
     if is_dataclass(value) and _KINDS.get(type(value).__name__) is type(value):
-        return {
-            type(value).__name__: {
-                part.name: _put(getattr(value, part.name), _in(path, part.name), arrays) for part in fields(value)
-            }
-        }
+        return [
+            type(value).__name__,
+            {part.name: _put(getattr(value, part.name), f"{path}/{part.name}") for part in fields(value)},
+        ]
+    if isinstance(value, list | tuple):
+        return [isinstance(value, tuple), *(_put(one, f"{path}/{place}") for place, one in enumerate(value))]
     if isinstance(value, Mapping) and all(type(key) in (str, int) for key in value):
-        return {"table": [[key, _put(one, _in(path, key), arrays)] for key, one in value.items()]}
-    if isinstance(value, tuple):
-        return {"tuple": [_put(one, _in(path, place), arrays) for place, one in enumerate(value)]}
-    if isinstance(value, list):
-        return [_put(one, _in(path, place), arrays) for place, one in enumerate(value)]
-    if value is None or type(value) in (bool, int, float, str):
+        return {key: _put(one, f"{path}/{key}") for key, one in value.items()}
+    if value is None or type(value) in (bool, float, str) or (type(value) is int and abs(value) < _MOST_INT):
         return value
     raise ValueError(f"{path}={value!r}: a {type(value).__name__} can't be stored")
 
 
-def _get(node: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    if isinstance(node, list):
-        return [_get(one, arrays) for one in node]
-    if not isinstance(node, dict):
+def _get(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _get(one) for key, one in node.items()}
+    if not isinstance(node, list):
         return node
-    ((kind, what),) = node.items()
-    if kind == "array":
-        return arrays[what]
-    if kind == "table":
-        return {key: _get(one, arrays) for key, one in what}
-    if kind == "tuple":
-        return tuple(_get(one, arrays) for one in what)
-    return _KINDS[kind](**{name: _get(one, arrays) for name, one in what.items()})
-
-
-def _in(path: str, name: object) -> str:
-    return f"{path}/{name}" if path else str(name)
+    kind, *parts = node
+    if kind is None:
+        dtype, shape, content = parts
+        return np.frombuffer(content, dtype).reshape(shape).copy()
+    if isinstance(kind, str):
+        return _KINDS[kind](**_get(*parts))
+    return tuple(map(_get, parts)) if kind else list(map(_get, parts))

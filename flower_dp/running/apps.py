@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from flower_dp.core import checks
 from flower_dp.running import modules, values
@@ -18,11 +18,10 @@ from flower_dp.running.values import Value
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The folder of the app's pyproject.toml in an installed wheel; a checkout has none here.
 _INSTALLED = _PACKAGE / "_app"
+_PRESETS = ("flower_dp", "apps", "presets")
 # The module that makes an app from functions that the run-config names.
 _FROM_CONFIG = "flower_dp.from_config"
-_PRESETS = ("flower_dp", "apps", "presets")
 
-T = TypeVar("T")
 # Settings of a method's table in whose place its `epsilon` stands.
 _OF_NOISE = ("noise-multiplier", "target-epsilon", "paper-epsilon")
 
@@ -252,12 +251,6 @@ def _own_app_in(folders: Sequence[Path]) -> App:
 def own_module(name: str) -> ModuleType:
     """Return a module of flower-dp's own app, which is imported when it is needed."""
     return importlib.import_module(f"flower_dp.apps.{name}")
-
-
-def built(server: T) -> T:
-    """Note that `flower_dp.app` has made a ServerApp, and return it."""
-    modules.BUILT.add(server)
-    return server
 
 
 def own_client_app() -> Any:

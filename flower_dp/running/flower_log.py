@@ -22,7 +22,7 @@ def logged(folder: Path, *, go_on: bool, resumed: bool = False) -> Iterator[None
     Args:
         folder: of the run.
         go_on: whether the log has what an earlier process has written.
-        resumed: whether another attempt at the run begins there.
+        resumed: whether the run goes on, so that its last attempt begins here.
     """
     _flush()
     before = [(stream, os.dup(stream)) for stream in (1, 2)]
@@ -88,7 +88,7 @@ def first_line(error: BaseException) -> str:
 
 
 def of_a_dead_process(log: Path) -> str:
-    """Return why a run was lost with its process, as far as that is known: its log may end in an exception."""
+    """Return why a run's last attempt was lost with its process, as far as that is known: its log may end in an exception."""
     text = _last_attempt(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else ""
     *_, trace = text.rpartition("Traceback (most recent call last)")
     error = re.search(r"^[A-Za-z_][\w.]*(?:: .*)?$", plain(trace), re.MULTILINE) if trace != text else None

@@ -111,9 +111,9 @@ class Screen:
         self._display, self._stream, self._quiet, self._interrupt = display, stream, quiet, interrupt
         metrics, log = folder / METRICS, folder / LOG
         self._rows = rows
+        self._told_cause = self._in_traceback = False
         self._metrics = _Tail(metrics, self._row, old=metrics.stat().st_ino if goes_on and metrics.exists() else None)
         self._log = _Tail(log, self.tell, begin=log.stat().st_size if goes_on and log.exists() else 0)
-        self._told_cause = self._in_traceback = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 

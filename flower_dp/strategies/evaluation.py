@@ -91,7 +91,11 @@ class SumEvaluation:
         *sums, count = (mean * scale).tolist()
         std = math.sqrt(self.length) * release.noise_scale
         if count < max(1.0, 3 * std):
-            raise RoundLeftOut(f"about {max(count, 0):.0f} clients evaluated, too few for noise of std {std:.3g} on their number")
+            expected = release.expected_cohort
+            raise RoundLeftOut(
+                f"about {max(count, 0):.0f} clients evaluated, too few for noise of std {std:.3g} on their number",
+                in_vain=round(expected) if count < expected / 2 else 0,
+            )
         averages: dict[str, float] = {}
         for (name, bound), total in zip(self.plan.metrics.items(), sums, strict=True):
             value = min(max(total / count, 0.0), 1.0)

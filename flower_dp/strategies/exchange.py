@@ -108,8 +108,4 @@ def _stock(now: Round) -> StockReply:
             return np.asarray(update)
         return np.append(update, clipping.indicator(update, indicator.clip_norm, indicator.scale))
 
-    return StockReply(
-        read=row,
-        num_arrays=len(model.names),
-        num_bytes=model.frozen_bytes,
-    )
+    return StockReply(read=row, num_arrays=len(model.names), num_bytes=model.frozen_bytes)

@@ -204,12 +204,7 @@ class FedSGDDPC(DPStrategy):
             num_clients=num_clients, num_records=num_records, num_replies=num_replies, epsilon=epsilon, aggregation=aggregation
         )
         terms = partial(
-            gradient_terms,
-            mechanism=mechanism,
-            clip_norm=clip_norm,
-            delta=delta,
-            sampling_rate=sampling_rate,
-            relation=relation,
+            gradient_terms, mechanism=mechanism, clip_norm=clip_norm, delta=delta, sampling_rate=sampling_rate, relation=relation
         )
         rules = FedSGDDPCRules(population, terms, steps, cohort_size=cohort_size, delta=delta, noise_constant=noise_constant)
         super().__init__(rules, **options)

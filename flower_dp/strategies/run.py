@@ -260,10 +260,8 @@ class Run:
         if evaluation is None or not self.waits(evaluation.release, server_round):
             return None
         now, collected = self.total(evaluation.release, replies)
-        if collected.clients:
-            self.note(unanswered_evaluations=())
-        elif now.cohort_size:
-            self.note(unanswered_evaluations=(*self._own.unanswered_evaluations, now.cohort_size))
+        secret = evaluation.release.secret_cohort
+        in_vain = 0 if collected.clients or secret else now.cohort_size
         try:
             noised = evaluation.result(now, collected, self.generator("evaluation", server_round))
         except RoundLeftOut as why:
@@ -272,9 +270,16 @@ class Run:
             incident = f"the evaluation of round {server_round} was charged, and released nothing: {why}"
             self.note(incidents=(*self._own.incidents, incident))
             noised = None
+            # Whether a client has answered would tell who is in the cohort: where that is a secret, the noised number decides.
+            in_vain = why.in_vain if secret else in_vain
         else:
             self.note(evaluations={**self._own.evaluations, server_round: noised})
+        if in_vain:
+            self.note(unanswered_evaluations=(*self._own.unanswered_evaluations, in_vain))
+        elif now.cohort_size or secret:
+            self.note(unanswered_evaluations=())
         if ended := diagnostics.why_no_evaluation(self._own, self.rules.num_clients):
+            ended += ", as far as their noised results tell" if secret else ""
             log.warning("%s; training goes on", ended)
             self.note(incidents=(*self._own.incidents, ended))
         self.checkpoints.evaluated()
@@ -309,7 +314,7 @@ class Run:
         try:
             diagnostics.check_usable_updates(self._own, self.rules.num_clients)
         except RuntimeError:
-            self.checkpoints.go_back()
+            self.checkpoints.go_back(evaluates=not diagnostics.why_no_evaluation(self._own, self.rules.num_clients))
             raise
         return report
 

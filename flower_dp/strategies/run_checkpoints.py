@@ -200,20 +200,17 @@ class RunCheckpoints:
                 which = f"round {first} was" if first == last else f"rounds {first} to {last} were"
                 run.note(incidents=(*run.record.incidents, f"{what}{which} charged and not finished"))
 
-    def go_back(self) -> None:
-        """Go back to the last round with a reply. What was charged since stays charged, and its noise is in no model."""
+    def go_back(self, *, evaluates: bool) -> None:
+        """Go back to the last round with a reply. What was charged since stays charged, and its noise is in no model.
+
+        Args:
+            evaluates: whether private evaluations go on; those that have ended stay so, as the statement says.
+        """
         if self._answered is None:
             return
         charges, self._charges, self._unanswered = [*self._unanswered, *self._charges], [], []
-        before = self._answered.state
-        self._run.state = replace(
-            self._run.state,
-            rounds=before.rounds,
-            model=before.model,
-            method=before.method,
-            optimizer=before.optimizer,
-            unanswered_evaluations=before.unanswered_evaluations,
-        )
+        names = ("rounds", "model", "method", "optimizer", *["unanswered_evaluations"] * evaluates)
+        self._run.state = replace(self._run.state, **{name: getattr(self._answered.state, name) for name in names})
         self._leave(charges)
         self._last = replace(self._answered, state=self._run.state)
 

@@ -79,7 +79,7 @@ class RunFacts:
 class RunState:
     """All that a run needs to go on. Two of them are equal if all that they hold is.
 
-    Stored with `flower_dp.core.stored.to_stored`. It holds no client's data: models, counts and numbers that the server has
+    Stored with `flower_dp.core.stored.packed`. It holds no client's data: models, counts and numbers that the server has
     anyway. `rounds` must stay on the server: see `RoundReport`.
 
     Attributes:

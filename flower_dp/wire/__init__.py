@@ -8,9 +8,8 @@ memory is taken, and every refusal is a ValueError that says why.
 
 from flower_dp.wire.answer import DECLINED, FAILED, LARGEST_METRIC, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
 from flower_dp.wire.arrays import Model, numpy_arrays, payload_of, with_vectors
-from flower_dp.wire.ask import Ask, OwnAsk, Promise
+from flower_dp.wire.ask import Ask, Indicator, OwnAsk, Promise
 from flower_dp.wire.hosted import Hosted, hosted_of
-from flower_dp.wire.indicator import Indicator
 from flower_dp.wire.instruction import EVALUATION, Instruction
 from flower_dp.wire.mask import PublicMask, RoundMask, SentMask
 from flower_dp.wire.messages import (
@@ -28,7 +27,7 @@ from flower_dp.wire.messages import (
     reported_metrics,
     train_message,
 )
-from flower_dp.wire.text import BASE, KEY, PROTOCOL
+from flower_dp.wire.structs import BASE, KEY, PROTOCOL
 
 __all__ = [
     "BASE",

@@ -1,18 +1,17 @@
 """What the clients of a node send back besides the payload."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flower_dp.core import checks
 from flower_dp.core.compression import Header
-from flower_dp.wire.text import PROTOCOL, check_keys, load, scalar
+from flower_dp.wire import structs
 
 # How a reason begins: of a client that can't train, or whose training diverges, and of one that does not do what is asked.
 FAILED, DECLINED = "training failed", "declined"
 # Of an answer: what a client says of a refusal, and how many different things.
 MOST_REASON, MOST_REASONS = 200, 16
-_MOST_METRICS = 16
+_MOST_METRICS = _MOST_HEADER = 16
 # No sum of honest metrics is larger, not even one of squares of norms of float32 vectors; and sums of these are finite.
 LARGEST_METRIC = 1e100
 
@@ -46,16 +45,16 @@ class Answer:
 
     def to_json(self, asked: Sequence[str]) -> str:
         """Return the answer to an instruction for these clients as one string."""
-        header = {
-            "refused": positions_of(self.refused, asked),
-            "payload": self.payload,
-            "seeded_noise": self.seeded_noise,
-            "metrics": dict(self.metrics),
-        }
-        header["payload_bytes"] = self.payload_bytes
         fresh = set(self.fresh)
-        header["fresh"] = [position for position, name in enumerate(asked) if name in fresh]
-        return json.dumps({"protocol": PROTOCOL, **header}, separators=(",", ":"), default=scalar)
+        sent = _Answer(
+            refused=positions_of(self.refused, asked),
+            payload=self.payload,
+            seeded_noise=self.seeded_noise,
+            metrics=self.metrics,
+            payload_bytes=self.payload_bytes,
+            fresh=tuple(position for position, name in enumerate(asked) if name in fresh),
+        )
+        return structs.write(sent)
 
     @classmethod
     def from_json(cls, text: str, asked: Sequence[str]) -> "Answer":
@@ -64,79 +63,76 @@ class Answer:
         Raises:
             ValueError: if it is not one of this protocol, or longer than an honest one can be.
         """
-        data = load(text, most_answer_characters(len(asked)))
-        check_keys("answer", data, ("refused", "payload", "seeded_noise", "metrics", "payload_bytes", "fresh"))
-        payload, metrics = data["payload"], data["metrics"]
-        if not all(isinstance(table, dict) for table in (payload, metrics)):
-            raise ValueError("answer: payload and metrics must be tables")
-        if len(metrics) > _MOST_METRICS or len(payload) > _MOST_METRICS:
-            raise ValueError(f"answer: has {len(metrics)} metrics, {len(payload)} header words: too many")
-        for name, value in metrics.items():
-            checks.number(f"metric {checks.line('metric', name)}", value, at_least=-LARGEST_METRIC, at_most=LARGEST_METRIC)
-        refused = refused_at(data["refused"], asked)
-        length = payload.get("length")
+        sent = structs.read(_Answer, text, most=most_answer_characters(len(asked)))
+        refused = _names_at("refused", [one for positions in sent.refused.values() for one in positions], asked)
+        reasons = [reason for reason, positions in sent.refused.items() for _ in positions]
+        length = sent.payload.get("length")
         # Whoever decodes the payload compares this length with the model's.
-        most = (64 + 16 * length) * (len(asked) - len(refused)) if type(length) is int and length >= 0 else 0
+        most = (64 + 16 * length) * (len(asked) - len(refused)) if isinstance(length, int) and length >= 0 else 0
         return cls(
-            refused=refused,
-            payload=payload,
-            seeded_noise=checks.flag("seeded_noise", data["seeded_noise"]),
-            metrics=metrics,
-            fresh=tuple(_names_at("fresh", data["fresh"], asked)),
-            payload_bytes=checks.integer("payload_bytes", data["payload_bytes"], at_least=0, at_most=most),
+            refused=dict(zip(refused, reasons, strict=True)),
+            payload=sent.payload,
+            seeded_noise=sent.seeded_noise,
+            metrics=sent.metrics,
+            payload_bytes=checks.integer("payload_bytes", sent.payload_bytes, at_least=0, at_most=most),
+            fresh=_names_at("fresh", sent.fresh, asked),
         )
 
 
-def _names_at(what: str, positions: object, asked: Sequence[str]) -> list[str]:
+class _Answer(structs.Part, frozen=True, kw_only=True):
+    """An answer as it is sent: clients are positions among those that were asked, so that its honest length is known."""
+
+    refused: Mapping[str, Sequence[int]]
+    payload: Header
+    seeded_noise: bool
+    metrics: Mapping[str, float]
+    payload_bytes: int
+    fresh: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for what, values, most in (
+            ("reasons", self.refused, MOST_REASONS + 1),
+            ("metrics", self.metrics, _MOST_METRICS),
+            ("header words", self.payload, _MOST_HEADER),
+        ):
+            if len(values) > most:
+                raise ValueError(f"{len(values)} {what}: at most {most}")
+        if any(len(reason) > MOST_REASON for reason in self.refused):
+            raise ValueError(f"a reason has more than {MOST_REASON} characters")
+        for name, value in self.metrics.items():
+            checks.number(f"metric {checks.line('metric', name)}", value, at_least=-LARGEST_METRIC, at_most=LARGEST_METRIC)
+
+
+def _names_at(what: str, positions: Sequence[int], asked: Sequence[str]) -> tuple[str, ...]:
     """Return the names at some positions.
 
     Raises:
-        ValueError: if these are not a list of positions, each at most once.
+        ValueError: if a position is there twice, or no client that was asked has it.
     """
-    if not isinstance(positions, list):
-        raise ValueError(f"answer: {what} must have a list of positions")
-    names = [asked[checks.integer("position", position, at_least=0, at_most=len(asked) - 1)] for position in positions]
-    if len(set(names)) != len(names):
+    if len(set(positions)) != len(positions):
         raise ValueError(f"answer: {what} has a client twice")
-    return names
+    return tuple(
+        asked[checks.integer(f"answer: position in {what}", one, at_least=0, at_most=len(asked) - 1)] for one in positions
+    )
 
 
 def positions_of(refused: Mapping[str, str], asked: Sequence[str]) -> dict[str, list[int]]:
     """Return the positions of refused clients among those that were asked, under the reason of their refusal.
 
-    The length of an honest answer is so known before it is read. Reasons are cut to `MOST_REASON` characters, and all after the
-    first `MOST_REASONS` become one.
+    A reason is cut to `MOST_REASON` printable characters, and all after the first `MOST_REASONS` become one.
     """
+    lines = {reason: checks.one_line(reason, most=MOST_REASON) for reason in set(refused.values())}
     reasons: dict[str, list[int]] = {}
     for position, name in enumerate(asked):
         if name in refused:
-            reason = refused[name][:MOST_REASON]
+            reason = lines[refused[name]]
             if reason not in reasons and len(reasons) >= MOST_REASONS:
                 reason = "another reason"
             reasons.setdefault(reason, []).append(position)
     return reasons
 
 
-def refused_at(reasons: object, asked: Sequence[str]) -> dict[str, str]:
-    """Return the reason of every refused client, by its name.
-
-    Raises:
-        ValueError: if this is no table of reasons and positions as `positions_of` makes it.
-    """
-    if not isinstance(reasons, dict):
-        raise ValueError("answer: refused must be a table")
-    if len(reasons) > MOST_REASONS + 1:
-        raise ValueError(f"answer: has {len(reasons)} reasons: too many")
-    refused: dict[str, str] = {}
-    for reason, positions in reasons.items():
-        for name in _names_at("a reason", positions, asked):
-            if name in refused:
-                raise ValueError(f"answer: client {name!r} is refused twice")
-            refused[name] = reason[:MOST_REASON]
-    return refused
-
-
 def most_answer_characters(num_clients: int) -> int:
     """Return how long an honest answer for so many clients can be."""
-    # A character is at most twelve in JSON: two escapes of six.
-    return 4096 + 12 * MOST_REASON * (MOST_REASONS + 1) + 8 * num_clients
+    # A printable character is at most two in JSON; 2^14 are more than metrics and header take.
+    return 2**14 + 2 * MOST_REASON * (MOST_REASONS + 1) + 8 * num_clients

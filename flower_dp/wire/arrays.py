@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord
 
 from flower_dp.core.compression import Header, Payload
 from flower_dp.core.vectors import Layout
-from flower_dp.wire.text import KEY
+from flower_dp.wire.structs import KEY
 
 _NPY_HEADER_BYTES = 1024
 # Of the server's own model.

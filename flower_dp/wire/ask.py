@@ -1,24 +1,34 @@
 """What one release asks of its clients in one round: everything that crosses to them besides the model."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
+from msgspec import field
+from msgspec.structs import replace
 
 from flower_dp.core import checks
 from flower_dp.core.compression import MOST_LEVELS
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.wire.indicator import Indicator
-from flower_dp.wire.mask import PublicMask, mask_keys, mask_of
-from flower_dp.wire.text import check_keys
+from flower_dp.wire.mask import PublicMask
+from flower_dp.wire.structs import Part
 
 PLACEMENTS = ("central", "distributed", "local")
+# What the norm of a row may gain by rounding is less.
+_MARGIN = 2.0**-40
+# Of a larger one the coordinate is infinite as float32, whose sign no finite noise hides.
+_LARGEST_SCALE = 2.0**127
+# What two ways to compute one norm may differ by.
+_ROUNDING = 1e-10
+
+if TYPE_CHECKING:
+    Vectors = Mapping[str, np.ndarray]
+else:  # the text has the names alone; `Instruction.from_json` sets the arrays, which come behind the model's
+    Vectors = Mapping[str, None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
+class Promise(Part, frozen=True, kw_only=True):
     """What a server says of a whole release; a client's policy checks it, and no client works by it.
 
     Attributes:
@@ -47,8 +57,7 @@ class Promise:
         return self.noise_multiplier * self.clip_norm
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnAsk:
+class OwnAsk(Part, frozen=True, kw_only=True):
     """What is asked of one client whose message is private on its own.
 
     Attributes:
@@ -67,8 +76,8 @@ class OwnAsk:
         >>> from flower_dp.wire import Ask, OwnAsk, Promise
         >>> own = OwnAsk(weight=0.25, terms="4 replies, Laplace", noise_multiplier=8.0, number=1)
         >>> ask = Ask(promise=Promise(clip_norm=1.0, noise_multiplier=8.0), placement="local", own={"a": own})
-        >>> ask.to_table(("a",))["weights"]
-        [0.25]
+        >>> ask.own["a"].weight
+        0.25
     """
 
     weight: float
@@ -85,11 +94,41 @@ class OwnAsk:
         checks.integer("number", self.number, at_least=1, at_most=checks.MOST_COUNT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Indicator(Part, frozen=True, kw_only=True):
+    """One more coordinate behind the update: s (b - 1/2), with b = 1 if the update is within the clip norm, else 0.
+
+    Source: Andrew et al. 2021, Algorithm 1. Update and indicator are one row, clipped part by part.
+
+    Attributes:
+        clip_norm: L2 bound of the update alone (paper: C).
+        scale: s, what b counts in the row, in units of the update; at most 2^127, as the row is float32.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming it.
+
+    Example:
+        >>> from flower_dp.wire import Indicator
+        >>> round(Indicator(clip_norm=4.0, scale=6.0).joint_norm, 6)
+        5.0
+    """
+
+    clip_norm: float
+    scale: float
+
+    def __post_init__(self) -> None:
+        checks.number("indicator clip_norm", self.clip_norm, above=0)
+        checks.number("indicator scale", self.scale, above=0, at_most=_LARGEST_SCALE)
+
+    @property
+    def joint_norm(self) -> float:
+        """L2 bound of the row of update and indicator together: sqrt(C^2 + s^2 / 4), a little more."""
+        return math.hypot(self.clip_norm, self.scale / 2) * (1 + _MARGIN)
+
+
+class Ask(Part, frozen=True, kw_only=True):
     """What a release asks of its clients in one round.
 
-    What is not used is not sent; a client refuses an ask with a key that it does not know.
+    A field that the server does not set is not sent; a client refuses an ask with a key that it does not know.
 
     Attributes:
         promise: clip norm and noise multiplier of the whole release.
@@ -112,8 +151,8 @@ class Ask:
     Example:
         >>> from flower_dp.wire import Ask, Promise
         >>> promise = Promise(clip_norm=0.5, noise_multiplier=1.0)
-        >>> Ask(promise=promise, placement="central", step=2.0**-12).to_table(("a", "b"))
-        {'clip_norm': 0.5, 'noise_multiplier': 1.0, 'placement': 'central', 'step': 0.000244140625}
+        >>> Ask(promise=promise, placement="central", step=2.0**-12).row_length(10)
+        10
     """
 
     promise: Promise
@@ -126,63 +165,53 @@ class Ask:
     indicator: Indicator | None = None
     metrics: MetricBounds | None = None
     own: Mapping[str, OwnAsk] = field(default_factory=dict)
-    vectors: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
+    vectors: Vectors = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checks.one_of("placement", self.placement, PLACEMENTS)
-        if checks.number("step", self.step, at_least=0) and math.frexp(self.step)[0] != 0.5:
-            raise ValueError(f"step={self.step!r}: must be a power of two, or 0 for no lattice")
+        checks.number("step", self.step, at_least=0)
         checks.number("noise_std", self.noise_std, at_least=0)
         checks.number("keep_ratio", self.keep_ratio, above=0, at_most=1)
         checks.integer("quantization_levels", self.quantization_levels, at_least=0, at_most=MOST_LEVELS)
-        if self.placement != "distributed" and (self.noise_std or self.keep_ratio != 1 or self.quantization_levels):
-            raise ValueError(
-                f"noise_std={self.noise_std:g}, keep_ratio={self.keep_ratio:g}, quantization_levels={self.quantization_levels}: "
-                f"must be 0, 1 and 0 for placement={self.placement!r}, where clients add no share of the noise"
-            )
-        if self.placement == "distributed" and bool(self.noise_std) != bool(self.promise.noise_multiplier):
-            raise ValueError(
-                f"noise_std={self.noise_std:g}: does not go with noise_multiplier={self.promise.noise_multiplier:g} under "
-                "placement='distributed'"
-            )
-        if self.placement == "local" and (self.step or self.mask is not None):
-            raise ValueError("step, mask: must not be there for placement='local', where both are the client's own")
-        if self.indicator is not None:
-            self._check_indicator(self.indicator)
-        if self.metrics is not None and self.promise.clip_norm != 1:
-            raise ValueError(f"clip_norm={self.promise.clip_norm:g}: must be 1 for an evaluation, the norm of its vectors")
-        less = self.keep_ratio != 1 or self.quantization_levels
-        if self.mask is not None and less:
-            raise ValueError(
-                f"mask: does not go with keep_ratio={self.keep_ratio:g} and quantization_levels={self.quantization_levels}"
-            )
-        if self.metrics is not None and (less or self.mask is not None):
-            raise ValueError("metrics: do not go with a mask, keep_ratio or quantization_levels; they are sent whole")
-        if self.metrics is not None and self.vectors:
-            raise ValueError(f"metrics: do not go with vectors={list(self.vectors)}; an evaluation is of the model alone")
-        if self.own and self.placement != "local":
-            raise ValueError(f"own: must not be there for placement={self.placement!r}, where clients have no terms of their own")
+        if broken := next((rule for rule, holds in self._rules() if not holds), None):
+            raise ValueError(broken)
         for name, vector in self.vectors.items():
-            if vector.ndim != 1 or vector.dtype != np.float32 or not np.isfinite(vector).all():
+            checks.line("vectors: name", name)
+            if vector is not None and (vector.ndim != 1 or vector.dtype != np.float32 or not np.isfinite(vector).all()):
                 raise ValueError(
                     f"vector {name!r} is {vector.dtype} of shape {vector.shape}: must be finite float32 of shape (d,)"
                 )
 
-    def _check_indicator(self, indicator: Indicator) -> None:
-        joint = math.hypot(indicator.clip_norm, indicator.scale / 2)
-        if joint > self.promise.clip_norm * (1 + _ROUNDING):
-            raise ValueError(
-                f"clip_norm={self.promise.clip_norm:g}: is less than {joint:g}, the norm of update and indicator together"
-            )
-        if self.placement == "local":
-            raise ValueError("indicator: must not be there for placement='local', where the clip is the client's own")
-        if self.metrics is not None:
-            raise ValueError("indicator: does not go with metrics; an evaluation has no update")
-        if self.keep_ratio != 1 or self.quantization_levels:
-            raise ValueError(
-                f"indicator: does not go with keep_ratio={self.keep_ratio:g} and "
-                f"quantization_levels={self.quantization_levels}: its coordinate must be sent as it was noised"
-            )
+    def _rules(self) -> Iterator[tuple[str, bool]]:
+        """Yield what must hold of the fields together, each as text and whether it does."""
+        distributed, local = self.placement == "distributed", self.placement == "local"
+        promise, evaluates, counts = self.promise, self.metrics is not None, self.indicator is not None
+        less = f"keep_ratio={self.keep_ratio:g}, quantization_levels={self.quantization_levels}"
+        whole = self.keep_ratio == 1 and not self.quantization_levels
+        joint = 0.0 if self.indicator is None else math.hypot(self.indicator.clip_norm, self.indicator.scale / 2)
+
+        where = f"must be 0, 1 and 0 for placement={self.placement!r}, where clients add no share of the noise"
+        yield f"step={self.step!r}: must be a power of two, or 0 for no lattice", not self.step or math.frexp(self.step)[0] == 0.5
+        yield f"noise_std={self.noise_std:g}, {less}: {where}", distributed or (whole and not self.noise_std)
+
+        noise = f"noise_std={self.noise_std:g}: does not go with noise_multiplier={promise.noise_multiplier:g}"
+        yield noise, not distributed or bool(self.noise_std) == bool(promise.noise_multiplier)
+        yield (
+            "step, mask: must not be there for placement='local', where both are the client's own",
+            not (local and (self.step or self.mask is not None)),
+        )
+        yield "own: must be there for placement='local' alone, where clients have terms of their own", local or not self.own
+
+        yield f"clip_norm={promise.clip_norm:g}: must be 1 for an evaluation", not evaluates or promise.clip_norm == 1
+        yield f"metrics: do not go with vectors={list(self.vectors)}", not (evaluates and self.vectors)
+        yield "metrics: do not go with a mask or an indicator", not (evaluates and (self.mask is not None or counts))
+
+        pays = f"clip_norm={promise.clip_norm:g}: is less than {joint:g}, the norm of update and indicator together"
+        yield pays, joint <= promise.clip_norm * (1 + _ROUNDING)
+        yield "indicator: must not be there for placement='local', where the clip is the client's own", not (local and counts)
+
+        sent = "mask" if self.mask is not None else "indicator" if counts else "metrics" if evaluates else ""
+        yield f"{sent}: does not go with {less}, since it is sent as it was noised", whole or not sent
 
     def in_run(self, run: str) -> Self:
         """Return this ask with the id of its run, for clients with terms of their own; others are not told it."""
@@ -203,88 +232,3 @@ class Ask:
         for name, vector in self.vectors.items():
             if vector.size != length:
                 raise ValueError(f"vector {name!r} is of shape {vector.shape}: must be finite float32 of shape ({length},)")
-
-    def to_table(self, clients: Sequence[str]) -> dict[str, Any]:
-        """Return what is sent to a node of these clients, of values that JSON can hold."""
-        table: dict[str, Any] = {"clip_norm": self.promise.clip_norm, "noise_multiplier": self.promise.noise_multiplier}
-        table["placement"] = self.placement
-        for name in ("step", "noise_std", "keep_ratio", "quantization_levels"):
-            if (value := getattr(self, name)) != _DEFAULTS[name]:
-                table[name] = value
-        if self.mask is not None:
-            table |= self.mask.to_table()
-        if self.indicator is not None:
-            table["indicator"] = self.indicator.to_table()
-        if self.metrics is not None:
-            table["metrics"] = dict(self.metrics.bounds)
-        if self.placement == "local":
-            own = [self.own[name] for name in clients]
-            table["weights"] = [one.weight for one in own]
-            table["terms"] = [one.terms for one in own]
-            table["noise_multipliers"] = [one.noise_multiplier for one in own]
-            table["numbers"] = [one.number for one in own]
-            table["runs"] = [one.run for one in own]
-        if self.vectors:
-            table["vectors"] = list(self.vectors)
-        return table
-
-    @classmethod
-    def from_table(cls, table: Mapping[str, Any], clients: Sequence[str], arrays: Sequence[np.ndarray] = ()) -> Self:
-        """Read what was sent to a node of these clients; the ask's vectors are the last of the message's `arrays`.
-
-        Raises:
-            ValueError: if a key is unknown or missing, or a value makes no sense.
-        """
-        local = table.get("placement") == "local"
-        groups = [("clip_norm", "noise_multiplier", "placement"), mask_keys(table), _OWN if local else ()]
-        needed = [name for group in groups for name in group]
-        given = [name for name in (*_PLAIN, "indicator", "metrics", "vectors") if name in table]
-        check_keys("ask", table, [*needed, *given])
-        plain = {name: table[name] for name in _PLAIN if name in table}
-        return cls(
-            promise=Promise(clip_norm=table["clip_norm"], noise_multiplier=table["noise_multiplier"]),
-            placement=table["placement"],
-            mask=mask_of(table),
-            indicator=Indicator.from_table(table["indicator"]) if "indicator" in table else None,
-            metrics=MetricBounds(bounds=table["metrics"]) if "metrics" in table else None,
-            own=_own(table, clients) if local else {},
-            vectors=_vectors(table["vectors"], arrays) if "vectors" in table else {},
-            **plain,
-        )
-
-
-# What two ways to compute one norm may differ by.
-_ROUNDING = 1e-10
-_PLAIN = ("step", "noise_std", "keep_ratio", "quantization_levels")
-_OWN = ("weights", "terms", "noise_multipliers", "numbers", "runs")
-# Characters of a forged value that an error shows.
-_SHOWN = 80
-_DEFAULTS = {one.name: one.default for one in fields(Ask)}
-
-
-def _own(table: Mapping[str, Any], clients: Sequence[str]) -> dict[str, OwnAsk]:
-    for name in _OWN:
-        if not isinstance(table[name], list) or len(table[name]) != len(clients):
-            raise ValueError(f"{name}: must have one value for each of {len(clients)} clients")
-    entries = zip(*(table[name] for name in _OWN), strict=True)
-    return {
-        name: OwnAsk(
-            weight=weight,
-            terms=terms,
-            noise_multiplier=multiplier,
-            number=number,
-            run=checks.line("run", run, most=checks.MOST_ID),
-        )
-        for name, (weight, terms, multiplier, number, run) in zip(clients, entries, strict=True)
-    }
-
-
-def _vectors(names: object, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the vectors of these names: the last arrays of a message."""
-    if not isinstance(names, list) or not 0 < len(names) <= len(arrays):
-        shown = checks.one_line(str(names), most=_SHOWN)
-        raise ValueError(f"vectors={shown}: must be names of vectors that came with the model, and that this client works with")
-    listed = [checks.line("vectors: name", name) for name in names]
-    if len(set(listed)) != len(listed):
-        raise ValueError("vectors: a name stands twice")
-    return dict(zip(listed, arrays[len(arrays) - len(listed) :], strict=True))

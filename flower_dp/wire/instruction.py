@@ -1,26 +1,25 @@
 """What a server asks of the clients of a node."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from flower_dp.core import checks
 from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.wire import structs
 from flower_dp.wire.ask import Ask
-from flower_dp.wire.text import PROTOCOL, check_keys, load, scalar
 
 # The name under which instructions of private evaluation go, and which nodes name among their methods.
 EVALUATION = "private-evaluation"
 _MOST_INSTRUCTION_CHARACTERS = 2**28
 # The message says the round a second time, as a whole number of Flower's ConfigRecord: this is its largest one.
 _LAST_ROUND = 2**63 - 1
-_FIELDS = ("server_round", "method", "clients", "report_metrics", "frozen", "ask")
+# Characters of a list of forged names that an error shows.
+_SHOWN = 80
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instruction:
+class Instruction(structs.Part, frozen=True, kw_only=True):
     """What a server asks of the clients of one node in one round.
 
     Attributes:
@@ -49,14 +48,19 @@ class Instruction:
     def __post_init__(self) -> None:
         checks.integer("server_round", self.server_round, at_least=1, at_most=_LAST_ROUND)
         checks.line("method", self.method)
-        _check_names(self.clients)
+        if not all(isinstance(name, str) and name for name in self.clients) or len(set(self.clients)) != len(self.clients):
+            raise ValueError("clients: must be names that are not empty and not twice in the list")
         if not isinstance(self.ask, Ask):
             raise ValueError(f"ask={self.ask!r}: must be an Ask")
+        if self.ask.placement == "local":
+            if lacking := [name for name in self.clients if name not in self.ask.own]:
+                raise ValueError(f"own: has no terms of {len(lacking)} of {len(self.clients)} clients")
+            for name in self.clients:
+                checks.line("run", self.ask.own[name].run, most=checks.MOST_ID)
         if (self.method == EVALUATION) != (self.ask.metrics is not None):
             raise ValueError(f"metrics: must be asked for by method={EVALUATION!r} and by no other, and method={self.method!r}")
         checks.flag("report_metrics", self.report_metrics)
-        for position in self.frozen:
-            checks.integer("frozen", position, at_least=0)
+        checks.integer("frozen", min(self.frozen, default=0), at_least=0)
 
     @property
     def bounds(self) -> MetricBounds:
@@ -70,9 +74,11 @@ class Instruction:
         return self.ask.metrics
 
     def to_json(self) -> str:
-        """Return the instruction as one string."""
-        table = {name: getattr(self, name) for name in _FIELDS[:-1]} | {"ask": self.ask.to_table(self.clients)}
-        return json.dumps({"protocol": PROTOCOL, **table}, separators=(",", ":"), default=scalar)
+        """Return the instruction as one string; of the clients' own terms it has those of its own clients alone."""
+        if not self.ask.own:
+            return structs.write(self)
+        own = {name: self.ask.own[name] for name in self.clients}
+        return structs.write(replace(self, ask=replace(self.ask, own=own)))
 
     @classmethod
     def from_json(cls, text: str, arrays: Sequence[np.ndarray] = ()) -> "Instruction":
@@ -81,17 +87,12 @@ class Instruction:
         Raises:
             ValueError: if it is not one of this protocol, has a key that is unknown, or a value that makes no sense.
         """
-        table = load(text, _MOST_INSTRUCTION_CHARACTERS)
-        check_keys("instruction", table, _FIELDS)
-        for name, kind in (("clients", list), ("frozen", list), ("ask", dict)):
-            if not isinstance(table[name], kind):
-                raise ValueError(f"instruction: {name} must be a {'table' if kind is dict else 'list'}")
-        clients = tuple(table["clients"])
-        _check_names(clients)
-        ask = Ask.from_table(table["ask"], clients, arrays)
-        return cls(**{**table, "clients": clients, "frozen": tuple(table["frozen"]), "ask": ask})
-
-
-def _check_names(names: tuple[str, ...]) -> None:
-    if not all(isinstance(name, str) and name for name in names) or len(set(names)) != len(names):
-        raise ValueError("clients: must be names that are not empty and not twice in the list")
+        read = structs.read(cls, text, most=_MOST_INSTRUCTION_CHARACTERS)
+        names = list(read.ask.vectors)
+        if len(names) > len(arrays):
+            shown = checks.one_line(str(names), most=_SHOWN)
+            raise ValueError(
+                f"vectors={shown}: must be names of vectors that came with the model, and that this client works with"
+            )
+        vectors = dict(zip(names, arrays[len(arrays) - len(names) :], strict=True))
+        return replace(read, ask=replace(read.ask, vectors=vectors)) if names else read

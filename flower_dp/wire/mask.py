@@ -1,20 +1,15 @@
 """The mask of a round: the coordinates that all of its clients keep before the clip. It follows from public numbers alone."""
 
-import base64
-import binascii
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from flower_dp.core import checks
 from flower_dp.core.compression import random_mask
+from flower_dp.wire.structs import Part
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundMask:
+class RoundMask(Part, frozen=True, kw_only=True, tag="seed"):
     """A mask that both sides draw from one public seed.
 
     Attributes:
@@ -41,13 +36,8 @@ class RoundMask:
         """Return the kept coordinates [k] of a vector [length], increasing."""
         return _drawn(self.seed, self.keep_ratio, length)
 
-    def to_table(self) -> dict[str, Any]:
-        """Return the keys of an ask with this mask."""
-        return {"mask_seed": self.seed, "mask_keep_ratio": self.keep_ratio}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentMask:
+class SentMask(Part, frozen=True, kw_only=True, tag="bits"):
     """A mask that the server has made of released numbers, and sends: a bit a coordinate.
 
     Attributes:
@@ -63,7 +53,7 @@ class SentMask:
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits, bytes):
-            raise ValueError("mask_bits: must be bytes")
+            raise ValueError("mask bits: must be bytes")
 
     @classmethod
     def of(cls, indices: np.ndarray | list[int], *, length: int) -> "SentMask":
@@ -80,38 +70,8 @@ class SentMask:
         """
         return _read(self.bits, length)
 
-    def to_table(self) -> dict[str, Any]:
-        """Return the keys of an ask with this mask."""
-        return {"mask_bits": base64.b64encode(self.bits).decode()}
-
 
 PublicMask = RoundMask | SentMask
-# The keys that an ask may have for its mask, by kind.
-_SEEDED, _SENT = ("mask_seed", "mask_keep_ratio"), ("mask_bits",)
-
-
-def mask_keys(table: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys that the mask in an ask's table must have; none without a mask."""
-    return (*(_SEEDED if _SEEDED[0] in table else ()), *(_SENT if _SENT[0] in table else ()))
-
-
-def mask_of(table: Mapping[str, Any]) -> PublicMask | None:
-    """Return the mask in an ask's table, whose keys were checked.
-
-    Raises:
-        ValueError: if it makes no sense, or there are two.
-    """
-    keys = mask_keys(table)
-    if keys == _SEEDED:
-        return RoundMask(seed=table["mask_seed"], keep_ratio=table["mask_keep_ratio"])
-    if keys == _SENT:
-        try:
-            return SentMask(bits=base64.b64decode(table["mask_bits"], validate=True))
-        except (TypeError, ValueError, binascii.Error):
-            raise ValueError("mask_bits: must be bytes in base64") from None
-    if keys:
-        raise ValueError("mask_seed, mask_bits: must not both be there")
-    return None
 
 
 @lru_cache(maxsize=4)  # a round asks several times
@@ -125,9 +85,9 @@ def _drawn(seed: int, keep_ratio: float, length: int) -> np.ndarray:
 def _read(bits: bytes, length: int) -> np.ndarray:
     flags = np.unpackbits(np.frombuffer(bits, np.uint8))
     if len(bits) != (length + 7) // 8 or flags[length:].any():
-        raise ValueError(f"mask_bits: {len(bits)} bytes are no mask of a vector with {length} entries")
+        raise ValueError(f"mask bits: {len(bits)} bytes are no mask of a vector with {length} entries")
     indices = np.flatnonzero(flags)
     if not indices.size:
-        raise ValueError("mask_bits: keep nothing")
+        raise ValueError("mask bits: keep nothing")
     indices.flags.writeable = False
     return indices

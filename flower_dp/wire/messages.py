@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flower_dp.wire.answer import Answer
 from flower_dp.wire.arrays import with_vectors
 from flower_dp.wire.instruction import Instruction
-from flower_dp.wire.text import KEY, PROTOCOL
+from flower_dp.wire.structs import KEY, PROTOCOL
 
 # Records in a message: an honest one has fewer.
 _MOST_RECORDS = 8

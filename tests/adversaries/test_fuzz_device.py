@@ -201,12 +201,19 @@ OPTIONAL = {
     "quantization_levels": [1, 7, 32767],
     "noise_std": [1e-9, 1.0, 1e9],
     "step": [2.0**-12, 2.0**-40, 1.0, 2.0**40, 2.0**-1000, 0],
-    "mask_seed": [7],
-    "mask_keep_ratio": [0.5, 1.0],
-    "mask_bits": ["////", "Dw8A", "AAAA"],
+    "mask": [
+        *({"type": "seed", "seed": 7, "keep_ratio": ratio} for ratio in (0.5, 1.0)),
+        *({"type": "bits", "bits": bits} for bits in ("////", "Dw8A", "AAAA")),
+    ],
     "indicator": [{"clip_norm": 0.3, "scale": 0.3}, {"clip_norm": 1e-9, "scale": 1e-9}, {"clip_norm": 1e-9, "scale": 0.99}],
-    "metrics": [{"accuracy": 1.0}, {"accuracy": 1e-300, "loss": 1e300}, {f"m{index}": 1.0 for index in range(16)}, {"loss": 4}],
-    "vectors": [["control"], ["a", "b"]],
+    "metrics": [
+        {"bounds": bounds}
+        for bounds in (
+            *({"accuracy": 1.0}, {"accuracy": 1e-300, "loss": 1e300}, {"loss": 4}),
+            {f"m{index}": 1.0 for index in range(16)},
+        )
+    ],
+    "vectors": [{"control": None}, {"a": None, "b": None}],
 }
 
 
@@ -219,33 +226,32 @@ def plausible(draw: st.DrawFn, text: str) -> str:
         st.lists(st.sampled_from(["scale"] * 4 + ["add", "add", "drop", "who", "what", "own"]), min_size=1, max_size=4)
     ):
         if what == "scale":
-            numbers = [name for name in sorted(ask) if isinstance(ask[name], float)]
-            chosen = draw(st.lists(st.sampled_from(numbers), min_size=1, max_size=len(numbers), unique=True)) if numbers else []
+            numbers = [(name, ask) for name in sorted(ask) if isinstance(ask[name], float)]
+            numbers += [(name, ask["promise"]) for name in ("clip_norm", "noise_multiplier")]
+            chosen = draw(st.lists(st.integers(0, len(numbers) - 1), min_size=1, max_size=len(numbers), unique=True))
             factor = draw(FACTORS)
-            ask |= {name: ask[name] * factor for name in chosen}
+            for name, table_of in (numbers[index] for index in chosen):
+                table_of[name] *= factor
         elif what == "add":
             name = draw(st.sampled_from(sorted(OPTIONAL)))
             ask[name] = draw(st.sampled_from(OPTIONAL[name]))
-            if name.startswith("mask_") and name != "mask_bits":
-                ask |= {"mask_seed": 7, "mask_keep_ratio": draw(st.sampled_from([0.5, 1.0]))}
         elif what == "drop":
             ask.pop(draw(st.sampled_from(sorted(set(ask) & set(OPTIONAL) or {"step"}))), None)
         elif what == "who":
             table["clients"] = draw(st.lists(st.sampled_from(["c0", "c1", "c2", "c0, evaluation", "x"]), unique=True, max_size=4))
-            for name in ("weights", "terms", "noise_multipliers", "numbers", "runs"):
-                if name in ask:
-                    ask[name] = (ask[name] * 4)[: len(table["clients"])]
+            if own := list(ask.get("own", {}).values()):
+                ask["own"] = dict(zip(table["clients"], own * 4, strict=False))
         elif what == "what":
             table["server_round"] = draw(st.sampled_from([1, 2, 3, 10**6, 2**70, 10**400]))
             table["report_metrics"] = draw(st.booleans())
             table["frozen"] = draw(st.sampled_from([[], [0], [1], [0, 0], [10**30]]))
             table["method"] = draw(st.sampled_from([table["method"]] * 3 + ["dp-fedavg", "fed-smp", "scaffold", wire.EVALUATION]))
             ask["placement"] = draw(st.sampled_from([ask["placement"]] * 3 + ["central", "distributed", "local"]))
-        elif "weights" in ask:
+        elif own := list(ask.get("own", {}).values()):
             factor = draw(FACTORS)
-            name = draw(st.sampled_from(["weights", "noise_multipliers"]))
-            ask[name] = [value * factor for value in ask[name]]
-            ask["terms"] = ask["terms"][::-1]
+            name = draw(st.sampled_from(["weight", "noise_multiplier"]))
+            for one, terms in zip(own, [one["terms"] for one in own][::-1], strict=True):
+                one |= {name: one[name] * factor, "terms": terms}
     return json.dumps(table)
 
 
@@ -256,7 +262,7 @@ LESS = (0.999, 0.5, 1e-2, 2.0**-20)
 def with_less(text: str, name: str, factor: float) -> str:
     """An instruction with so much less protection in one number; the same where it has no such number."""
     table = json.loads(text)
-    ask = table["ask"]
+    ask = table["ask"]["promise"] if name in table["ask"]["promise"] else table["ask"]
     if isinstance(ask.get(name), float):
         ask[name] = ask[name] / factor if name == "clip_norm" else ask[name] * factor
     return json.dumps(table)
@@ -268,7 +274,7 @@ def weaker(text: str) -> st.SearchStrategy[str]:
 
 def instructions(text: str) -> st.SearchStrategy[Any]:
     table = json.loads(text)
-    if not isinstance(table, dict) or not isinstance(table.get("ask"), dict) or "placement" not in table["ask"]:
+    if not isinstance(table, dict) or not isinstance(table.get("ask"), dict) or not isinstance(table["ask"].get("promise"), dict):
         return texts(text)
     return st.one_of(weaker(text), plausible(text), plausible(text), texts(text))
 

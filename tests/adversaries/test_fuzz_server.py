@@ -329,14 +329,16 @@ def test_an_array_of_a_dtype_that_does_not_exist_is_refused_with_a_reason(descr:
 # The client query
 
 
-ANSWER = json.dumps({"clients": ["c0", "c1"], "methods": ["dp-fedavg", "private-evaluation"]})
+ANSWER = Hosted(names=("c0", "c1"), methods=frozenset({"dp-fedavg", "private-evaluation"})).to_json()
 
 
 @st.composite
 def told(draw: st.DrawFn) -> RecordDict:
     content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: ANSWER})})
     if draw(st.integers(0, 5)) == 0:
-        table = {name: draw(values()) for name in draw(st.lists(st.sampled_from(["clients", "methods", "error", "unable", "x"])))}
+        table = json.loads(ANSWER) | {
+            name: draw(values()) for name in draw(st.lists(st.sampled_from(["clients", "methods", "error", "unable", "x"])))
+        }
         try:
             return RecordDict({wire.KEY: ConfigRecord({wire.KEY: json.dumps(table)})})
         except ValueError:  # a number of some thousands of digits

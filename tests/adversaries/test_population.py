@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -40,7 +41,7 @@ def app():
 
 
 def naming(*names, methods=METHODS):
-    return json.dumps({"clients": list(names), "methods": methods})
+    return json.dumps({"protocol": wire.PROTOCOL, "clients": list(names), "methods": methods})
 
 
 class Population(LocalGrid):
@@ -82,7 +83,7 @@ class Population(LocalGrid):
 
 
 THREE = {1: "a", 2: "b", 3: "c"}
-DEEP = '{"clients": ' + "[" * 100_000
+DEEP = f'{{"protocol": {wire.PROTOCOL}, "clients": ' + "[" * 10_000
 LIES = {
     "deeply nested": DEEP,
     "named twice": naming("d", "d"),
@@ -98,7 +99,7 @@ LIES = {
     "too many": naming(*(f"d{i}" for i in range(100_000))),
     "another method": naming("d", methods=["nbafl"]),
     "many methods": naming("d", methods=["x"] * 99),
-    "its own error": json.dumps({"error": "x\nEPSILON: 0.0"}),
+    "its own error": json.dumps({"protocol": wire.PROTOCOL, "clients": [], "methods": [], "error": "x\nEPSILON: 0.0"}),
     "an error": Error(code=2, reason="broken\nEPSILON: 0.0"),
     "a stock app's error": Error(code=2, reason="No query function registered"),
     "gone": Error(code=3, reason="unavailable"),
@@ -132,7 +133,7 @@ def test_a_node_that_lies_at_the_start_leaves_the_run_as_without_it(lie, at):
 
 
 def test_a_node_that_is_waited_for_is_named_by_the_error():
-    with pytest.raises(TimeoutError, match=r"only 3 clients on 3 nodes.*node 9: its list of clients has \d+ characters"):
+    with pytest.raises(TimeoutError, match=r"only 3 clients on 3 nodes.*node 9: .* text has \d+ characters: at most"):
         run({1: {**THREE, 9: naming(*(f"d{i}" for i in range(10_000)))}}, num_clients=4, registration_timeout=0.3)
 
 
@@ -279,22 +280,48 @@ def test_a_method_without_newcomers_takes_none_whatever_the_setting():
     assert strategy._manager._known.names == ("a", "b", "c")
 
 
+HEAD = f'{{"protocol":{wire.PROTOCOL},"methods":[],"clients":['
+
+
+@pytest.mark.parametrize("most_names", [3, 10_000])
 @pytest.mark.parametrize(
     "text",
     [
-        '{"clients":[' + "{}," * 50_000,
-        '{"clients":[' + '"",' * 50_000,
+        *(HEAD + one * 50_000 for one in ("{},", '"",', '"a",', "[", "0,")),
+        HEAD + "]," + '"a":[' * 50_000,
+        HEAD + '"' + "d" * 3_000_000,
         "[" * 50_000,
         '{"a":' * 5000,
-        '{"clients":["' + "d" * 3_000_000,
     ],
 )
-def test_an_answer_that_no_honest_node_sends_is_refused_before_it_is_parsed(text, monkeypatch):
-    monkeypatch.setattr("flower_dp.wire.hosted.json", None)
+def test_an_answer_that_no_honest_node_sends_costs_nothing(text, most_names):
     content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})})
-    for most_names in (3, 10_000):
-        with pytest.raises(ValueError, match=r"characters: at most|malformed answer, or more"):
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="it has no clients: "):
             wire.hosted_of(content, most_names=most_names)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_answer_that_is_too_long_is_not_parsed(monkeypatch):
+    monkeypatch.setattr(wire.structs, "_decoder", None)
+    content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: naming("d" * 5000)})})
+    with pytest.raises(ValueError, match=r"has 50\d\d characters: at most 4864"):
+        wire.hosted_of(content, most_names=3)
+
+
+@pytest.mark.parametrize("changes", [{"protocol": 4}, {"protocol": None}, {"protocol": "5"}])
+def test_an_answer_of_another_protocol_names_nobody(changes):
+    table = json.loads(naming("a"))
+    del table["protocol"]
+    for changed in (table, table | changes):
+        content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: json.dumps(changed)})})
+        with pytest.raises(
+            ValueError, match=f"it has no clients: .*not of protocol {wire.PROTOCOL}: server and client need the same"
+        ):
+            wire.hosted_of(content, most_names=3)
 
 
 def test_the_longest_honest_answers_are_read():
@@ -451,8 +478,8 @@ def test_a_name_that_is_no_printable_line_enters_nowhere(name):
     if name is not None:
         with pytest.raises(ValueError, match="must be one line of printable characters"):
             privacy_mod(name=name)
-    text = json.dumps({"clients": [name], "methods": METHODS})
-    with pytest.raises(ValueError, match="must be one line of printable characters"):
+    text = naming(name)
+    with pytest.raises(ValueError, match=r"must be one line of printable characters|Expected str, got|is not JSON"):
         wire.hosted_of(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), most_names=3)
 
 

@@ -1,7 +1,7 @@
 import json
 import math
 import tomllib
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ from flower_dp.methods import METHODS
 from flower_dp.running.apps import flatten
 from flower_dp.strategies import DPPASGD, AdaptiveClip, EvaluationBudget, FedSGDDPC, LocalEvaluation, NbAFL
 from flower_dp.strategies.releases.masks import LargestMasks, RandomMasks
-from tests.asks import ask
+from tests.asks import ask, replace
 from tests.grids import LocalGrid
 
 ROOT = Path(__file__).parents[2]

@@ -426,6 +426,8 @@ def test_the_model_follows_from_the_seed_and_leaves_torchs_own_state_alone(tmp_p
 
 def test_the_five_lines_are_an_app(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(APP))
+    for name in ("my_app", "my_model"):  # other tests have apps of these names
+        monkeypatch.delitem(sys.modules, name, raising=False)
     from my_app import app
 
     assert read_app(APP).name == "five-lines"

@@ -113,6 +113,9 @@ def gaussian(*multipliers):
     return accounting.epsilon(together, delta=1e-3, relation="replace-one").epsilon
 
 
+BUDGET = ("--budget", "8", "--delta", "1e-5")
+
+
 def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(call, path):
     assert call(path, "--create-server", "--budget", 8, "--delta", 1e-6) == (
         0,
@@ -131,6 +134,9 @@ def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(call, path):
     )
     with ServerLedger(path.with_name("adaptive")) as ledger:
         assert ledger.budget == JointBudget(epsilon=8.0, delta=1e-6, fully_adaptive=True)
+    assert call(path.with_name("chosen"), *adaptive, "--renyi-order", 3.3)[0] == 0
+    with ServerLedger(path.with_name("chosen")) as ledger:
+        assert ledger.budget == JointBudget(epsilon=8.0, delta=1e-6, fully_adaptive=True, renyi_order=3.3)
     assert call(path.with_name("other"), "--create-server")[:2] == (0, "no run yet\n")
     assert ServerLedger(path.with_name("other")).budget is None
 
@@ -143,6 +149,16 @@ def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(call, path):
         (["--budget", "8"], "--budget: is of a server's ledger; add --create-server"),
         (["--create-server", "--fully-adaptive"], "--fully-adaptive: is of a budget; add --budget"),
         (["--fully-adaptive"], "--fully-adaptive: is of a server's ledger; add --create-server"),
+        (
+            ["--create-server", *BUDGET, "--renyi-order", "3"],
+            "--renyi-order: is of a fully adaptive budget; add --fully-adaptive",
+        ),
+        (["--create-server", *BUDGET, "--fully-adaptive", "--renyi-order", "1"], "renyi_order=1.0: must be a finite number > 1"),
+        (
+            ["--create-server", *BUDGET, "--fully-adaptive", "--renyi-order", "1.01"],
+            "--renyi-order=1.01: is above 1024, or nothing fits into epsilon 8 at delta 1e-05",
+        ),
+        (["--create-server", *BUDGET, "--fully-adaptive", "--renyi-order", "1e9"], "--renyi-order=1e+09: is above 1024"),
         (["--create-server", "--create", "a"], "--create: is of a device's ledger"),
         ([], "does not exist; create it with `flower-dp ledger "),
     ],

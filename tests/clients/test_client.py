@@ -22,7 +22,7 @@ from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.core.vectors import Layout
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction, RoundMask
-from tests.asks import GONE, ask, config_of, forged
+from tests.asks import GONE, ask, config_of, forged, told
 
 SIZE = 20_000
 FALSE_ALARM = 1e-6
@@ -429,8 +429,8 @@ def test_instructions_of_other_methods_are_refused(method: str) -> None:
         _fit(_client({"a": _records([0.5, 0.0])}), ("a",), method=method)
 
 
-PROMISED = {"clip_norm": 1.0, "noise_multiplier": 1.0, "step": 2.0**-16}
-OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0], "numbers": [1], "runs": ["r"]}
+PROMISED = {"promise": {"clip_norm": 1.0, "noise_multiplier": 1.0}, "step": 2.0**-16}
+OTHERS = told("a")
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0], "numbers
 )
 def test_asks_that_make_no_sense_are_refused(table: dict[str, Any]) -> None:
     instruction = json.loads(_instruction(("a",)).to_json()) | {"ask": table}
-    with pytest.raises(ValueError, match=r"placement|noise_std|quantization_levels|keys"):
+    with pytest.raises(ValueError, match=r"placement|noise_std|quantization_levels|extra|own|promise"):
         _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], config_of(json.dumps(instruction)))
 
 
@@ -611,7 +611,9 @@ def test_the_query_names_the_clients_and_the_methods() -> None:
     message = Message(RecordDict(), 1, "query")
     reply = client_app(_make)(message, _context())
     (config,) = reply.content.config_records.values()
-    assert json.loads(str(config[wire.KEY])) == {"clients": ["a", "b"], "methods": [*CLIENT_LEVEL, wire.EVALUATION]}
+    hosted = wire.hosted_of(reply.content, most_names=2)
+    assert hosted == wire.Hosted(names=("a", "b"), methods=frozenset({*CLIENT_LEVEL, wire.EVALUATION}))
+    assert set(json.loads(str(config[wire.KEY]))) == {"protocol", "clients", "methods"}
 
 
 def test_a_node_that_cant_make_its_client_says_why() -> None:
@@ -620,7 +622,8 @@ def test_a_node_that_cant_make_its_client_says_why() -> None:
 
     reply = client_app(broken)(Message(RecordDict(), 1, "query"), _context())
     (config,) = reply.content.config_records.values()
-    assert json.loads(str(config[wire.KEY])) == {"error": "client_fn failed; the node's own log says why"}
+    told_of = json.loads(str(config[wire.KEY]))
+    assert (told_of["clients"], told_of["error"]) == ([], "client_fn failed; the node's own log says why")
 
 
 def test_the_message_api_matches_arrays_by_name() -> None:

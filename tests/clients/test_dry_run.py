@@ -740,7 +740,7 @@ def test_clients_that_are_made_anew_for_each_message_are_told_of_once(kept, seco
 
 def test_an_answer_is_read_in_one_line_and_not_without_end():
     def hosted(unable: str) -> Any:
-        text = json.dumps({"clients": ["a"], "methods": [], "unable": unable})
+        text = json.dumps({"protocol": wire.PROTOCOL, "clients": ["a"], "methods": [], "unable": unable})
         return wire.hosted_of(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), most_names=1)
 
     with pytest.raises(ValueError, match="characters"):

@@ -1,12 +1,10 @@
 """`privacy_mod`: apps that know nothing of this package, under its strategies; and what it lets out of them."""
 
 import copy
-import json
 import math
 import pickle
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,7 @@ from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.ledger_file import LedgerFile
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, NbAFL
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise, SentMask
-from tests.asks import GONE, forged, masked, own_ask, saying
+from tests.asks import GONE, forged, masked, own_ask, replace, saying, told
 from tests.asks import ask as made
 from tests.grids import LocalGrid
 from tests.stock import arrays, stock_app
@@ -104,8 +102,7 @@ def instruction_of(
 
 
 CENTRAL = instruction_of("central", 0.0)
-OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0], "numbers": [1], "runs": ["r"]}
-LOCAL_TO_OTHERS = forged(CENTRAL, placement="local", step=GONE, **OTHERS)
+LOCAL_TO_OTHERS = forged(CENTRAL, placement="local", step=GONE, **told("a"))
 NO_NOISE = instruction_of("distributed", 0.0, noise_multiplier=0.0)
 
 
@@ -282,14 +279,9 @@ def test_a_real_sklearn_app(placement: str) -> None:
 def test_a_node_says_its_clients_name_and_the_methods_that_it_runs(arguments: Any, config: Any, name: str) -> None:
     for app, question in ((added(0), wire.client_query(1, "train")), (numpy_app, properties())):
         for terms, methods in ((None, ["dp-fedavg", "dp-fedsam", "fed-smp", "private-evaluation"]), (NBAFL, ["nbafl"])):
-            assert reported(app(privacy_mod(terms=terms, **arguments))(question, context_of(**config))) == {
-                "clients": [name],
-                "methods": methods,
-            }
-
-
-def reported(reply: Message) -> Any:
-    return json.loads(reply.content[wire.KEY][wire.KEY])
+            reply = app(privacy_mod(terms=terms, **arguments))(question, context_of(**config))
+            hosted = wire.hosted_of(reply.content, most_names=1)
+            assert hosted == wire.Hosted(names=(name,), methods=frozenset(methods))
 
 
 def properties() -> Message:
@@ -303,7 +295,8 @@ def test_a_name_or_terms_that_cannot_be_made_tell_the_kind_of_error_alone(argume
 
     mod = privacy_mod(**dict.fromkeys(arguments, fail))
     reason = "this client's name or terms can't be made; the node's own log says why"
-    assert reported(added(0)(mod)(wire.client_query(1, "train"), context_of())) == {"error": reason}
+    with pytest.raises(ValueError, match=f"^it has no clients: {reason}$"):
+        wire.hosted_of(added(0)(mod)(wire.client_query(1, "train"), context_of()).content, most_names=1)
     with pytest.raises(ValueError, match=f"^declined: {reason}$") as raised:
         ask(added(0)(mod), CENTRAL, zeros(4))
     assert raised.value.__cause__ is None
@@ -612,7 +605,7 @@ def test_no_record_silences_a_client_with_local_noise(kind: str) -> None:
         ({}, replace(CENTRAL, method="unknown"), "method='unknown': this client runs"),
         ({}, forged(CENTRAL, noise_multiplier=GONE), "missing"),
         ({}, forged(CENTRAL, placement=GONE), "missing"),
-        ({}, forged(CENTRAL, noise_off=True), r"unknown keys \['noise_off'\]"),
+        ({}, forged(CENTRAL, noise_off=True), "unknown field noise_off"),
         ({}, forged(CENTRAL, keep_ratio=0.5), "must be 0, 1 and 0 for placement='central'"),
         ({}, forged(instruction_of(), noise_std=0.0), "does not go with noise_multiplier=1"),
         ({}, forged(instruction_of(), noise_std=GONE), "does not go with noise_multiplier=1"),
@@ -620,7 +613,7 @@ def test_no_record_silences_a_client_with_local_noise(kind: str) -> None:
         ({}, forged(instruction_of(), step=GONE), "must be a power of two, at most 1/1024"),
         ({}, forged(instruction_of(), step=2.0**-49), "is too small for clip_norm=1"),
         ({}, forged(instruction_of(), step=1.5 * 2.0**-14), "must be a power of two"),
-        ({}, forged(CENTRAL, metrics={"loss": 1.0}), "metrics: must be asked for by method='private-evaluation'"),
+        ({}, forged(CENTRAL, metrics={"bounds": {"loss": 1.0}}), "metrics: must be asked for by method='private-evaluation'"),
         ({}, LOCAL_TO_OTHERS, "placement='local': this client has no terms of its own"),
         ({}, replace(CENTRAL, frozen=(0,)), "the model has no arrays"),
         ({}, replace(CENTRAL, frozen=(1,)), r"frozen=\[1\]: the model has 1 arrays"),
@@ -682,7 +675,7 @@ def edited(message: Message, change: Callable[[RecordDict], None]) -> Message:
             lambda content: content["config"].update(
                 {wire.KEY: content["config"][wire.KEY].replace('"clip_norm"', '"noise":0,"clip_norm"')}
             ),
-            "unknown keys",
+            "unknown field noise - at ask.promise",
         ),
         (lambda content: content.update({"arrays": arrays(n=np.zeros(4, np.int64))}), "only floating-point arrays"),
         (lambda content: content.update({"arrays": arrays(**{"bn.running_mean": np.zeros(4)})}), "GroupNorm"),
@@ -718,7 +711,7 @@ def test_properties_and_first_weights_of_a_numpy_client_do_not_leave() -> None:
             return [np.ones(4)]
 
     app = ClientApp(client_fn=lambda context: Open().to_client(), mods=[privacy_mod(name="a")])
-    assert reported(app(properties(), context_of()))["clients"] == ["a"]
+    assert wire.hosted_of(app(properties(), context_of()).content, most_names=1).names == ("a",)
     message = Message(RecordDict({"getparametersins.config": ConfigRecord({})}), 1, "get_parameters")
     with pytest.raises(ValueError, match="its reply would not be private"):
         app(message, context_of())

@@ -17,7 +17,7 @@ from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedSAM, PrivateEvaluation
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Instruction
-from tests.asks import ANSWERED, GONE, Evaluated, evaluated, forged, saying
+from tests.asks import ANSWERED, GONE, Evaluated, evaluated, forged, saying, told
 from tests.asks import ask as made
 from tests.grids import LocalGrid
 from tests.stock import arrays
@@ -104,7 +104,6 @@ def test_the_app_gets_what_a_stock_server_sends() -> None:
 
 
 SHARE = ask_for("distributed", 0.4)
-OTHERS = {"weights": [1.0], "terms": ["x"], "noise_multipliers": [1.0], "numbers": [1], "runs": ["r"]}
 AS_TRAINING = json.dumps({**json.loads(ask_for().to_json()), "method": "dp-fedavg"})
 TRAINING = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=made())
 
@@ -125,9 +124,9 @@ TRAINING = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=m
         (ClientPolicy(), forged(SHARE, step=2.0**-11), {}, "must be a power of two, at most 1/1024 of the noise scale 0.4"),
         (ClientPolicy(), forged(SHARE, step=GONE), {}, "must be a power of two, at most 1/1024"),
         (ClientPolicy(), forged(SHARE, step=2.0**-48), {}, "is too small"),
-        (ClientPolicy(), forged(SHARE, keep_ratio=0.5), {}, "metrics: do not go with"),
-        (ClientPolicy(), forged(ask_for(), mask_seed=1, mask_keep_ratio=0.5), {}, "metrics: do not go with"),
-        (ClientPolicy(), forged(ask_for(), placement="local", step=GONE, **OTHERS), {}, "has no terms of its own"),
+        (ClientPolicy(), forged(SHARE, keep_ratio=0.5), {}, "metrics: does not go with"),
+        (ClientPolicy(), forged(ask_for(), mask={"type": "seed", "seed": 1, "keep_ratio": 0.5}), {}, "metrics: do not go with"),
+        (ClientPolicy(), forged(ask_for(), placement="local", step=GONE, **told("a")), {}, "has no terms of its own"),
         (ClientPolicy(), ask_for(), {LEDGER_PATH: "ledger.json"}, "keeps no account"),
     ],
 )

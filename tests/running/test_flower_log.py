@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from flower_dp.core.checks import SettingsError
-from flower_dp.running import flower_log
+from flower_dp.running import flower_log, run_folder
 
 CODE = """
 import logging, os, sys
@@ -92,6 +92,7 @@ def test_warnings_of_a_log_once_each(tmp_path):
         "INFO :      WARNING is no warning\n"
         "\x1b[93mWARNING \x1b[0m:   node 3: reply refused: too long\n"
         "(Worker pid=7) WARNING :   client 'c01': what it has kept is damaged\n"
+        "(Worker pid=8) WARNING :   client 'c01': what it has kept is damaged [repeated 12x across cluster] (Ray deduplicates)\n"
         "WARNING :   node 14: reply refused: too long\n"
         "WARNING :   the evaluation of round 1 was left out: no client has answered\n"
     )
@@ -103,3 +104,16 @@ def test_warnings_of_a_log_once_each(tmp_path):
         ]
     )
     assert [flower_log.num_warnings(found), flower_log.num_warnings(found[:1])] == ["3 warnings", "1 warning"]
+
+
+def test_a_resumed_run_has_the_warnings_and_the_error_of_its_last_attempt_alone(tmp_path):
+    log = tmp_path / "flower.log"
+    with run_folder.new_log(tmp_path) as file:
+        file.write(b"WARNING :   of the first attempt\n" + TRACE.format(error="KeyError: 1").encode())
+    for resumed, kept in ((False, True), (True, False)):  # not resumed: its statement is made once more
+        run_folder.new_log(tmp_path, go_on=True, resumed=resumed).close()
+        assert flower_log.warnings_of(log) == (["of the first attempt"] if kept else [])
+        assert flower_log.of_a_dead_process(log).endswith("KeyError: 1") is kept
+    with run_folder.new_log(tmp_path, go_on=True) as file:
+        file.write(b"WARNING :   of the second attempt\n")
+    assert flower_log.warnings_of(log) == ["of the second attempt"]

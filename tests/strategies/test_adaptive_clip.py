@@ -1,7 +1,6 @@
 """Adaptive clipping: a clip norm that moves by noised indicators, at the cost of a fixed one."""
 
 import math
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -19,12 +18,13 @@ from flower_dp.clients.reply.parts import IndicatorClip
 from flower_dp.clients.reply.pipeline import Job, Refusal
 from flower_dp.core.noise import noise_generator
 from flower_dp.core.sampling import FullSampling, PoissonSampling
-from flower_dp.core.stored import from_stored, to_stored
+from flower_dp.core.stored import packed, unpacked
 from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPFedSAM, FedSMP
 from flower_dp.strategies.releases.adaptive_clip import MovingClip
 from flower_dp.strategies.releases.round import Round
 from flower_dp.wire import Ask, Indicator, Instruction, Model, Promise
 from tests.adversaries.fuzzing import THOROUGH
+from tests.asks import forged, replace, table_of
 from tests.grids import LocalGrid
 from tests.stock import arrays, stock_app
 
@@ -272,10 +272,9 @@ def test_without_noise_the_step_is_that_of_the_paper() -> None:
 def test_a_run_goes_on_from_its_stored_state() -> None:
     first = run(np.full(10, 5.0), CLIP, rounds=5)
     assert first.rules.clip_norm != 0.5
-    arrays_, text = to_stored(first.state)
     other = DPFedAvg(**WORDS | {"num_clients": 10, "noise_multiplier": 0.5})
     assert other.rules.clip_norm == 0.5
-    other.state = from_stored(arrays_, text)
+    other.state = unpacked(packed(first.state))
     assert other.state == first.state
     assert other.rules.clip_norm == first.rules.clip_norm
     assert other.rules.training.ask(4, NAMES[:10]).indicator == first.rules.training.ask(4, NAMES[:10]).indicator
@@ -333,8 +332,8 @@ def test_the_indicator_travels_and_is_not_sent_where_it_is_not_used() -> None:
     asked = Ask(promise=PROMISE, placement="central", indicator=INDICATOR)
     instruction = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=asked)
     assert Instruction.from_json(instruction.to_json()) == instruction
-    assert asked.to_table(("a",))["indicator"] == {"clip_norm": 4.0, "scale": 6.0}
-    assert "indicator" not in Ask(promise=PROMISE, placement="central").to_table(("a",))
+    assert table_of(instruction)["indicator"] == {"clip_norm": 4.0, "scale": 6.0}
+    assert "indicator" not in table_of(replace(instruction, ask=Ask(promise=PROMISE, placement="central")))
 
 
 @pytest.mark.parametrize(
@@ -359,8 +358,13 @@ def test_asks_that_make_no_sense_with_an_indicator_are_refused(arguments: dict[s
     ],
 )
 def test_forged_indicators_are_refused(table: Any) -> None:
+    asked = Ask(promise=PROMISE, placement="central", indicator=INDICATOR)
+    instruction = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=asked)
     with pytest.raises(ValueError, match="indicator"):
-        Indicator.from_table(table)
+        Instruction.from_json(forged(instruction, indicator=table))
+    if isinstance(table, dict) and len(table) == 2:
+        with pytest.raises(ValueError, match="indicator"):
+            Indicator(**table)
 
 
 @pytest.mark.parametrize("array", [np.float32, torch.Tensor], ids=["NumPy", "torch"])

@@ -20,7 +20,7 @@ from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.strategies import DPFedAvg, DPFedSAM, NbAFL, PrivateEvaluation
-from tests.asks import GONE, config_of, evaluated, forged, forged_total
+from tests.asks import GONE, config_of, evaluated, forged, forged_total, told
 from tests.asks import ask as made
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
@@ -506,18 +506,14 @@ def asked(names=("c01",), **arguments):
             "placement": "local",
             "noise_std": GONE,
             "step": GONE,
-            "weights": [1.0],
-            "terms": ["x"],
-            "noise_multipliers": [1.0],
-            "numbers": [1],
-            "runs": ["r"],
+            **told("c01"),
         },
-        {"metrics": {"accuracy": 0.0}},
-        {"metrics": {}},
+        {"metrics": {"bounds": {"accuracy": 0.0}}},
+        {"metrics": {"bounds": {}}},
         {"metrics": GONE},
         {"keep_ratio": 0.5},
         {"quantization_levels": 1},
-        {"mask_seed": 1, "mask_keep_ratio": 0.5},
+        {"mask": {"type": "seed", "seed": 1, "keep_ratio": 0.5}},
         {"step": GONE},
         {"step": 2.0**-11},
         {"step": 2.0**-48},
@@ -545,7 +541,7 @@ def test_what_clients_are_promised_is_the_noise_of_the_plan():
     strategy.start(grid, flat(), num_rounds=1)
     asked = [one for one in grid.sent if one.metadata.message_type == "evaluate"]
     reported = [json.loads(one.content.config_records["config"][wire.KEY])["ask"] for one in asked]
-    assert {(one["noise_multiplier"], one["clip_norm"]) for one in reported} == {(2.0, 1.0)}
+    assert {(one["promise"]["noise_multiplier"], one["promise"]["clip_norm"]) for one in reported} == {(2.0, 1.0)}
 
 
 def test_too_few_replies_without_a_trusted_server_tell_nothing():

@@ -21,7 +21,7 @@ from flower_dp.core.noise import lattice_step
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedSAM, FedSMP
 from flower_dp.wire import Answer, Ask, Instruction, RoundMask
-from tests.asks import GONE, config_of, forged, masked
+from tests.asks import config_of, forged, masked
 from tests.clients.test_client import FALSE_ALARM, _client, _records
 from tests.grids import LocalGrid
 
@@ -160,14 +160,13 @@ def test_a_payload_under_another_mask_is_refused() -> None:
         {"placement": "central"},
         {"noise_std": 0.0},
         {"noise_std": -0.1},
-        {"mask_keep_ratio": 0.0},
-        {"mask_keep_ratio": 1.5},
-        {"mask_keep_ratio": GONE},
-        {"mask_seed": -1},
-        {"mask_seed": 1.5},
-        {"mask_seed": 2**63},
-        {"mask_seed": None},
-        {"mask_seed": GONE},
+        {"mask": {"type": "seed", "seed": 7, "keep_ratio": 0.0}},
+        {"mask": {"type": "seed", "seed": 7, "keep_ratio": 1.5}},
+        {"mask": {"type": "seed", "seed": 7}},
+        {"mask": {"type": "seed", "seed": -1, "keep_ratio": 0.5}},
+        {"mask": {"type": "seed", "seed": 1.5, "keep_ratio": 0.5}},
+        {"mask": {"type": "seed", "seed": 2**63, "keep_ratio": 0.5}},
+        {"mask": {"type": "seed", "keep_ratio": 0.5}},
         {"keep_ratio": 0.5},  # of what noise has changed: goes with no mask
         {"quantization_levels": 3},
         {"extra": 1},
@@ -175,7 +174,7 @@ def test_a_payload_under_another_mask_is_refused() -> None:
 )
 def test_asks_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
     text = forged(instruction(("a",), masked_ask(size=2)), **changes)
-    with pytest.raises(Declined, match=r"placement|noise_std|keep_ratio|mask|keys"):
+    with pytest.raises(Declined, match=r"placement|noise_std|keep_ratio|mask|extra"):
         _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], config_of(text))
 
 

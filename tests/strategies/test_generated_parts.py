@@ -162,7 +162,7 @@ def test_a_reply_may_be_twice_as_large_as_its_numbers_and_no_larger(length, many
     """Of a node with many clients: its one sum, and an answer; whatever is beside it counts."""
     names = tuple(f"c{number}" for number in range(1 if stock else many))
     message = Message(RecordDict(), 7, "train")
-    fixed = 6 * (4096 + 12 * wire.answer.MOST_REASON * (wire.answer.MOST_REASONS + 1) + 8 * len(names))
+    fixed = 6 * (2**14 + 2 * wire.answer.MOST_REASON * (wire.answer.MOST_REASONS + 1) + 8 * len(names))
     arrays = {"w": Array(np.ones(length, np.float32))}
     size = int(fixed + factor * 16 * length) - 4 * length
     if size > 0:

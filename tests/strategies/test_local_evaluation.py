@@ -50,7 +50,7 @@ from flower_dp.strategies import (
     Scaffold,
 )
 from tests.adversaries.fuzzing import examples
-from tests.asks import ANSWERED, GONE, config_of, evaluated, forged, forged_total, own_ask
+from tests.asks import ANSWERED, GONE, config_of, evaluated, forged, forged_total, own_ask, told
 from tests.charges import Kept, assert_charges_are_the_ledgers
 from tests.contracts import SAMPLERS
 from tests.grids import LocalGrid
@@ -377,7 +377,7 @@ def instruction_of(budget, method="fedsgd-dpc laplace", name="c0", server_round=
     return wire.Instruction(server_round=server_round, method=wire.EVALUATION, clients=(name,), ask=asked)
 
 
-NO_OWN = dict.fromkeys(("weights", "terms", "noise_multipliers", "numbers", "runs"), GONE)
+NO_OWN = {"own": GONE}
 
 
 def tell(client, instruction):
@@ -468,12 +468,12 @@ def test_a_policy_is_asked_as_well(policy, match):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"metrics": {"f1": 1.0}}, "metric 'f1': this client has loss, accuracy"),
-        ({"metrics": {}}, "metrics="),
+        ({"metrics": {"bounds": {"f1": 1.0}}}, "metric 'f1': this client has loss, accuracy"),
+        ({"metrics": {"bounds": {}}}, "metrics="),
         ({"metrics": GONE}, "metrics: must be asked for by method='private-evaluation'"),
-        ({"weights": []}, "weights: must have one value"),
-        ({"weights": [-1.0]}, "weight=-1"),
-        ({"placement": "central"}, "ask: unknown keys"),
+        ({"own": {}}, "own: has no terms of 1 of 1 clients"),
+        (told("c0", weight=-1.0), "weight=-1"),
+        ({"placement": "central"}, "own: must be there for placement='local' alone"),
         ({"placement": "central", **NO_OWN}, "placement='central': this client's messages are private on its own terms"),
         (
             {"placement": "distributed", "noise_std": 0.5, "step": 2.0**-20, **NO_OWN},
@@ -764,8 +764,8 @@ def test_clients_of_one_node_are_promised_the_least_noise_of_them():
     (message,) = strategy.configure_evaluate(1, flat(), {}, grid)
     (text,) = (record[wire.KEY] for record in message.content.config_records.values() if wire.KEY in record)
     reported = json.loads(text)["ask"]
-    assert reported["noise_multiplier"] == pytest.approx(2 * 2 / 4.0)
-    assert reported["noise_multipliers"] == pytest.approx([8.0, 4.0, 2.0, 1.0])
+    assert reported["promise"]["noise_multiplier"] == pytest.approx(2 * 2 / 4.0)
+    assert [one["noise_multiplier"] for one in reported["own"].values()] == pytest.approx([8.0, 4.0, 2.0, 1.0])
     assert strategy.statement.clients.evaluation == pytest.approx({"c0": 0.25, "c1": 0.5, "c2": 1.0, "c3": 2.0})
 
 

@@ -17,8 +17,8 @@ from flower_dp.clients.reasons import Declined
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.nbafl import weights_terms
 from flower_dp.strategies import FedSGDDPC
+from tests.asks import GONE, config_of, forged, own_ask, told
 from tests.asks import ask as made
-from tests.asks import config_of, forged, own_ask
 from tests.grids import LocalGrid
 from tests.local_grids import NAMES, context_of, grid_of, linear, records, start, vector_of
 
@@ -329,10 +329,14 @@ def test_a_client_with_more_noise_than_the_server_states_replies():
 
 
 def test_a_server_that_names_no_terms_gets_no_reply():
-    for field in ("terms", "noise_multipliers", "weights"):
+    for own, why in (
+        ({"own": {}}, "own: has no terms of 1 of 1 clients"),
+        (told("c1"), "own: has no terms of 1 of 1 clients"),
+        *((told("c0", **{field: GONE}), f"missing required field {field}") for field in ("terms", "noise_multiplier", "weight")),
+    ):
         state = RecordDict()
-        with pytest.raises(ValueError, match=f"{field}: must have one value for each of 1 clients"):
-            ask(state, table={field: []})
+        with pytest.raises(ValueError, match=why):
+            ask(state, table=own)
         assert StateAccount(state).replies("c0") == 0
 
 
@@ -372,7 +376,7 @@ def test_a_server_of_another_placement_gets_no_reply_under_the_methods_own_name(
 
 def test_a_node_says_which_method_it_runs():
     reported = json.loads(client(RecordDict(), names=("c1", "c0")).get_properties({})[wire.KEY])
-    assert reported == {"clients": ["c0", "c1"], "methods": ["fedsgd-dpc"]}
+    assert reported == {"protocol": wire.PROTOCOL, "clients": ["c0", "c1"], "methods": ["fedsgd-dpc"]}
 
 
 def test_replies_made_of_the_same_state_by_clients_made_anew_never_repeat_noise():

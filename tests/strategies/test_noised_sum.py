@@ -1,7 +1,6 @@
 """A release as one object: what it asks follows from it, and the limits of replies from what was asked."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.round import Round
 from flower_dp.wire import Ask, Model
+from tests.asks import replace
 
 WORDS: dict[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 16, "delta": 1e-3}
 

@@ -143,6 +143,13 @@ def test_a_run_that_everybody_left_waits_and_then_fails():
         run(THREE, {2: dict.fromkeys(THREE)}, strategy=DPFedAvg(**WORDS, registration_timeout=0.3))
 
 
+def test_a_node_that_is_left_out_is_nobody_for_whom_a_run_goes_on():
+    """Every round would be charged, and nobody asked."""
+    words = {"most_newcomers": 0, "registration_timeout": 0.3}
+    with pytest.raises(TimeoutError, match="no client is connected any more"):
+        run(THREE, {2: {**dict.fromkeys(THREE), 9: "x"}}, strategy=DPFedAvg(**WORDS, **words))
+
+
 def test_every_known_client_is_drawn_with_the_same_rate():
     """2,000 Poisson cohorts of 3 + 3 clients: a rate 5 standard deviations (0.05) from 0.3 has a probability below 1e-6."""
     strategy = DPFedAvg(**WORDS | {"sampling": PoissonSampling(sampling_rate=0.3)}, noise_seed=1)

@@ -1,11 +1,13 @@
 """A run's state is one value: it can be stored, compared, and gone on from."""
 
 import copy
+import hashlib
 import math
 import pickle
 from dataclasses import dataclass, replace
 
 import cloudpickle
+import msgspec
 import numpy as np
 import pytest
 from dp_accounting import SelfComposedDpEvent
@@ -13,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
-from flower_dp.core.stored import from_stored, same, stored, to_stored
+from flower_dp.core.stored import packed, same, stored, unpacked
 from flower_dp.privacy import accounting
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.server_ledger import ServerLedger
@@ -34,7 +36,7 @@ def rounds(strategy: DPStrategy, model: ArrayRecord, numbers: range) -> ArrayRec
 
 
 def moved(strategy: DPStrategy, state: object) -> DPStrategy:
-    strategy.state = from_stored(*to_stored(state))
+    strategy.state = unpacked(packed(state))
     return strategy
 
 
@@ -418,8 +420,24 @@ def test_states_are_equal_if_all_that_they_hold_is():
     ):
         assert not same(one, other)
     assert SumState(shares=(1, 2)) == SumState(shares=(1, 2)) != SumState(shares=(2, 1))
-    kept, text = to_stored({1: {"x": np.zeros(2)}, 2: [True, None, 1.5]})
-    assert same(from_stored(kept, text), {1: {"x": np.zeros(2)}, 2: [True, None, 1.5]})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1: {"x": np.zeros(2)}, 2: [True, None, 1.5], -3: (), "": [], "ü": {}},
+        (1, (2.5, [math.nan, -math.inf, (None,)]), 2**63 - 1, -(2**63) + 1, "", 0.0, -0.0),
+        [None, "float32", [2], b""[:0].decode()],  # as an array is stored
+        ["SumState", {"shares": (1, 2)}],  # as a dataclass is
+        [np.zeros((2, 0, 3), np.float16), np.array(3.0), np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.array(["a", "bc"])],
+        [np.array([], np.int64), np.arange(3, dtype=">i2"), np.array([True, False]), np.array([1j, 2])],
+        SumState(shares=(1, 2), released=np.arange(3.0)),
+    ],
+)
+def test_a_value_that_was_stored_is_what_it_was(value):
+    found = unpacked(packed(value))
+    assert same(found, value)
+    assert packed(found) == packed(value)
 
 
 def test_a_stored_class_may_be_defined_again_and_no_other_takes_its_name():
@@ -429,19 +447,38 @@ def test_a_stored_class_may_be_defined_again_and_no_other_takes_its_name():
 
     define("a")
     again = define("a")
-    assert isinstance(from_stored({}, '{"Bounds": {"norm": 2.0}}'), again)
+    assert isinstance(unpacked(packed(again(norm=2.0))), again)
     with pytest.raises(ValueError, match="Bounds: must be a dataclass of a name that no other stored one has"):
         define("b")
     with pytest.raises(ValueError, match="str: must be a dataclass"):
         stored(str)
 
 
-@pytest.mark.parametrize("text", ['{"Nobody": {}}', '{"array": "there"}', '{"SumState": {"unknown": 1}}', '{"table": 3}'])
-def test_a_malformed_state_is_refused(text):
-    with pytest.raises(ValueError, match="malformed"):
-        from_stored({}, text)
+@pytest.mark.parametrize(
+    "held",
+    [
+        ["Nobody", {}],
+        ["SumState", {"unknown": 1}],
+        ["SumState"],
+        ["SumState", 3],
+        [None, "<f8", [3], b"12345678"],
+        [None, "|O", [1], b"12345678"],
+        [None, "no dtype", [1], b"12345678"],
+        [None],
+        [],
+    ],
+)
+def test_a_malformed_state_is_refused(held):
+    body = msgspec.msgpack.encode(held)
+    for content in (body, body[:-1], body + b"x", b""):
+        file = b"flower-dp state 2\n%s\n%s" % (hashlib.sha256(content).hexdigest().encode(), content)
+        with pytest.raises(ValueError, match="is malformed"):
+            unpacked(file)
 
 
-def test_what_is_no_value_is_not_stored():
-    with pytest.raises(ValueError, match="function can't be stored"):
-        to_stored({"x": lambda: None})
+@pytest.mark.parametrize(
+    "value", [lambda: None, 2**63, -(2**63), np.float64(1.0), {1.5: 1}, {(): 1}, b"x", np.array([None]), {1, 2}, Ellipsis]
+)
+def test_what_is_no_value_is_not_stored(value):
+    with pytest.raises(ValueError, match=r"state/x/0=.*can't be stored"):
+        packed({"x": [value]})

@@ -231,22 +231,22 @@ def test_a_client_refuses_vectors_that_its_method_does_not_work_with():
     (config,) = [record for record in message.content.config_records.values() if ANSWER in record]
     client = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=DPFedPAQRecipe(**BOTH), context=context_of())
     answer = json.loads(config[ANSWER])
-    assert answer["ask"]["vectors"] == ["control"]
+    assert answer["ask"]["vectors"] == {"control": None}
     weights = linear()[0].weight.detach().numpy()
     with pytest.raises(ValueError, match=r"vectors=\['control'\] came with the model: this method works with \[\]"):
         client.fit([weights, np.zeros(18, np.float32)], {ANSWER: json.dumps(answer | {"method": "dp-fedpaq"})})
     own = LocalDPClient(model=linear(), clients={"c0": FOUR["c0"]}, recipe=recipe, context=context_of())
     for names, arrays, why in (
         (None, 0, r"vectors=\[\] came with the model: this method works with \['control'\]"),
-        (["control"], 0, "vector 'control' is float32 of shape"),
+        ({"control": None}, 0, "vector 'control' is float32 of shape"),
         (None, 1, "the server's model has 2 arrays"),
-        (["other"], 1, r"vectors=\['other'\] came with the model: this method works with \['control'\]"),
-        (["control", "other"], 2, r"vectors=\['control', 'other'\] came with the model"),
-        (["control", "control"], 2, "a name stands twice"),
-        (["control", "other"], 0, "must be names of vectors that came with the model"),
-        ([], 0, "must be names of vectors"),
-        ("control", 1, "must be names of vectors"),
-        ([["control"]], 1, "vectors: name="),
+        ({"other": None}, 1, r"vectors=\['other'\] came with the model: this method works with \['control'\]"),
+        ({"control": None, "other": None}, 2, r"vectors=\['control', 'other'\] came with the model"),
+        ({"control": None, "other": None}, 0, "must be names of vectors that came with the model"),
+        (["control"], 1, "Expected object, got array - at ask.vectors"),
+        ("control", 1, "Expected object, got str - at ask.vectors"),
+        ({"control": [0.0] * 18}, 1, r"Expected null, got array - at ask.vectors\[...\]"),
+        ({"a\nb": None}, 1, "vectors: name="),
     ):
         ask = {name: value for name, value in answer["ask"].items() if name != "vectors"}
         forged = json.dumps(answer | {"ask": ask | ({} if names is None else {"vectors": names})})

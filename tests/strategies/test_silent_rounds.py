@@ -10,6 +10,7 @@ from flwr.serverapp.strategy import FedAdam
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import AdaptiveClip, DPFedAvg, EvaluationBudget, PrivateEvaluation, run_checkpoints
 from flower_dp.strategies.checkpoint import CheckpointFolder
+from flower_dp.strategies.releases.noised_sum import NoisedSum
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 from tests.strategies.test_local_evaluation import METHODS, flat, grid_of, opened
@@ -216,6 +217,50 @@ def test_a_run_that_goes_back_before_silent_rounds_evaluates_again(tmp_path):
     start(made, grid, tmp_path / "run", resume=True)
     assert grid.evaluated == [6, 7, 8]
     assert ENDED not in made.statement.incidents
+
+
+def test_evaluations_that_have_ended_stay_so_when_the_run_goes_back(tmp_path):
+    """They end with the one of round 4, and the run with that round and the two before it, which are silent."""
+    away = Grid(range(3, 99), unevaluated=range(2, 99))
+    with pytest.raises(RuntimeError, match="in the last 3 rounds"):
+        start(strategy(**EVALUATED), away, tmp_path / "run")
+    made, grid = strategy(**EVALUATED), Grid(())
+    start(made, grid, tmp_path / "run", resume=True)
+    assert grid.evaluated == []
+    assert made.statement.incidents.count(ENDED) == 1
+
+
+def counted(monkeypatch, number, grid, *, rate=0.5):
+    """A run whose evaluating cohorts are secret, and whose noised number of those who answered is this."""
+    plan = PrivateEvaluation(noise_multiplier=1.0, sampling=PoissonSampling(sampling_rate=rate))
+    made = strategy(num_clients=40, evaluation=plan)
+
+    def noised(self, ask, total, *, num_replies, cohort_size, rng):
+        return np.array([0.0, number]) / (np.sqrt(2) * self.release.expected_cohort)
+
+    own = NoisedSum.noised
+    monkeypatch.setattr(
+        NoisedSum, "noised", lambda self, *given, **words: (noised if self.metrics else own)(self, *given, **words)
+    )
+    start(made, grid)
+    return made
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_the_noised_number_alone_ends_evaluations_where_cohorts_are_secret(silent, monkeypatch):
+    """If the true number decided, evaluations that go on would tell that somebody has answered: with all others silent, who."""
+
+    def grid():
+        return Grid((), num_nodes=40, unevaluated=range(1, 99) if silent else ())
+
+    ended = counted(monkeypatch, 0.3, grid())
+    # Twenty clients are expected each time; three times that is more than enough.
+    assert ended.rules.evaluation.release.num_charged == 3
+    assert ended._run.record.unanswered_evaluations == (20, 20, 20)
+    assert f"{ENDED}, as far as their noised results tell" in ended.statement.incidents
+    # A usable number; one that is of no use, and nearer to the four that are expected than to none.
+    for number, rate in ((20.0, 0.5), (3.9, 0.1)):
+        assert counted(monkeypatch, number, grid(), rate=rate).rules.evaluation.release.num_charged == ROUNDS
 
 
 @pytest.mark.parametrize("method", METHODS)

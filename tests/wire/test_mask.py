@@ -1,13 +1,11 @@
 """The mask of a round on the wire: a seed, or a bit a coordinate."""
 
-import base64
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flower_dp.wire import Ask, Instruction, Promise, RoundMask, SentMask
+from flower_dp.wire import Ask, Instruction, Promise, SentMask
 from tests.asks import ask, forged, table_of
 
 WHOLE = [0, 3, 7, 8, 12]
@@ -26,18 +24,10 @@ def test_a_sent_mask_is_read_as_it_was_made(length: int) -> None:
     assert not mask.indices(length).flags.writeable
 
 
-def test_only_the_keys_of_the_masks_own_kind_are_sent() -> None:
-    """An older client, which knows no sent mask, takes part in all other rounds, and refuses this one."""
-    sent, seeded, none = (
-        set(table_of(instruction(mask))) for mask in (SentMask.of([1], length=8), RoundMask(seed=1, keep_ratio=0.5), None)
-    )
-    assert (sent - none, seeded - none) == ({"mask_bits"}, {"mask_seed", "mask_keep_ratio"})
-
-
 def test_a_mask_takes_a_bit_a_coordinate() -> None:
     """In base64, which has 4 characters for 3 bytes."""
     text = instruction(SentMask.of(np.arange(0, 60_000, 7), length=60_000)).to_json()
-    assert len(text) - len(instruction(None).to_json()) == 10_000 + len(',"mask_bits":""')
+    assert len(text) - len(instruction(None).to_json()) == 10_000 + len(',"mask":{"type":"bits","bits":""}')
 
 
 @pytest.mark.parametrize(
@@ -46,22 +36,30 @@ def test_a_mask_takes_a_bit_a_coordinate() -> None:
     ids=["empty", "short", "long", "keeps nothing", "beyond the vector", "beyond two bytes"],
 )
 def test_bits_that_are_no_mask_of_the_model_are_refused(bits: bytes, length: int) -> None:
-    with pytest.raises(ValueError, match="mask_bits"):
+    with pytest.raises(ValueError, match="mask bits"):
         SentMask(bits=bits).indices(length)
 
 
 @pytest.mark.parametrize("value", [None, 7, 1.5, [1], {"a": 1}, "no base64!", "YWI", "ä", True])
 def test_bits_that_are_no_text_of_bytes_are_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="mask_bits"):
-        Instruction.from_json(forged(instruction(SentMask.of([1], length=8)), mask_bits=value))
+    with pytest.raises(ValueError, match=r"at ask\.mask\.bits"):
+        Instruction.from_json(forged(instruction(None), mask={"type": "bits", "bits": value}))
 
 
-def test_two_masks_are_refused() -> None:
-    both = {"mask_bits": base64.b64encode(b"\xff").decode(), "mask_seed": 1, "mask_keep_ratio": 0.5}
-    with pytest.raises(ValueError, match="must not both be there"):
-        Instruction.from_json(forged(instruction(None), **both))
-    with pytest.raises(ValueError, match="missing"):
-        Instruction.from_json(forged(instruction(None), mask_bits=both["mask_bits"], mask_keep_ratio=0.5))
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"type": "bits", "bits": "/w==", "seed": 1, "keep_ratio": 0.5},
+        {"type": "seed", "seed": 1, "keep_ratio": 0.5, "bits": "/w=="},
+        {"type": "seed", "seed": 1},
+        {"bits": "/w=="},
+        {"type": "both"},
+        [],
+    ],
+)
+def test_a_mask_is_of_one_kind(mask: Any) -> None:
+    with pytest.raises(ValueError, match=r"at ask\.mask"):
+        Instruction.from_json(forged(instruction(None), mask=mask))
 
 
 @pytest.mark.parametrize("arguments", [{"keep_ratio": 0.5}, {"quantization_levels": 3}])
@@ -73,6 +71,6 @@ def test_a_sent_mask_goes_with_nothing_that_a_seeded_one_does_not_go_with(argume
 
 
 def test_the_bits_are_bytes() -> None:
-    with pytest.raises(ValueError, match="mask_bits"):
+    with pytest.raises(ValueError, match="mask bits"):
         SentMask(bits="/w==")  # type: ignore[arg-type]
-    assert json.loads(instruction(SentMask(bits=b"\xff")).to_json())["ask"]["mask_bits"] == "/w=="
+    assert table_of(instruction(SentMask(bits=b"\xff")))["mask"] == {"type": "bits", "bits": "/w=="}

@@ -1,6 +1,5 @@
 """A Flower mod that puts this package's protection around any ClientApp: sklearn, JAX, TensorFlow, plain NumPy."""
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from flower_dp.clients.reasons import SEE_LOG, Declined, contained, in_own_words
 from flower_dp.clients.reply.work import add_up
 from flower_dp.core import checks
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.wire import Instruction, Model, RecordNames
+from flower_dp.wire import Hosted, Instruction, Model, RecordNames
 
 log = logging.getLogger("flwr")
 
@@ -122,8 +121,8 @@ class _PrivacyMod:
         try:
             client = self._client(context)
         except Declined as error:
-            return json.dumps({"error": error.reason})
-        return json.dumps({"clients": [client.name], "methods": list(client.methods)})
+            return Hosted(names=(), methods=frozenset(), error=error.reason).to_json()
+        return Hosted(names=(client.name,), methods=frozenset(client.methods)).to_json()
 
     def _client(self, context: Context) -> "AppClient":
         """Return this node's client; of an error nothing is told, because its text and its class may contain data."""

@@ -29,7 +29,7 @@ from flower_dp.clients.reply.parts import (
 )
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value, width_of_sum
 from flower_dp.clients.tracebacks import new_traceback_of, place_of
-from flower_dp.core.clipping import NOT_FINITE, l2_norms
+from flower_dp.core.clipping import NOT_FINITE, NotFiniteError, l2_norms
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
@@ -275,9 +275,7 @@ class Pipeline:
         norm = l2_norms(row) if measured else None
         try:
             return _Clipped(row=self.clip(row), norm=norm)
-        except ValueError as error:
-            if str(error) != NOT_FINITE:
-                raise
+        except NotFiniteError:
             return _Clipped(row=None, norm=norm)
 
     def _reply(self, trained: Trained, job: Job, made: "_Clipped | None" = None) -> Reply | Refusal:

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -264,7 +264,7 @@ class ClientManager:
         if there == self._there and there <= set(self._hosted):
             return before
         deadline, told = time.monotonic() + self._timeout, 0.0
-        while not self._ask_new(grid, there, deadline):
+        while not self._ask_new(grid, there, deadline, before.names):
             if (now := time.monotonic()) > deadline:
                 raise TimeoutError(f"no client is connected any more, and none has registered within {self._timeout:g} s")
             if now >= told + _TOLD_SECONDS:
@@ -284,8 +284,8 @@ class ClientManager:
             log.info("%s clients have left: %s", *_few(gone))
         return after
 
-    def _ask_new(self, grid: Grid, there: set[int], deadline: float) -> bool:
-        """Ask nodes that are new, and wait a little for their answers; return whether any client is there."""
+    def _ask_new(self, grid: Grid, there: set[int], deadline: float, known: Sequence[str]) -> bool:
+        """Ask nodes that are new, and wait a little for their answers; return whether any client is there that may take part."""
         begun, most_names = time.monotonic(), self._most_per_node or self._num_clients
         new = there - set(self._hosted)
         until = min(deadline, begun + (_LATE_SECONDS if begun >= self._waits_from else _LOOK_SECONDS))
@@ -303,7 +303,8 @@ class ClientManager:
                 log.warning("node %s is not asked: %s", node, reason)
                 self._hosted[node] = _NOBODY
         self._there = there
-        return any(self._names(node) for node in there)
+        admitted = set(self._admitted(list(known)))
+        return any(not admitted.isdisjoint(self._names(node)) for node in there)
 
     # Both
 
