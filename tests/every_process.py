@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from flower_dp.privacy import accounting
-from flower_dp.running import plot
+from flower_dp.running import modules, plot
 from flower_dp.strategies.population import client_manager, client_query
 from tests.chance import chance_of
 from tests.clock import Clock
@@ -80,6 +80,14 @@ def pytest_fixture_setup(fixturedef, request):
             return (yield)
         finally:
             _set(*before)
+
+
+@pytest.fixture(autouse=True)
+def no_app_of_an_earlier_test():
+    """An app whose ServerApp was loaded has its folder on the path, until another one is loaded."""
+    yield
+    for place, _ in list(modules._served):
+        modules.forget(place.folder)
 
 
 @pytest.fixture

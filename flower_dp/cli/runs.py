@@ -14,7 +14,6 @@ import typer
 from click.core import ParameterSource
 
 from flower_dp.cli.errors import fail, refuse
-from flower_dp.cli.screen import Screen, own_stream
 
 if TYPE_CHECKING:
     from flower_dp.running.launched import Launched
@@ -130,9 +129,9 @@ def _given(**arguments: str) -> set[str]:
 
 def _on_cluster(ray_address: str, workers: int | None, gpus: float) -> int:
     """Return how many workers run on a cluster: as many as asked for, else all that fit."""
-    from flower_dp.simulation import cluster
+    from flower_dp.simulation.workers import room
 
-    fit = cluster.room(ray_address, gpus)
+    fit = room(ray_address, gpus)
     if fit < (workers or 1):
         named = f"--gpus-per-worker={gpus:g}" if gpus and not fit else f"--workers={workers or 1}"
         raise ValueError(f"{named}: {fit} workers fit on the cluster, with one CPU core and {gpus:g} GPUs each")
@@ -183,6 +182,7 @@ def _launch(begun: "Launched", folder: Path, *, resume: str = "", check: Callabl
     """Run an app in a folder, unless `check` refuses its settings, and tell how that ended."""
     from flower_dp.core.environment import STATED
     from flower_dp.running import guard, progress, run_folder
+    from flower_dp.running.screen import Screen, own_stream
     from flower_dp.running.signals import Interrupted, Signals
     from flower_dp.simulation import attempt
 

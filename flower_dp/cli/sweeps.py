@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flower_dp.cli.errors import fail, refuse
-from flower_dp.cli.screen import echo
 
 if TYPE_CHECKING:
     from flower_dp.sweeps.folder import SweepFolder
@@ -45,6 +44,7 @@ def sweep(
 
     Exit status: 0 all runs ended, 1 a run failed, 2 bad options or settings, 130 interrupted.
     """
+    from flower_dp.running.screen import echo
     from flower_dp.running.signals import Interrupted
     from flower_dp.sweeps.pool import LaunchError
     from flower_dp.sweeps.results import TABLE
@@ -124,6 +124,7 @@ def _show_commands(file: Path, folder: "SweepFolder | None", *, private_selectio
 def _choose(file: Path, folder: "SweepFolder", at_once: int | None) -> None:
     """Make the best of a random number of runs, and show it."""
     from flower_dp.running.run_folder import STATEMENT_TEXT
+    from flower_dp.running.screen import echo
     from flower_dp.sweeps.folder import RUNS
     from flower_dp.sweeps.private_choice import CHOSEN, PrivateSweep
 

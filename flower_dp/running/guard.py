@@ -68,10 +68,15 @@ class Guard:
             os.set_blocking(told, False)  # the child's own children may hold the other end
             content = pipe.read() or b""
         self.said = content.partition(_DONE)[0].decode()
+        self._end_left()  # which may still hold what a next function needs
         return os.waitstatus_to_exitcode(status) if content.endswith(_DONE) else None
 
     def close(self) -> None:
-        """End all processes that the functions have left, and remove the folder."""
+        """Remove the folder. All processes that the functions have left have ended with them."""
+        self._end_left()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end_left(self) -> None:
         with suppress(ChildProcessError, ImportError):  # none, of which psutil needs not be asked
             os.waitpid(-1, os.WNOHANG)
             import psutil  # noqa: PLC0415
@@ -81,7 +86,6 @@ class Guard:
                 with suppress(psutil.Error):
                     process.kill()
             psutil.wait_procs(left, timeout=10)
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _pass_on(self, signum: int, frame: object) -> None:
         if self.came:
@@ -135,8 +139,9 @@ def _signals() -> list[int]:
 
 def _end_with_guard(alive: int) -> None:
     os.read(alive, 1)
-    if "flower_dp.simulation.workers" in sys.modules:
-        sys.modules["flower_dp.simulation.workers"].end_this_process()
+    end = getattr(sys.modules.get("flower_dp.simulation.workers"), "end_this_process", None)
+    if end is not None:  # which ends a Ray that is starting, and hears no signal
+        end()
     else:
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -184,28 +184,6 @@ def _last_line(error: Exception) -> str:
     return (named or lines or [type(error).__name__])[-1]
 
 
-def room(ray_address: str, gpus: float) -> int:
-    """Return how many workers of one core fit on a cluster. This process joins it, asks every machine, and leaves it.
-
-    Args:
-        ray_address: as for `address_of`.
-        gpus: of a worker.
-
-    Raises:
-        ValueError: a machine has other versions.
-        ConnectionError: no cluster answers, or it can't be joined.
-        ImportError: Ray is not installed.
-    """
-    from flower_dp.simulation.workers import start_ray, stop_ray  # noqa: PLC0415  (they need this module)
-
-    ray = start_ray(0, cluster=Cluster(address=address_of(ray_address)))
-    try:
-        check_machines(ray, 1.0, gpus)
-        return sum(fitting(node, 1.0, gpus) for node in ray.nodes())
-    finally:
-        stop_ray()
-
-
 def fitting(node: Mapping[str, Any], cpus: float, gpus: float) -> int:
     """Return how many workers fit on a machine, as `ray.nodes()` describes it.
 

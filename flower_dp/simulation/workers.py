@@ -21,7 +21,7 @@ from flower_dp.core import checks
 from flower_dp.running import ray_settings
 from flower_dp.running.guard import short_folder
 from flower_dp.running.preflight import default_workers
-from flower_dp.simulation.cluster import Cluster, fitting
+from flower_dp.simulation.cluster import Cluster, address_of, check_machines, fitting
 
 # Everything listens on this machine's own address only: Ray asks nobody for a password.
 _ADDRESS = "127.0.0.1"
@@ -394,6 +394,26 @@ class Workers:
         self.actors = []
         if self in _idle:
             _idle.remove(self)
+
+
+def room(ray_address: str, gpus: float) -> int:
+    """Return how many workers of one core fit on a cluster. This process joins it, asks every machine, and leaves it.
+
+    Args:
+        ray_address: as for `address_of`.
+        gpus: of a worker.
+
+    Raises:
+        ValueError: a machine has other versions.
+        ConnectionError: no cluster answers, or it can't be joined.
+        ImportError: Ray is not installed.
+    """
+    ray = start_ray(0, cluster=Cluster(address=address_of(ray_address)))
+    try:
+        check_machines(ray, 1.0, gpus)
+        return sum(fitting(node, 1.0, gpus) for node in ray.nodes())
+    finally:
+        stop_ray()
 
 
 def end_idle() -> None:

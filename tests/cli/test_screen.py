@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flower_dp.cli import screen
-from flower_dp.cli.screen import Screen
 from flower_dp.core.sampling import FullSampling
+from flower_dp.running import screen
+from flower_dp.running.screen import Screen
 from flower_dp.running.signals import Interrupted
 from flower_dp.strategies import DPFedAvg, diagnostics
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
@@ -156,7 +156,7 @@ def test_a_reader_of_the_log_that_closes_interrupts_the_run(tmp_path, monkeypatc
 
 def test_the_terminal_stays_that_while_a_process_writes_to_a_log(tmp_path):
     code = (
-        "import os, sys\nfrom flower_dp.cli.screen import own_stream\nwith own_stream() as stream:\n"
+        "import os, sys\nfrom flower_dp.running.screen import own_stream\nwith own_stream() as stream:\n"
         "    os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 1)\n    print('of the app', flush=True)\n    print('shown', file=stream)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "log"], capture_output=True, text=True, check=True)

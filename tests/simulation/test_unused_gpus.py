@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flower_dp.cli.screen import Screen
 from flower_dp.running import preflight
+from flower_dp.running.screen import Screen
 from flower_dp.simulation import run as simulation
 from flower_dp.simulation.workers import unused_gpus
 from flower_dp.sweeps import sweep

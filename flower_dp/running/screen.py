@@ -9,14 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import Any, Self, TextIO
 
 import typer
 
+from flower_dp.running.flower_log import plain
+from flower_dp.running.progress import Display
+from flower_dp.running.run_folder import LOG, METRICS
 from flower_dp.running.signals import Interrupted
-
-if TYPE_CHECKING:
-    from flower_dp.running.progress import Display
 
 # In lines that are in the log alone: the traceback of an error on a client.
 _TRACEBACK = "traceback | "
@@ -99,7 +99,7 @@ class Screen:
 
     def __init__(
         self,
-        display: "Display",
+        display: Display,
         stream: TextIO | None,
         folder: Path,
         *,
@@ -108,8 +108,6 @@ class Screen:
         quiet: bool,
         interrupt: Callable[[int], None],
     ) -> None:
-        from flower_dp.running.run_folder import LOG, METRICS
-
         self._display, self._stream, self._quiet, self._interrupt = display, stream, quiet, interrupt
         metrics, log = folder / METRICS, folder / LOG
         self._rows = rows
@@ -171,8 +169,6 @@ class _Tail:
         self._path, self._take, self._offset, self._old = path, take, begin, old
 
     def read(self) -> None:
-        from flower_dp.running.flower_log import plain
-
         if not self._path.exists() or self._path.stat().st_ino == self._old:
             return
         with self._path.open("rb") as file:
