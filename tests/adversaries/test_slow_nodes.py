@@ -255,12 +255,12 @@ def asked_of(grid, num_nodes):
 
 
 def test_the_deadline_is_looked_at_between_replies():
-    """200 nodes, each object of whose replies takes 20 ms to download."""
-    grid = SuperLink(200, seconds=0.02)
-    messages = asked_of(grid, 200)
-    replies, begun = Replies(grid, messages, 1.5), time.monotonic()
-    assert 0 < len(list(replies)) < 200
-    assert time.monotonic() - begun < 2.5
+    """100 nodes, each object of whose replies takes 100 ms to download."""
+    grid = SuperLink(100, seconds=0.1)
+    messages = asked_of(grid, 100)
+    begun = time.monotonic()
+    assert 0 < len(list(Replies(grid, messages, 5.0))) < 100
+    assert time.monotonic() - begun < 8
 
 
 def test_many_replies_take_one_request_and_devices_that_upload_nothing_no_thread():
