@@ -112,8 +112,8 @@ def clip_of_each_tensor(monkeypatch):
 
 
 def weights_after_the_clip(monkeypatch):
-    accepted = limits.Limits.accepted
-    monkeypatch.setattr(limits.Limits, "accepted", lambda self, vector, clients: 10 * accepted(self, vector, clients))
+    checked = limits.Limits._checked
+    monkeypatch.setattr(limits.Limits, "_checked", lambda self, vector, clients: 10 * checked(self, vector, clients))
 
 
 def one_noise_for_all_rounds(monkeypatch):

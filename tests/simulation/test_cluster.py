@@ -125,7 +125,7 @@ def test_what_is_installed(monkeypatch, tmp_path):
     # The code counts, not its version alone.
     (tmp_path / "flower_dp").mkdir()
     (tmp_path / "flower_dp" / "__init__.py").write_text("")
-    monkeypatch.setattr(flower_dp, "__file__", str(tmp_path / "flower_dp" / "__init__.py"))
+    monkeypatch.setattr(cluster, "__file__", str(tmp_path / "flower_dp" / "simulation" / "cluster.py"))
     other = cluster.installed()
     assert cluster.differences(found, other).startswith("flower-dp 0.")
     assert cluster.installed() == other

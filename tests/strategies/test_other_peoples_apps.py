@@ -232,7 +232,7 @@ def test_a_run_that_has_lost_all_clients_says_every_half_minute_how_long_it_wait
     assert said == [f"no client is connected; registration_timeout=50: {left} s left" for left in (50, 20)]
 
 
-class MemoryLogGrid(LocalGrid):
+class InMemoryGrid(LocalGrid):
     """Told by its name, as Flower's is."""
 
 
@@ -242,7 +242,7 @@ class SimulatedGrid(LocalGrid):
     simulated = True
 
 
-@pytest.mark.parametrize("kind", [MemoryLogGrid, SimulatedGrid])
+@pytest.mark.parametrize("kind", [InMemoryGrid, SimulatedGrid])
 def test_a_simulation_with_too_few_clients_fails_at_once(kind):
     grid = kind(stock_app(shifted(lambda node: 1.0)), 3)
     with pytest.raises(ValueError, match="num_clients=5: the simulation has 3 clients on 3 nodes"):

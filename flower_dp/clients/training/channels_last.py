@@ -24,7 +24,7 @@ class Convolutions:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        usable = torch._C._has_mkldnn and not is_accelerator(device)
+        usable = torch.backends.mkldnn.is_available() and not is_accelerator(device)  # type: ignore[no-untyped-call]
         self._layers = [layer for layer in module.modules() if usable and isinstance(layer, nn.Conv2d)]
         self._device, self._known = device, dict[object, bool]()
 
