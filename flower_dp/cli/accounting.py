@@ -48,8 +48,11 @@ RelationOption = Annotated[
 RunTarget = Annotated[
     str | None,
     typer.Argument(
-        metavar="[PRESET | METHOD]",
-        help="A run of this preset, or of this method with its defaults, with all settings. Default: the options' releases.",
+        metavar="[PRESET | TASK | METHOD | APP_DIR]",
+        help=(
+            "A run of this preset, task or app, or of this method with its defaults, with all settings. "
+            "Default: the options' releases."
+        ),
     ),
 ]
 BestOf = Annotated[
@@ -88,7 +91,7 @@ def epsilon(
         _answer_of_run(target, setting or [], None, as_json=as_json, number=number)
         return
     if noise_multiplier is None:
-        refuse("--noise-multiplier is missing")
+        refuse("--noise-multiplier is missing; or name a preset, a task, a method or the folder of an app")
     _answer({name: value for name, value in context.params.items() if not name.startswith("best_of")}, number)
 
 
@@ -191,7 +194,7 @@ def _is_run(context: typer.Context, target: str | None, fit: tuple[str, ...]) ->
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     if target is None:
         if "setting" in given:
-            refuse("--set belongs to a preset or a method, which is missing")
+            refuse("--set belongs to a preset, a task, a method or an app, which is missing")
         return False
     if other := sorted(given - set(fit)):
         option = f"--{other[0].replace('_', '-')}"
@@ -254,7 +257,10 @@ def _statement_of(run: "Target") -> "PrivacyStatement":
     # An app that `flower_dp.app` makes has the settings of flower-dp's own.
     app = apps.own_app() if run.app.built else run.app
     if not app.cost:
-        raise ValueError(f"{app.name}: its pyproject.toml names no function `cost` under [tool.flower-dp]")
+        raise ValueError(
+            f"{app.name}: its pyproject.toml names no function `cost` under [tool.flower-dp]; in its place describe what its "
+            "strategy releases, as --noise-multiplier 1 --num-rounds 50 --delta 1e-5"
+        )
     with plugins.loaded(app, app.cost) as cost:
         config = {**run.app.defaults, **run.overrides}
         statement: PrivacyStatement = cost(config, own_model=True) if run.app.built else cost(config)

@@ -132,7 +132,7 @@ def one_of(name: str, value: Any, valid: tuple[str, ...]) -> str:
         BadValue: naming the field, the value and the valid words.
     """
     if value not in valid:
-        raise bad(name, value, f"one of {', '.join(valid)}")
+        raise bad(name, value, f"one of {', '.join(valid)}" if len(valid) > 1 else valid[0])
     return str(value)
 
 

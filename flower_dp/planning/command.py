@@ -59,7 +59,7 @@ def make_plan(method: str, problem: Path | str | None = None, *, estimates: Mapp
     """
     planner = planner_of(method)
     if problem is None and estimates is None:
-        raise ProblemError("problem", "problem: missing; give a TOML file")
+        raise ProblemError("problem", "problem: missing; give --problem FILE.toml, or --estimate-from PRESET")
     given = read_problem(problem) if problem is not None else {}
     return planner.plan({**(estimates or {}), **given})
 

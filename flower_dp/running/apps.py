@@ -203,8 +203,9 @@ def _preset(app: App, target: str) -> Mapping[str, Any]:
         return flatten(_read_toml(presets[target]))
     needed: Mapping[str, Any] | None = own_module("combination").of_task(target)
     if needed is None:
-        close = difflib.get_close_matches(target, presets, n=1)
-        hint = f"did you mean {close[0]}?" if close else "`flower-dp presets` lists them"
+        tasks: tuple[str, ...] = own_module("tasks").TASKS
+        close = difflib.get_close_matches(target, [*presets, *tasks], n=1)
+        hint = f"did you mean {close[0]}?" if close else f"`flower-dp presets` lists the presets; tasks are {', '.join(tasks)}"
         raise ValueError(f"{target}: is neither a folder of a Flower app, nor a preset, nor a task; {hint}")
     return needed
 

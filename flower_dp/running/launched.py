@@ -47,6 +47,8 @@ class Launched:
             raise ValueError(f"{place}: {why}; it says which app runs")
         try:
             return cls(**json.loads((folder / CHECKPOINT / _FILE).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ValueError(f"{folder}: holds no run that `flower-dp run` has begun: it has no {CHECKPOINT}/{_FILE}") from None
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(f"{folder}: holds no run that `flower-dp run` has begun ({error})") from None
 

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, chdir, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +135,7 @@ def on_ray(
         started: called when Ray is there, before the ServerApp begins.
     """
     threads = ThreadPoolExecutor(1)
+    making: list[Future[SimulatedGrid]] = []
 
     def made(app: App, config: Config) -> SimulatedGrid:
         from flower_dp.simulation.grid import RayGrid  # noqa: PLC0415  (while other modules are imported)
@@ -150,6 +151,7 @@ def on_ray(
     def begin(app: App, config: Config) -> Callable[[], SimulatedGrid]:
         importlib.import_module("ray")  # in one thread: two would wait for each other
         found = threads.submit(made, app, config)
+        making.append(found)
 
         def there() -> SimulatedGrid:
             grid = found.result()
@@ -169,7 +171,8 @@ def on_ray(
         return attempt(begun, folder, begin, resume=resume, check=checked)
     finally:
         threads.shutdown(wait=False)
-        if "flower_dp.simulation.workers" in sys.modules:
+        # A thread that uses Ray after its end makes Ray end this process, without a word: such a Ray ends with the process.
+        if all(found.done() for found in making) and "flower_dp.simulation.workers" in sys.modules:
             sys.modules["flower_dp.simulation.workers"].stop_ray()
 
 

@@ -222,13 +222,13 @@ def test_an_infinite_epsilon_is_no_noise():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({**LAPLACE, "sampling": "fixed-size"}, "sampling='fixed-size': must be one of round-robin"),
+        ({**LAPLACE, "sampling": "fixed-size"}, "sampling='fixed-size': must be round-robin"),
         ({**LAPLACE, "client-epsilons": "1,2"}, "client-epsilons: has 2 numbers"),
         (
             {**PRESETS["mnist-dp-pasgd"], "client-batch-sizes": "8,x"},
             "client-batch-sizes='8,x': must be whole numbers with commas",
         ),
-        ({**PRESETS["mnist-dp-pasgd"], "sampling": "poisson"}, "sampling='poisson': must be one of full"),
+        ({**PRESETS["mnist-dp-pasgd"], "sampling": "poisson"}, "sampling='poisson': must be full"),
         ({**PRESETS["mnist-dp-pasgd"], "num-local-steps": 0}, "num_local_steps=0"),
         ({**PRESETS["mnist-dp-pasgd"], "num-steps": 85}, "num_steps=85: must be a multiple of num_local_steps=10"),
         ({**LAPLACE, "client-epsilons": "1,two"}, "must be numbers with commas"),

@@ -396,7 +396,12 @@ def test_a_folder_is_an_app(checkout):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["slow"], "slow: is neither a folder of a Flower app, nor a preset, nor a task; `flower-dp presets` lists them"),
+        (
+            ["slow"],
+            "slow: is neither a folder of a Flower app, nor a preset, nor a task; `flower-dp presets` lists the presets; "
+            "tasks are mnist, fashion-mnist, ",
+        ),
+        (["mnits"], "mnits: is neither a folder of a Flower app, nor a preset, nor a task; did you mean mnist?"),
         (["quik"], "quik: is neither a folder of a Flower app, nor a preset, nor a task; did you mean quick?"),
         (["../quick"], "../quick: is neither"),
         ([".."], "is neither"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
@@ -10,6 +11,7 @@ from flower_dp.privacy import accounting, selection
 from flower_dp.running import apps, new_app, planned
 
 LOCAL = ("--set", "method=nbafl", "--set", "sampling=full", "--set", "sampling-rate=0", "--set", "nbafl.epsilon=1")
+STOCK = Path(__file__).parents[1] / "foreign" / "tiny"
 QUICK = ("--set", "num-rounds=4", "--set", "sampling=full", "--set", "num-clients=200")
 
 
@@ -125,7 +127,8 @@ def test_epsilon_stands_in_the_place_of_a_presets_noise():
     ("arguments", "message"),
     [
         (("epsilon", "nowhere"), "nowhere: is neither a folder"),
-        (("epsilon", "--set", "seed=1"), "--set belongs to a preset or a method"),
+        (("epsilon", "--set", "seed=1"), "--set belongs to a preset, a task, a method or an app"),
+        (("epsilon", str(STOCK)), "names no function `cost` under [tool.flower-dp]; in its place describe what"),
         (("calibrate", "dp-fedavg"), "--epsilon is missing"),
         (("calibrate", "dp-fedavg", "--epsilon", "8", "--num-rounds", "9"), "--num-rounds: dp-fedavg has settings of its own"),
         (

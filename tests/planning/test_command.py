@@ -237,7 +237,7 @@ class TestRefusals:
             read_problem(tmp_path / "absent.toml")
         err = io.StringIO()
         assert run("nbafl", err=err) == 2
-        assert err.getvalue() == "problem: missing; give a TOML file\n"
+        assert err.getvalue() == "problem: missing; give --problem FILE.toml, or --estimate-from PRESET\n"
 
     def test_not_text(self, tmp_path):
         path = tmp_path / "problem.toml"

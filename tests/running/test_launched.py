@@ -18,7 +18,9 @@ def test_how_a_run_was_begun_is_read_back(tmp_path):
     BEGUN.write(tmp_path)
     assert Launched.read(tmp_path) == BEGUN
     assert (tmp_path / CHECKPOINT).stat().st_mode & 0o777 == 0o700
-    with pytest.raises(ValueError, match="holds no run that `flower-dp run` has begun"):
+    with pytest.raises(
+        ValueError, match=r"other: holds no run that `flower-dp run` has begun: it has no checkpoint/launch.json$"
+    ):
         Launched.read(tmp_path / "other")
 
 

@@ -1,10 +1,13 @@
 """Ray that does not start: it is tried once more, and then the error says why."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 
 import pytest
 
-from flower_dp.simulation import workers
+from flower_dp.running.launched import Launched
+from flower_dp.simulation import attempt, workers
 
 
 class Ray:
@@ -57,3 +60,35 @@ def test_the_folder_of_a_ray_that_does_not_start_is_removed(tmp_path, monkeypatc
         workers.start_ray(2)
     assert workers._ours is None
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_run_that_is_refused_while_its_workers_are_made_does_not_end_ray_under_them(busy, tmp_path, monkeypatch):
+    """Ray ends a process in which a thread uses it after its end, before the process has said why the run was refused."""
+    begins, goes_on, futures, ended = threading.Event(), threading.Event(), [], []
+
+    class Threads(ThreadPoolExecutor):
+        def submit(self, *task):
+            futures.append(super().submit(*task))
+            return futures[-1]
+
+    def start(*_):
+        begins.set()
+        assert goes_on.wait(60)
+        raise workers.RayStartError("there is none")
+
+    def check():
+        assert begins.wait(60)
+        if not busy:
+            goes_on.set()
+            wait(futures)
+        raise ValueError("rounds=-1: must be >= 0")
+
+    monkeypatch.setattr(attempt, "ThreadPoolExecutor", Threads)
+    monkeypatch.setattr(workers, "start_ray", start)
+    monkeypatch.setattr(workers, "stop_ray", lambda: ended.append(True))
+    begun = Launched(app="", name="mine", overrides={}, workers=1, supernodes=None, gpus_per_worker=0.0)
+    outcome = attempt.on_ray(begun, tmp_path, resume="", check=check, started=lambda: None)
+    goes_on.set()
+    assert (outcome.status, outcome.details) == ("refused", "rounds=-1: must be >= 0")
+    assert ended == ([] if busy else [True])
