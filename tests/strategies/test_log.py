@@ -225,6 +225,32 @@ def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_
     assert checkpointed(strategy, tmp_path / "b", 1).epsilon == together(3)
 
 
+@pytest.mark.parametrize("after", ["the commit", "the charge"])
+def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_epsilon_of_its_ledger(path, monkeypatch, after):
+    """A signal is handled when SQLite returns from the disk: before the process knows that the charge is there."""
+    run(DPFedAvg(**WORDS, ledger=path), path, 1)
+    strategy, append, check = DPFedAvg(**WORDS, ledger=path), Store.append, Store._check_place
+
+    def checked(self):
+        check(self)
+        if after == "the commit" and self._db.execute("SELECT COUNT(*) FROM charges").fetchone()[0] == 3:
+            raise KeyboardInterrupt
+
+    def appended(self, name, one):
+        append(self, name, one)
+        if after == "the charge" and one.server_round == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_check_place", checked)
+        patch.setattr(Store, "append", appended)
+        with pytest.raises(KeyboardInterrupt):
+            run(strategy, path, 4)
+    assert [len(one) for one in written(path)] == [1, 2]
+    assert strategy.statement.num_rounds == 2
+    assert (strategy.statement.joint.num_runs, strategy.statement.joint.epsilon) == (2, together(3))
+
+
 def test_a_run_that_goes_on_is_one_run_with_all_of_its_rounds(tmp_path):
     strategy = DPFedAvg(**WORDS)
     assert checkpointed(strategy, tmp_path / "a", 4, dies_in=2) is None
