@@ -201,17 +201,17 @@ class StoreLog:
         """Write a charge down."""
         if self._store is None:
             raise RuntimeError("ledger: the run has ended")
+        before = self.charges, self._all
         # First: an interruption leaves no charge on the disk that the joint epsilon lacks.
         if self.memory is not None:
             self.memory.count(charge, self.run)
+        self.charges = self.charges.after(charge, private=self._private)
+        self._all = self._all.after(charge, run=self.run, private=self._private)
         try:
             self._store.append(self.run, charge)
-        except BaseException as error:
-            if not isinstance(error, Exception):  # an interruption: the charge may be on the disk
-                self.charges = self.charges.after(charge, private=self._private)
-                self._all = self._all.after(charge, run=self.run, private=self._private)
+        except Exception:  # an interruption is none: then it may be on the disk
+            self.charges, self._all = before
             raise
-        self.charges, self._all = self._store.charges[self.run], self._store.all
 
     def check_state(self, numbers: Mapping[str, int]) -> None:
         """Refuse a state with other charges than the run has on the ledger, also after that was closed."""
