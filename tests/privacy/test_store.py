@@ -10,9 +10,12 @@ import resource
 import shutil
 import signal
 import sqlite3
+import sys
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -960,6 +963,36 @@ def test_what_a_budget_affords_under_one_relation_it_does_not_under_another():
         allowed[relation] = left.why_not(Charges(), one, private=True) is None
         assert allowed[relation] == (cost <= 1.0)
     assert list(allowed.values()) == [True, False]
+
+
+def test_an_interruption_while_names_are_written_leaves_no_charge_of_a_name_that_is_not(tmp_path):
+    """The process went on with numbers of names that the file had forgotten again: it could not be read any more."""
+    tmp_path.chmod(0o700)
+    before = sys.gettrace()
+    for line in count(1):
+        left, path = [line], tmp_path / f"{line}.sqlite"
+
+        def at(frame, event, argument, left=left):
+            left[0] -= event == "line"
+            if event == "line" and not left[0]:
+                raise KeyboardInterrupt
+            return at
+
+        Store.create(path)
+        with Store(path) as ledger:
+            run = ledger.begin(method="m", delta=DELTA)
+            sys.settrace(lambda frame, event, argument, at=at: at if frame.f_code.co_name == "_number" else None)
+            try:
+                with suppress(KeyboardInterrupt):
+                    ledger.append(run, local(1, ("a", "b")))
+            finally:
+                sys.settrace(before)
+            if left[0] > 0:
+                break
+            ledger.append(run, local(1, ("b", "c")))
+        with Store(path) as ledger:
+            assert [one.owners for one in ledger.read(run)] == [("b", "c")]
+    assert line > 8
 
 
 def test_a_charge_that_fails_takes_nothing_of_earlier_ones_away(path):
