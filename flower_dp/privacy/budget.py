@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from flower_dp.core import checks, dp
 from flower_dp.privacy import accounting
 from flower_dp.privacy.charges import Charge, Charges, History
+from flower_dp.privacy.events import Relation
 
 # How many more charges are accounted at once, at least; later as many as there were.
 _AHEAD = 8
@@ -64,7 +65,7 @@ class Remaining:
     def __init__(self, budget: JointBudget) -> None:
         self.budget = budget
         # What it says is true of any owner with these charges, whether they are written down or not.
-        self._left: dict[tuple[frozenset[tuple[dp.DpEvent, int]], dp.DpEvent], int] = {}
+        self._left: dict[tuple[Relation, frozenset[tuple[dp.DpEvent, int]], dp.DpEvent], int] = {}
 
     def why_not(self, charges: Charges, charge: Charge, *, private: bool) -> str | None:
         """Return why the budget does not cover a charge after others; None if it does.
@@ -82,14 +83,14 @@ class Remaining:
     def _affords(self, history: History, event: dp.DpEvent) -> bool:
         if isinstance(event, dp.NoOpDpEvent):
             return True
-        key = (frozenset(history.counts.items()), event)
+        key = (history.relation, frozenset(history.counts.items()), event)
         if key not in self._left:
             if len(self._left) > _MOST_KNOWN:
                 self._left.clear()
             self._left[key] = self._num_affordable(history, event)
         if (left := self._left[key]) > 1:
             after = {**history.counts, event: history.counts.get(event, 0) + 1}
-            self._left[frozenset(after.items()), event] = left - 1
+            self._left[history.relation, frozenset(after.items()), event] = left - 1
         return left > 0
 
     def _num_affordable(self, history: History, event: dp.DpEvent) -> int:

@@ -301,8 +301,8 @@ class Store:
         new = [text for text in dict.fromkeys(texts) if text not in known]
         rows = list(enumerate(new, start=len(known) + 1))
         db.executemany(f"INSERT INTO {table} VALUES (?, ?)", rows)  # noqa: S608
+        self._uncommitted += [(known, text) for text in new]  # first: an interruption leaves no number that the file has not
         known.update({text: number for number, text in rows})
-        self._uncommitted += [(known, text) for text in new]
 
     def _run(self, name: str) -> LedgerRun:
         if name not in self.runs:
@@ -325,7 +325,7 @@ class Store:
             self._db.execute("COMMIT")
         except BaseException:
             for known, text in self._uncommitted:
-                del known[text]
+                known.pop(text, None)
             if self._db.in_transaction:
                 with suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")

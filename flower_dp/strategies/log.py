@@ -67,6 +67,7 @@ class MemoryLog:
         run: a random id.
         charges: those of the run.
         all: those of all runs of the strategy, also of those that are on ledgers of their own.
+        unknown: the runs that were charged elsewhere, in another process for example, before they went on here by their state.
 
     Args:
         private: whether its noise is drawn afresh.
@@ -78,18 +79,20 @@ class MemoryLog:
     def __init__(self, *, private: bool, before: MemoryLog | None = None) -> None:
         self.run, self.charges, self._private = uuid.uuid4().hex, Charges(), private
         self.all: Charges = Charges() if before is None else before.all
+        self.unknown: frozenset[str] = frozenset() if before is None else before.unknown
         self._of_runs[self.run] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MemoryLog._copied, (self.run, self._private, self.charges, self.all)
+        return MemoryLog._copied, (self.run, self._private, self.charges, self.all, self.unknown)
 
     @classmethod
-    def _copied(cls, run: str, private: bool, charges: Charges, every: Charges) -> MemoryLog:
-        if charges.last and (here := cls._of_runs.get(run)) is not None:
+    def _copied(cls, run: str, private: bool, charges: Charges, every: Charges, unknown: frozenset[str]) -> MemoryLog:
+        begun = charges.last or run in unknown
+        if begun and (here := cls._of_runs.get(run)) is not None:
             return here
         made = cls(private=private)
-        made.charges, made.all = charges, every
-        if charges.last:
+        made.charges, made.all, made.unknown = charges, every, unknown
+        if begun:
             made.run = run
             cls._of_runs[run] = made
         return made
@@ -115,6 +118,8 @@ class MemoryLog:
         own = self.charges.numbers()
         if own and any(numbers.values()) and any(own.get(name, 0) != number for name, number in numbers.items()):
             raise _other_state(own, numbers)
+        if not own and any(numbers.values()):
+            self.unknown |= {self.run}
 
     def count(self, charge: Charge, run: str) -> None:
         """Count a charge of a run, which may be on a ledger, for the joint epsilon; one that was counted before is not again."""
@@ -126,8 +131,14 @@ class MemoryLog:
         return self.joint_of(self.run, scope, delta)
 
     def joint_of(self, run: str, scope: Scope, delta: float) -> JointEpsilon | None:
-        """Return what a run and the strategy's others have cost together; None if there are none."""
+        """Return what a run and the strategy's others have cost together; None if there are none.
+
+        It is infinite if one of them was charged elsewhere: its state says how often, and not with what.
+        """
         joint = _joint(self.all, run, scope, delta)
+        if self.unknown and (joint is not None or self.unknown != {run}):
+            num_runs, apart = len({*self.all.runs(scope), *self.unknown, run}), () if joint is None else joint.apart
+            return JointEpsilon(num_runs=num_runs, epsilon=math.inf, delta=delta, accountant="none", apart=apart, on_ledger=False)
         return None if joint is None else replace(joint, on_ledger=False)
 
     def close(self) -> None:
@@ -165,7 +176,7 @@ class StoreLog:
         run: str = "",
         memory: MemoryLog | None = None,
     ) -> None:
-        self.memory = memory
+        self.memory, self._private = memory, private
         self._store: Store | None = Store(path)
         try:
             if self._store.clients:
@@ -190,11 +201,17 @@ class StoreLog:
         """Write a charge down."""
         if self._store is None:
             raise RuntimeError("ledger: the run has ended")
+        before = self.charges, self._all
         # First: an interruption leaves no charge on the disk that the joint epsilon lacks.
         if self.memory is not None:
             self.memory.count(charge, self.run)
-        self._store.append(self.run, charge)
-        self.charges, self._all = self._store.charges[self.run], self._store.all
+        self.charges = self.charges.after(charge, private=self._private)
+        self._all = self._all.after(charge, run=self.run, private=self._private)
+        try:
+            self._store.append(self.run, charge)
+        except Exception:  # an interruption is none: then it may be on the disk
+            self.charges, self._all = before
+            raise
 
     def check_state(self, numbers: Mapping[str, int]) -> None:
         """Refuse a state with other charges than the run has on the ledger, also after that was closed."""

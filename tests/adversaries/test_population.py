@@ -403,6 +403,23 @@ def test_a_late_reply_counts_in_no_later_round():
     assert strategy.rounds[-1].replies == 3
 
 
+def test_a_late_reply_counts_in_no_later_round_of_a_grid_that_sends_when_the_first_reply_is_awaited():
+    """Its messages have no id before: every reply in a node's name was taken for the one to this round."""
+    grid, strategy = LocalGrid(stock_app(shifted(lambda node: 0.1)), 3), DPFedAvg(**WORDS)
+    model = arrays(w=np.zeros(1, np.float32))
+    late = grid.send_and_receive(strategy.configure_train(1, model, ConfigRecord(), grid))
+    strategy.aggregate_train(1, [])
+    messages = strategy.configure_train(2, model, ConfigRecord(), grid)
+
+    def sent():
+        for message in messages:
+            yield from late
+            yield from grid.send_and_receive([message])[: message.metadata.dst_node_id - 1]
+
+    strategy.aggregate_train(2, sent())
+    assert strategy.rounds[-1].replies == 2  # not that of node 1, of which the grid has only the late one
+
+
 class OneThenAll(FullSampling):
     """One client in the first round, and all in the others."""
 

@@ -85,3 +85,13 @@ def test_one_release_without_noise_makes_all_of_it_not_private() -> None:
 
 def test_pure_costs() -> None:
     assert spent(*[LaplaceDpEvent(2.0)] * 3, relation="replace-one").cost(0).epsilon == pytest.approx(3.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("how", ["scope", "views"])
+def test_no_view_stands_for_the_strongest_adversary(how: str) -> None:
+    """A charge counted by the events of a weaker adversary, or was in no budget and no joint epsilon."""
+    scope = Scope(unit="client", relation="add-or-remove-one", view="outsiders" if how == "scope" else "")
+    views: Any = {"": (GaussianDpEvent(100.0),)} if how == "views" else {}
+    words: Any = {"release": "r", "number": 1, "server_round": 1, "kind": "k", "owners": (EVERY_CLIENT,), "views": views}
+    with pytest.raises(ValueError, match=r"scope=.*: `events` are the strongest adversary's"):
+        Charge(**words, scope=scope, events=(GaussianDpEvent(1.0),))

@@ -10,9 +10,12 @@ import resource
 import shutil
 import signal
 import sqlite3
+import sys
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -28,8 +31,8 @@ from dp_accounting import (
 )
 
 from flower_dp.privacy import accounting, ledger_tables, store
-from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.budget import JointBudget, Remaining
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, Scope
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.store import Store
 from tests.charges import charge_each
@@ -946,6 +949,50 @@ def test_a_budget_counts_down_to_its_end(tmp_path, owner):
                 ledger.append(run, charge(most + 1, ("b",)))
         else:
             ledger.append(run, charge(most + 1, ("b",)))
+
+
+def test_what_a_budget_affords_under_one_relation_it_does_not_under_another():
+    """A charge that was allowed, and then not written, said the same of one that costs twice as much."""
+    left = Remaining(JointBudget(epsilon=1.0, delta=1e-5))
+    allowed = {}
+    for relation in ("add-or-remove-one", "replace-one"):
+        scope = Scope(unit="client", relation=relation)
+        words = {"release": "r", "number": 1, "server_round": 1, "kind": "k", "scope": scope, "owners": (EVERY_CLIENT,)}
+        one = Charge(**words, events=(GaussianDpEvent(5.0),))
+        cost = accounting.epsilon(GaussianDpEvent(5.0), delta=1e-5, relation=relation).epsilon
+        allowed[relation] = left.why_not(Charges(), one, private=True) is None
+        assert allowed[relation] == (cost <= 1.0)
+    assert list(allowed.values()) == [True, False]
+
+
+def test_an_interruption_while_names_are_written_leaves_no_charge_of_a_name_that_is_not(tmp_path):
+    """The process went on with numbers of names that the file had forgotten again: it could not be read any more."""
+    tmp_path.chmod(0o700)
+    before = sys.gettrace()
+    for line in count(1):
+        left, path = [line], tmp_path / f"{line}.sqlite"
+
+        def at(frame, event, argument, left=left):
+            left[0] -= event == "line"
+            if event == "line" and not left[0]:
+                raise KeyboardInterrupt
+            return at
+
+        Store.create(path)
+        with Store(path) as ledger:
+            run = ledger.begin(method="m", delta=DELTA)
+            sys.settrace(lambda frame, event, argument, at=at: at if frame.f_code.co_name == "_number" else None)
+            try:
+                with suppress(KeyboardInterrupt):
+                    ledger.append(run, local(1, ("a", "b")))
+            finally:
+                sys.settrace(before)
+            if left[0] > 0:
+                break
+            ledger.append(run, local(1, ("b", "c")))
+        with Store(path) as ledger:
+            assert [one.owners for one in ledger.read(run)] == [("b", "c")]
+    assert line > 8
 
 
 def test_a_charge_that_fails_takes_nothing_of_earlier_ones_away(path):

@@ -3,8 +3,11 @@
 import json
 import math
 import sqlite3
+import sys
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import count
 
 import pytest
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, SelfComposedDpEvent
@@ -121,6 +124,7 @@ def test_a_charge_that_cannot_be_written_sends_nothing_and_is_not_taken(path, mo
     assert [count for kind, entry, count in nodes.seen if entry] == [1, 2]
     assert len(nodes.sent) == len([one for one in nodes.sent if one.metadata.message_type != "train"]) + 8
     assert strategy.statement.num_rounds == 2 == len(written(path)[0])
+    assert strategy._run.log.charges.numbers() == {"dp-fedavg": 2}
     # The lock is free again.
     Store(path).close()
 
@@ -223,6 +227,51 @@ def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_
         patch.setattr(Store, "append", interrupted)
         assert checkpointed(strategy, tmp_path / "a", 4) is None
     assert checkpointed(strategy, tmp_path / "b", 1).epsilon == together(3)
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt, as a signal may, at one of the lines that write a charge of a second round."""
+
+    def __init__(self, line):
+        self.line, self.count, self.writes = line, 0, False
+
+    def __call__(self, frame, event, argument):
+        charges = frame.f_code.co_name in ("append", "_transaction") and frame.f_code.co_filename.endswith(("log.py", "store.py"))
+        return self.at if charges else None
+
+    def at(self, frame, event, argument):
+        charge = frame.f_locals.get("charge") or next(iter(frame.f_locals.get("charges", ())), None)
+        self.writes = self.writes if charge is None else charge.number == 2
+        if event == "line" and self.writes:
+            self.count += 1
+            if self.count == self.line:
+                raise KeyboardInterrupt
+        return self.at
+
+
+def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_epsilon_of_its_ledger(tmp_path):
+    """A signal is handled when SQLite returns from the disk, before the process knows that the charge is there: at any line."""
+    tmp_path.chmod(0o700)
+    before, numbers = sys.gettrace(), Counter()
+    for line in count(1):
+        path = tmp_path / f"{line}.sqlite"
+        Store.create(path)
+        run(DPFedAvg(**WORDS, ledger=path), path, 1)
+        strategy, interrupts = DPFedAvg(**WORDS, ledger=path), Interrupts(line)
+        sys.settrace(interrupts)
+        try:
+            with suppress(KeyboardInterrupt):
+                run(strategy, path, 2)
+        finally:
+            sys.settrace(before)
+        if interrupts.count < line:
+            break
+        on_disk = len(written(path)[1])
+        numbers[on_disk] += 1
+        assert strategy.statement.num_rounds == 2  # where it was not written, one too many is told
+        assert strategy.statement.joint.num_runs == 2
+        assert strategy.statement.joint.epsilon >= together(1 + on_disk).expected * (1 - 1e-9)
+    assert min(numbers[1], numbers[2]) > 5
 
 
 def test_a_run_that_goes_on_is_one_run_with_all_of_its_rounds(tmp_path):

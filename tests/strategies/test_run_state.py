@@ -254,6 +254,33 @@ def test_a_state_of_another_run_does_not_take_the_place_of_what_this_run_has_rel
     assert strategy.statement.joint.num_runs == 2
 
 
+def test_what_was_charged_elsewhere_is_in_the_joint_epsilon():
+    """The state says how often, and not by which charges: the joint epsilon lacked them, and was below that of one run alone."""
+    other = DPFedAvg(**PRIVATE)
+    rounds(other, MODEL, range(1, 4))
+    strategy = moved(DPFedAvg(**PRIVATE), other.state)
+    rounds(strategy, MODEL, range(4, 5))
+    assert (strategy.statement.num_rounds, strategy.statement.joint) == (4, None)
+    for number in (2, 3):
+        strategy.begin()
+        assert (strategy.statement.joint.num_runs, strategy.statement.joint.epsilon) == (number, math.inf)
+        rounds(strategy, MODEL, range(1, 2))
+        assert (strategy.statement.joint.num_runs, strategy.statement.joint.epsilon) == (number, math.inf)
+        assert f"All {number} runs of this strategy together: epsilon infinite" in str(strategy.statement)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda one: pickle.loads(cloudpickle.dumps(one))], ids=["deepcopy", "pickle"])  # noqa: S301
+def test_copies_know_what_was_charged_elsewhere(how):
+    other = DPFedAvg(**PRIVATE)
+    rounds(other, MODEL, range(1, 4))
+    strategy = moved(DPFedAvg(**PRIVATE), other.state)
+    copied = how(strategy)
+    assert (copied.statement.num_rounds, copied.statement.joint) == (3, None)
+    copied.begin()
+    rounds(copied, MODEL, range(1, 2))
+    assert (copied.statement.joint.num_runs, copied.statement.joint.epsilon) == (2, math.inf)
+
+
 def test_on_a_ledger_a_state_has_the_charges_that_the_run_has_there(tmp_path):
     Store.create(tmp_path / "server.sqlite")
     strategy = DPFedAvg(**PRIVATE, ledger=tmp_path / "server.sqlite")

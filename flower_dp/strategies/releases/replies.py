@@ -208,17 +208,17 @@ class _OpenNodes:
 
     def __init__(self, asked: Mapping[int, tuple[str, ...]], sent: Sequence[Metadata]) -> None:
         self.left, self._asked = dict(asked), asked
-        self._nodes = {metadata.message_id: metadata.dst_node_id for metadata in sent}
-        # Without the messages that went through no grid, as in a loop of a test: they have no id.
-        self._ids = {node: number for number, node in self._nodes.items() if number}
+        # A grid may write a message's id there when it sends it, which may be when the first reply is awaited.
+        self._sent = {metadata.dst_node_id: metadata for metadata in sent}
 
     def closed_by(self, reply: Message) -> tuple[int, tuple[str, ...] | None]:
         """Return the node that replies, and its clients; None if the reply answers no message that is open."""
         node, answers = reply.metadata.src_node_id, reply.metadata.reply_to_message_id
         if reply.has_error() and node not in self._asked:
             # The SuperLink replies for a node that has left.
-            node = self._nodes.get(answers, node)
-        return node, self.left.pop(node, None) if self._ids.get(node, answers) == answers else None
+            node = next((to for to, metadata in self._sent.items() if metadata.message_id == answers != ""), node)
+        number = self._sent[node].message_id if node in self._sent else answers
+        return node, self.left.pop(node, None) if number == answers else None
 
 
 def _of_error(reply: Message, num_clients: int) -> tuple[str, Missing]:
