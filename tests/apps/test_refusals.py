@@ -88,7 +88,7 @@ def test_a_method_takes_its_samplings_and_no_others(method):
         if sampling in samplings:
             assert sampler_of(Run.of(config).settings)
         else:
-            with pytest.raises(SettingsError, match=f"sampling='{sampling}': must be one of {', '.join(samplings)}"):
+            with pytest.raises(SettingsError, match=f"sampling='{sampling}': must be (one of )?{', '.join(samplings)}"):
                 Run.of(config)
 
 
