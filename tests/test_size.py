@@ -17,7 +17,7 @@ LIMITS = {
     "flower_dp/strategies": 5786,
     "flower_dp/clients": 5118,
     "flower_dp/privacy": 2720,
-    "flower_dp/apps": 2358,
+    "flower_dp/apps": 2359,
     "flower_dp/planning": 1727,
     "flower_dp/running": 1591,
     "flower_dp/audit": 1224,

@@ -754,3 +754,12 @@ def test_a_lattice_that_is_too_fine_for_exact_sums_is_refused(step, scale, clip_
     check_lattice(0.0, scale=0.0, clip_norm=1.0)
     with pytest.raises(ValueError, match=r"step=.*: is too small for clip_norm="):
         check_lattice(step, scale=scale, clip_norm=clip_norm)
+
+
+@pytest.mark.parametrize("shape", [(2**16 + 7,), (3, 2**15 + 1)])
+def test_every_entry_of_a_long_vector_has_noise_of_its_own(shape: tuple[int, ...]) -> None:
+    """It is drawn in blocks: no entry is without noise, no block has that of another one."""
+    step, size = 2.0**-12, math.prod(shape)
+    drawn = gaussian(np.empty(shape), 3.0, step, np.random.default_rng(5))
+    whole = np.rint(np.random.default_rng(5).standard_normal(size) * (3.0 / step)) * step
+    assert np.array_equal(drawn, whole.reshape(shape))

@@ -233,3 +233,15 @@ def test_after_the_deadline_no_stage_is_sent():
 def test_the_exchange_of_a_strategy_is_the_plain_one():
     strategy = DPFedAvg(num_clients=4, clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), delta=1e-3)
     assert isinstance(strategy._run.exchange, PlainExchange)
+
+
+@pytest.mark.parametrize("clip_norm", [2.0, None])
+def test_every_entry_of_a_long_vector_is_added_once_and_clipped_as_a_whole(clip_norm: float | None) -> None:
+    """It is added in blocks."""
+    vector = np.random.default_rng(3).standard_normal(2**16 + 7)
+    total = np.ones(vector.size)
+    limits = Limits(length=vector.size, clip_norm=clip_norm, step=2.0**-20, honest_norm=lambda names: 1e3)
+    limits.add(total, vector, ("a", "b"))
+    norm = np.linalg.norm(vector) if clip_norm is None else 2 * clip_norm  # of two clients
+    expected = vector * (norm / np.linalg.norm(vector))
+    assert np.abs(total - 1 - expected).max() <= 2.0**-19  # a step, and what the clip stays below its bound

@@ -166,6 +166,7 @@ def table_of(name: str) -> type[Any]:
     )
 
 
+@cache
 def _parameters(kind: Callable[..., Any], *, flat: bool = False) -> dict[str, Parameter]:
     """Return the plain keyword arguments of a class; `flat` has those of arguments that are dataclasses as well."""
     hints, found = get_type_hints(vars(kind)["__init__"]), dict[str, Parameter]()
