@@ -2,9 +2,21 @@
 
     python tests/mutants/plant.py [--only TEXT] [--tests TEXT] [--list]
 
-First all named tests run without any bug, and must pass. Then each bug of `mutants.toml` is planted in a temporary copy of the tree,
-never in the tree itself, and its tests run. `caught` is a failed test; `SURVIVED` is none; `BROKEN` is a bug that can't be planted,
+First all named tests run without any bug, and must pass. Then each bug of the lists is planted in a temporary copy of the tree, never
+in the tree itself, and its tests run. `caught` is a failed test; `SURVIVED` is none; `BROKEN` is a bug that can't be planted,
 or tests that can't be collected under it. Exits 1 if any survived or broke.
+
+The lists are the .toml files beside this program, one a package of `flower_dp`, and `rest.toml`. An entry has:
+
+    name      the bug, in one sentence
+    function  the function or class where it is planted, by its qualified name (`Class.method`, `function.inner`); none at module
+              level
+    module    the module of that function: only where another one has a function of the same name with the same text; or the module
+              itself
+    old       the text that is replaced: exactly once there, white space apart
+    new       what stands in its place; lines after the first are indented as if the function began at the left margin
+    tests     pytest node ids, all of which pass without the bug, and at least one of which fails with it; narrow ones, so that a
+              run of all stays short
 """
 
 import argparse
@@ -28,7 +40,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # Folders with code in which bugs are planted.
 TOPS = ("flower_dp", "apps", "benchmarks", "examples")
-LIST = Path(__file__).with_name("mutants.toml")
+HERE = Path(__file__).parent
 NOT_COPIED = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "dist", "*.egg-info")
 MOST_PROCESSES = 2
 MOST_SECONDS = 600
@@ -175,8 +187,8 @@ class Verdict:
 
 
 def mutants() -> list[Mutant]:
-    """Return the list of planted bugs, in its order."""
-    listed = tomllib.loads(LIST.read_text(encoding="utf-8"))["mutant"]
+    """Return the planted bugs of all lists."""
+    listed = [one for file in sorted(HERE.glob("*.toml")) for one in tomllib.loads(file.read_text(encoding="utf-8"))["mutant"]]
     return [Mutant(**{**arguments, "tests": tuple(arguments["tests"])}) for arguments in listed]
 
 
@@ -217,7 +229,7 @@ def _pytest_in(tree: str, said: str, arguments: list[str]) -> None:
     # No bytecode: that of a file without the bug could pass for the same file with it.
     sys.dont_write_bytecode = True
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join([tree, os.environ.get("PYTHONPATH", "")])}
-    sys.path = [tree, *(entry for entry in sys.path if entry not in ("", str(LIST.parent), str(ROOT)))]
+    sys.path = [tree, *(entry for entry in sys.path if entry not in ("", str(HERE), str(ROOT)))]
     import pytest
 
     sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", *arguments])))
