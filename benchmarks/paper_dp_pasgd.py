@@ -75,7 +75,7 @@ def numbers(strategy: DPStrategy, statement: PrivacyStatement) -> Row:
         raise TypeError("the preset is not of DP-PASGD")
     return {
         "rounds": statement.num_rounds,
-        "cost": strategy.rules.resources.largest,
+        "cost": max(strategy.rules.costs(strategy.charges).values()),
         "tight epsilon": statement.epsilon,
         "paper epsilon": None if statement.paper is None else statement.paper.epsilon,
         "largest noise std": statement.noise["largest_noise_std_of_a_mean_gradient"],

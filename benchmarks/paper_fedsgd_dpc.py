@@ -105,11 +105,11 @@ def points(
 def _numbers(strategy: DPStrategy, statement: PrivacyStatement) -> Row:
     if not isinstance(strategy, FedSGDDPC):
         raise TypeError("the preset is not of FedSGD-DPC")
-    if not strategy.rules.books.num_rounds:
+    if not strategy.charges.number(strategy.rules.training.name):
         return {"replies": 0, "noise scale": 0.0, "tight": 0.0, "paper": 0.0}
     if statement.paper is None:
         raise TypeError("the preset has no noise")
-    replies = num_replies(strategy.num_clients, strategy.rules.cohort_size, strategy.rules.books.num_rounds)
+    replies = num_replies(strategy.num_clients, strategy.rules.cohort_size, strategy.charges.number(strategy.rules.training.name))
     scale = statement.noise["largest_noise_scale_of_a_mean_gradient"]
     return {"replies": replies, "noise scale": scale, "tight": statement.epsilon, "paper": statement.paper.epsilon}
 

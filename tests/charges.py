@@ -1,29 +1,31 @@
 """Charges of a run, kept as a durable ledger would, and compared with the strategy's own ledgers."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 from flower_dp.core import dp
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, History, Scope, frozen
-from flower_dp.privacy.events import leaves_of
+from flower_dp.privacy.charges import Charge, Charges, Scope, frozen
 
 
 @dataclass(slots=True)
 class Kept:
-    """Every charge of a run."""
+    """A log of one run that has every charge; a new run of the strategy does not replace it."""
 
     each: list[Charge] = field(default_factory=list)
     run: str = field(default_factory=lambda: uuid4().hex)
+    charges: Charges = field(default_factory=Charges)
 
     def append(self, charge: Charge) -> None:
+        self.charges = self.charges.after(charge)
         self.each.append(charge)
 
-    @property
-    def charges(self) -> Charges:
-        return folded(self.each)
+    def beyond(self, numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+        return tuple((one.release, one.server_round) for one in self.each if one.number > numbers.get(one.release, 0))
+
+    def check_state(self, numbers: Mapping[str, int], charges: Charges) -> None:
+        pass
 
     def joint(self, scope: Any, delta: float) -> None:
         return None
@@ -46,40 +48,21 @@ def folded(charges: Iterable[Charge]) -> Charges:
     return found
 
 
-def own_ledgers(strategy: Any) -> dict[str, list[History]]:
-    """The ledgers that the statement is made of, by owner."""
-    rules = strategy.rules
-    if not hasattr(rules, "books"):
-        return {EVERY_CLIENT: [rules.ledger]}
-    evaluation = rules.books.evaluation
-    ledgers = {name: [ledger] for name, ledger in rules.books.ledgers.items()}
-    for name, ledger in {} if evaluation is None else evaluation.ledgers.items():
-        ledgers[name].append(ledger)
-    return ledgers
-
-
-def events_of(*ledgers: History) -> Counter[dp.DpEvent]:
-    return sum((Counter(dict(leaves_of(ledger.event))) for ledger in ledgers), Counter())
+def charge(strategy: Any, names: Iterable[str] = (), *, release: Any = None, server_round: int = 0) -> Charge:
+    """Charge a strategy's run for its next round of a release, by default that of training, with this cohort."""
+    session = strategy._session
+    release = release or session.training
+    number = session.log.charges.number(release.name) + 1
+    made: Charge = release.charge(session.log.charges, server_round or number, tuple(names))
+    session.log.append(made)
+    session._own = session._own.charged_with(made)
+    return made
 
 
 def assert_charges_are_the_ledgers(strategy: Any, kept: Kept) -> None:
-    """The sum of the charges' events is what the strategy's own ledgers have, for every owner; no number is left out."""
-    scope = Scope(**own_scope(strategy))
-    charges = kept.charges
-    found = {owner: events_of(charges.history(scope, owner)) for owner in charges.owners(scope)}
-    assert {charge.scope for charge in kept.each} <= {scope}
-    if charges.owners(scope) == [EVERY_CLIENT]:
-        seen = charges.history(replace(scope, view="outsiders"))
-        assert events_of(seen) == events_of(strategy.rules.outside_ledger)
-    own = {owner: events_of(*ledgers) for owner, ledgers in own_ledgers(strategy).items()}
-    assert {owner: events for owner, events in found.items() if events} == {
-        owner: events for owner, events in own.items() if events
-    }
-    for release in strategy._run.releases:
-        numbers = [charge.number for charge in kept.each if charge.release == release.name]
-        assert numbers == list(range(1, release.num_charged + 1))
-
-
-def own_scope(strategy: Any) -> dict[str, Any]:
+    """All charges are in the statement's scope, and no number is left out."""
     statement = strategy.statement
-    return {"relation": statement.relation, "unit": statement.unit}
+    assert {one.scope for one in kept.each} <= {Scope(relation=statement.relation, unit=statement.unit)}
+    for release in {one.release for one in kept.each}:
+        numbers = [one.number for one in kept.each if one.release == release]
+        assert numbers == list(range(1, len(numbers) + 1))

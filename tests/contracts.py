@@ -229,10 +229,11 @@ def charged_to_all(multiplier: Callable[[Words], float]) -> tuple[Charge, ...]:
     """Participants know their own share of the noise, if they have one; outsiders do not."""
     return (
         Charge(
-            ledgers=lambda strategy: [strategy.rules.ledger], event=lambda arguments: dp.GaussianDpEvent(multiplier(arguments))
+            ledgers=lambda strategy: [strategy.rules.ledger(strategy.charges)],
+            event=lambda arguments: dp.GaussianDpEvent(multiplier(arguments)),
         ),
         Charge(
-            ledgers=lambda strategy: [strategy.rules.outside_ledger],
+            ledgers=lambda strategy: [strategy.rules.outside_ledger(strategy.charges)],
             event=lambda arguments: dp.GaussianDpEvent(NOISE_MULTIPLIER),
         ),
     )
@@ -374,7 +375,7 @@ def fedsgd_dpc(mechanism: str) -> dict[str, Any]:
         "delta": delta,
         "charges": (
             Charge(
-                ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()),
+                ledgers=lambda strategy: list(strategy.rules.ledgers(strategy.charges).values()),
                 event=lambda arguments: event(multiplier(arguments)),
             ),
         ),
@@ -432,17 +433,17 @@ def nbafl_client(arguments: Words, **node: Any) -> LocalDPClient:
 
 NBAFL_CHARGES = (
     Charge(
-        ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()),
+        ledgers=lambda strategy: list(strategy.rules.ledgers(strategy.charges).values()),
         event=lambda arguments: dp.GaussianDpEvent(nbafl_unit(arguments) / arguments.clip_norm),
     ),
     # A client's part in an average is C / heard, and the noise on it grows as 1 / heard: the multiplier is the same for any.
     Charge(
-        ledgers=lambda strategy: list(strategy.rules.broadcast_ledgers.values()),
+        ledgers=lambda strategy: list(strategy.rules.broadcast_ledgers(strategy.charges, "outsiders").values()),
         event=lambda arguments: dp.GaussianDpEvent(nbafl_unit(arguments) * nbafl_rounds(arguments) / arguments.clip_norm),
         rounds_late=1,
     ),
     Charge(
-        ledgers=lambda strategy: list(strategy.rules.participant_ledgers.values()),
+        ledgers=lambda strategy: list(strategy.rules.broadcast_ledgers(strategy.charges, "participants").values()),
         event=lambda arguments: dp.GaussianDpEvent(
             nbafl_unit(arguments) * math.sqrt(nbafl_rounds(arguments) ** 2 - 1) / arguments.clip_norm
         ),
@@ -499,7 +500,7 @@ def dp_pasgd(num_local_steps: int) -> dict[str, Any]:
         "unit": "record",
         "relation": "replace-one",
         "delta": lambda arguments: arguments.delta,
-        "charges": (Charge(ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()), event=event),),
+        "charges": (Charge(ledgers=lambda strategy: list(strategy.rules.ledgers(strategy.charges).values()), event=event),),
         "noise": lambda arguments, heard: message_noise(arguments) / math.sqrt(heard),
         "reach": lambda arguments: num_local_steps * PASGD_STEP_SIZE * arguments.clip_norm,
         "message_noise": message_noise,
@@ -582,7 +583,7 @@ def local_steps(
         "delta": lambda arguments: arguments.delta,
         "charges": (
             Charge(
-                ledgers=lambda strategy: list(strategy.rules.books.ledgers.values()),
+                ledgers=lambda strategy: list(strategy.rules.ledgers(strategy.charges).values()),
                 event=lambda arguments: dp.GaussianDpEvent(multiplier(arguments)),
             ),
         ),

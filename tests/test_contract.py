@@ -794,7 +794,7 @@ def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(kind, trai
     case = Evaluating(cls=cls, own=own, training=training, evaluation=evaluation, every=every)
     strategy, num_rounds = case.strategy(), 6
     grid = (JoinedGrid if newcomers else LocalGrid)(app(), case.NUM_CLIENTS)
-    strategy._run.log = kept = Kept()
+    strategy._session.log = kept = Kept()
     strategy.start(grid, model_arrays(linear()), num_rounds=num_rounds)
     assert_charges_are_the_ledgers(strategy, kept)
     asked = Counter((one.metadata.message_type, one.metadata.dst_node_id) for one in grid.sent)

@@ -253,7 +253,7 @@ def test_copies_of_a_strategy_do_not_repeat_noise_or_cohorts(strategy_class):
         names=tuple(map(str, range(40))), nodes=tuple(range(40)), record_names=wire.MESSAGE_API, hosting=True
     )
     chosen = [
-        tuple(one._run.drawn(one.rules.training, known_clients, "cohort", 1))
+        tuple(one._session.drawn(one.rules.training, known_clients, "cohort", 1))
         for one in (copy.deepcopy(strategy) for _ in range(6))
     ]
     assert len(set(chosen)) == 6
@@ -844,9 +844,9 @@ def test_a_sum_that_is_not_exact_is_not_released():
     grid = LocalGrid(stock_app(shifted(lambda node: 0.1)), 4)
     strategy.plan(1)
     strategy.configure_train(1, arrays(w=np.zeros(9, np.float32)), ConfigRecord(), grid)
-    now = strategy._run.asked["dp-fedavg"].now
-    assert strategy._run.learn(now, Collected(total=np.zeros(9), clients=list(NAMES))).any()
-    assert not strategy._run.learn(now, Collected(total=np.full(9, 1e30), clients=list(NAMES))).any()
+    now = strategy._session.asked["dp-fedavg"].now
+    assert strategy._session.learn(now, Collected(total=np.zeros(9), clients=list(NAMES))).any()
+    assert not strategy._session.learn(now, Collected(total=np.full(9, 1e30), clients=list(NAMES))).any()
     assert "too large to be exact" in strategy.incidents[-1]
 
 
@@ -869,7 +869,7 @@ def test_shares_without_a_trusted_server_are_those_of_the_plan_whoever_is_there(
     strategy.plan(3)
     release = strategy.rules.training
     for count in (1, 2, 3):
-        (cohort,) = [tuple(name for names in strategy._run.drawn(release, known_clients).values() for name in names)]
+        (cohort,) = [tuple(name for names in strategy._session.drawn(release, known_clients).values() for name in names)]
         assert len(cohort) == num_there
         assert (
             release.ask(9, cohort).noise_std
@@ -877,7 +877,9 @@ def test_shares_without_a_trusted_server_are_those_of_the_plan_whoever_is_there(
             == pytest.approx(2 / math.sqrt(3))
         )
         release.take(release.next_charge(cohort))
-        assert strategy.rules.ledger.lines() == [f"{count} x GaussianDpEvent(noise_multiplier={4 * math.sqrt(2 / 3)})"]
+        assert strategy.rules.ledger(strategy.charges).lines() == [
+            f"{count} x GaussianDpEvent(noise_multiplier={4 * math.sqrt(2 / 3)})"
+        ]
         assert strategy.epsilon >= strategy.statement.epsilon
     assert strategy.rules.noise.too_few(2, num_there)
 
@@ -965,7 +967,7 @@ def test_a_run_that_has_ended_asks_nobody_even_where_a_later_round_would_cost_le
             strategy.aggregate_train(server_round, grid.send_and_receive(messages))
             ran.append(server_round)
     assert ran == [1]
-    assert strategy.rules.ledger.num_charges == 1
+    assert strategy.rules.ledger(strategy.charges).num_charges == 1
 
 
 @pytest.mark.parametrize(

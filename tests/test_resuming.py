@@ -21,9 +21,9 @@ from flower_dp.core.checks import SettingsError
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy.private_file import LedgerError, why_not_own
 from flower_dp.privacy.store import Store
-from flower_dp.strategies import DPPASGD, AdaptiveClip, DPFedAvg, PrivateEvaluation, run_checkpoints
+from flower_dp.strategies import DPPASGD, AdaptiveClip, DPFedAvg, PrivateEvaluation, writer
 from flower_dp.strategies.checkpoint import NEWEST, OWN_LOOP, PREVIOUS, CheckpointError, CheckpointFolder
-from flower_dp.strategies.run_checkpoints import LEDGER, CheckpointPlace, RunCheckpoints
+from flower_dp.strategies.writer import LEDGER, CheckpointPlace, RunCheckpoints
 from tests.adversaries.fuzzing import THOROUGH
 from tests.chance import chance_of
 from tests.contract_runs import SEED, SMALL, app_of, evaluating_stock_app
@@ -38,7 +38,7 @@ WORDS = {"clip_norm": 0.5, "noise_multiplier": 1.0, "num_clients": 4, "delta": 1
 @pytest.fixture(autouse=True)
 def every_round(monkeypatch):
     """A checkpoint after every round, however short."""
-    monkeypatch.setattr(run_checkpoints, "_SHARE", 1.0)
+    monkeypatch.setattr(writer, "_SHARE", 1.0)
 
 
 class Killed(BaseException):
@@ -182,7 +182,7 @@ def test_a_round_that_was_charged_and_not_finished_stays_charged_and_is_not_rele
 @some_methods(lambda method: method.label in {"dp-fedsam distributed, adaptive clip", "dp-pasgd", "scaffold", "nbafl"})
 def test_rounds_after_the_last_checkpoint_stay_charged(method, tmp_path, monkeypatch):
     """The process is killed after rounds so short that no checkpoint was written since the one before the first."""
-    monkeypatch.setattr(run_checkpoints, "_SHARE", 1e-9)
+    monkeypatch.setattr(writer, "_SHARE", 1e-9)
     case = case_of(method, tmp_path / "run", Words())
     case.grid.dies = ("train", 3, "kill -9")
     case.start(resume=False)
@@ -266,7 +266,7 @@ def test_an_evaluation_that_was_charged_and_not_finished_is_not_made_again(when,
     # The process that is killed has nothing to say; the next one has.
     assert "the evaluation of round 2 was charged and not finished" in first.incidents
     strategy = case.start()
-    assert strategy.rules.evaluation.release.num_charged == 2
+    assert strategy.rules.evaluation.num_charged == 2
     assert list(strategy.evaluations) == [4]
     assert case.grid.rounds_sent("evaluate") == ([2, 4] if when == "pull" else [4])
     lost = ["round 2 was charged and not finished"] if when == "kill -9" else []
@@ -283,7 +283,7 @@ def test_nor_is_it_made_again_for_one_that_is_still_owed(tmp_path):
     strategy = case.start()
     assert case.grid.rounds_sent("evaluate") == [2, 3, 4]
     assert list(strategy.evaluations) == [3, 4]
-    assert strategy.rules.evaluation.release.num_charged == 3
+    assert strategy.rules.evaluation.num_charged == 3
 
 
 def test_in_turn_everyone_has_a_turn_whatever_is_lost(tmp_path):
@@ -520,7 +520,7 @@ def test_no_statement_without_a_checkpoint_says_that_nothing_was_charged(tmp_pat
     with pytest.raises(
         CheckpointError, match=r"has no checkpoint for a statement; `flower-dp ledger .*ledger\.sqlite` says what was charged"
     ):
-        RunCheckpoints(made._run, CheckpointPlace(folder=tmp_path / "run", only_state=True))
+        RunCheckpoints(made._session, CheckpointPlace(folder=tmp_path / "run", only_state=True))
 
 
 def test_no_new_run_takes_the_place_of_one_whose_checkpoints_are_gone(tmp_path):

@@ -36,7 +36,7 @@ LONGEST_FILE = 350
 CIRCLES = [
     "flower_dp.strategies.diagnostics flower_dp.strategies.figures flower_dp.strategies.journal "
     "flower_dp.strategies.loop flower_dp.strategies.population.fit flower_dp.strategies.rules "
-    "flower_dp.strategies.run flower_dp.strategies.run_checkpoints flower_dp.strategies.started "
+    "flower_dp.strategies.run flower_dp.strategies.writer flower_dp.strategies.started "
     "flower_dp.strategies.strategy",
     "flower_dp.privacy.budget flower_dp.privacy.renyi_filter",
     "flower_dp.strategies.client_level flower_dp.strategies.statements.client_level",

@@ -45,7 +45,7 @@ from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, Checkpoint
 from flower_dp.strategies.population import client_query
 from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.run_checkpoints import LEDGER
+from flower_dp.strategies.writer import LEDGER
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Ask, Indicator, Instruction, OwnAsk, Promise, RoundMask, SentMask
 from tests.local_grids import context_of
 

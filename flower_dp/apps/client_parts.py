@@ -102,7 +102,7 @@ def client_level_client(
     settings: Settings, rules: ClientLevelRules, training: Training, model: nn.Module, clients: Mapping[str, Records]
 ) -> DPClient:
     """Return a node's client for rules with one noised sum; it refuses less protection than its own run-config says."""
-    evaluating = None if rules.evaluation is None else rules.evaluation.release
+    evaluating = rules.evaluation
     smallest, largest = rules.clip_norms
     return DPClient(
         model=model,
@@ -120,6 +120,6 @@ def client_level_client(
             allow_metrics=settings.report_client_metrics,
             allow_evaluation=evaluating is not None,
             min_evaluation_noise_multiplier=evaluating.release.mechanism.noise_multiplier if evaluating else 0.0,
-            min_evaluation_noise_std=(1 - 1e-9) * evaluating.shared.smallest_share if evaluating else 0.0,
+            min_evaluation_noise_std=(1 - 1e-9) * evaluating.noise.smallest_share if evaluating else 0.0,
         ),
     )

@@ -92,11 +92,11 @@ def _check_target(rules: Any, num_clients: int) -> None:
     if not isinstance(rules, ClientLevelRules) or rules.target_epsilon is None:
         return
     release = rules.noise.without_one_of(rules.noise.shares(num_clients)) if rules.noise.shares_vary else rules.noise.charged
-    event, relation = release.event(1), rules.ledger.relation
-    renyi = accounting.rdp_epsilon(event, delta=rules.delta, relation=relation)
+    event, relation = release.event(1), rules.release.relation
+    renyi = accounting.rdp_epsilon(event, delta=rules.about.delta, relation=relation)
     if renyi is not None and renyi <= rules.target_epsilon:
         return
-    cost = accounting.epsilon(event, delta=rules.delta, relation=relation, grid=_GRID).epsilon
+    cost = accounting.epsilon(event, delta=rules.about.delta, relation=relation, grid=_GRID).epsilon
     if cost - 2 * _GRID > rules.target_epsilon:
         raise ValueError(
             f"target_epsilon={rules.target_epsilon:g}: one round alone costs epsilon={digits_in_words(cost, 3)}; "

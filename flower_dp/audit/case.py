@@ -21,6 +21,7 @@ from flower_dp.privacy.charges import History
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.simulation.local_grid import LocalGrid, Sent
 from flower_dp.strategies import DPStrategy
+from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.wire import Indicator
 
 VIEWS = ("outsider", "participant", "server")
@@ -104,8 +105,7 @@ class Trials:
         self._pushes: Sequence[float] = case.present  # of the clients, in the round that is being asked
         self._grid = LocalGrid(self._app(case.client), len(case.present))
         self._arrays = model_arrays(worst_case.model())
-        self.strategy.plan(case.num_rounds)
-        self.strategy.rules.open(tuple(f"c{place}" for place in range(len(case.present))))
+        self.strategy.plan(case.num_rounds, tuple(f"c{place}" for place in range(len(case.present))))
         self._fresh = self.strategy.state
 
     def _app(self, client: Callable[..., NodeClient] | None) -> ClientApp:
@@ -154,8 +154,7 @@ class Trials:
     def ledger(self) -> History:
         """What the last run has charged to client 0 against the adversary who sees most."""
         rules: Any = self.strategy.rules
-        found: History = rules.books.ledgers["c0"] if hasattr(rules, "books") else rules.ledger
-        return found
+        return self.strategy.charges.history(rules.training.scope, "c0", release=rules.training.name)
 
     def _seen(self, before: ArrayRecord, after: ArrayRecord) -> list[np.ndarray]:
         """Return what the adversary sees of a round [d]; and for a participant, once more without its own noise."""
@@ -172,7 +171,7 @@ class Trials:
         """Return what the next clip norm, which is public, tells of a round: the noised sum of its indicators."""
         rules: Any = self.strategy.rules
         clip = rules.training.clip.of
-        within = clip.target_quantile - math.log(rules.clip_norm / asked.clip_norm) / clip.learning_rate
+        within = clip.target_quantile - math.log(rules.clip_norm(self.strategy.state) / asked.clip_norm) / clip.learning_rate
         total = (within - 0.5) * asked.scale * rules.training.sampling.expected_cohort(len(self.case.present))
         if self.case.view == "participant":
             total -= float(_message(self._grid.exchanged.get(_PARTICIPANT))[-1])
@@ -218,7 +217,8 @@ def _statistics(parts: list[np.ndarray], direction: np.ndarray, counts: Sequence
 def _indicator(strategy: DPStrategy) -> Indicator | None:
     """Return what the next round will ask for beside the update."""
     rules: Any = strategy.rules
-    return getattr(getattr(rules, "training", None), "indicator", None)
+    training = rules.releases[0]
+    return training.indicator(training.state_in(strategy.state)) if isinstance(training, NoisedSum) else None
 
 
 def _lowest_bit(values: np.ndarray) -> float:

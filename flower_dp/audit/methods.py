@@ -208,7 +208,7 @@ def client_level(
 
     return Case(
         label=label,
-        method=strategy().rules.training.name,
+        method=strategy().rules.releases[0].name,
         strategy=strategy,
         client=None if training is None else client,
         present=(1.0, *others),

@@ -84,7 +84,7 @@ def _clients(
     apart = isinstance(rules.release.sampler, PoissonSampling | FullSampling)
 
     def scores() -> np.ndarray:
-        clips = [report.numbers.get("clip-norm", rules.clip_norm) for report in strategy.rounds]
+        clips = [report.numbers.get("clip-norm", rules.clip_norms[0]) for report in strategy.rounds]
         others = [client.others.get(number, 0.0) / clip if apart else 0.0 for number, clip in enumerate(clips, start=1)]
         scales = [clip / cohort for clip in clips]
         return canaries.score(models, others=others, scales=scales, sampling_rate=cohort / strategy.num_clients)

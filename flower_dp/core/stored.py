@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -11,8 +11,8 @@ import numpy as np
 
 T = TypeVar("T")
 
-# Dataclasses that may be stored, by name.
-_KINDS: dict[str, type] = {}
+# Classes that may be stored, by name: how one is taken apart, and made of its parts again.
+_KINDS: dict[str, tuple[type, Callable[[Any], Mapping[str, Any]], Callable[[Mapping[str, Any]], Any]]] = {}
 
 # The first line of a file: what it is, and the number of its format.
 _MAGIC, FORMAT = b"flower-dp state ", 2
@@ -39,14 +39,35 @@ def stored(kind: type[T]) -> type[T]:
         >>> unpacked(packed(Clip(norm=0.5, past=np.zeros(2)))) == Clip(norm=0.5, past=np.zeros(2))
         True
     """
-    known = _KINDS.get(kind.__name__, kind)
-    # The same class again, from a cell of a notebook that is run twice, takes the place of the first.
-    if not is_dataclass(kind) or (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
-        raise ValueError(f"{kind.__name__}: must be a dataclass of a name that no other stored one has")
-    _KINDS[kind.__name__] = kind
+    stored_as(kind)
     setattr(kind, "__eq__", _equal)  # noqa: B010
     setattr(kind, "__hash__", None)  # noqa: B010
     return kind
+
+
+def stored_as(
+    kind: type[T],
+    parts: Callable[[T], Mapping[str, Any]] | None = None,
+    of_parts: Callable[[Mapping[str, Any]], T] | None = None,
+) -> None:
+    """Let values of a class be stored: by the fields of a dataclass, or by parts that two functions name and join again.
+
+    Raises:
+        ValueError: if it is no dataclass and has no such functions, or another one of its name is stored already.
+    """
+    known, *_ = _KINDS.get(kind.__name__, (kind,))
+    # The same class again, from a cell of a notebook that is run twice, takes the place of the first.
+    if (not is_dataclass(kind) and parts is None) or (known.__module__, known.__qualname__) != (
+        kind.__module__,
+        kind.__qualname__,
+    ):
+        raise ValueError(f"{kind.__name__}: must be a dataclass of a name that no other stored one has")
+    _KINDS[kind.__name__] = kind, parts or parts_of, of_parts or (lambda values: kind(**values))
+
+
+def parts_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass."""
+    return {part.name: getattr(value, part.name) for part in fields(value)}
 
 
 def packed(value: Any) -> bytes:
@@ -95,7 +116,8 @@ def same(one: Any, other: Any) -> bool:  # noqa: PLR0911
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
     if is_dataclass(one):
-        return all(same(getattr(one, part.name), getattr(other, part.name)) for part in fields(one))
+        parts = parts_of if (kind := _kind_of(one)) is None else kind[1]
+        return same(parts(one), parts(other))
     if isinstance(one, Mapping):
         return list(one) == list(other) and all(map(same, one.values(), other.values()))
     if isinstance(one, list | tuple):
@@ -107,15 +129,18 @@ def _equal(self: Any, other: Any) -> bool:
     return same(self, other)
 
 
+def _kind_of(value: Any) -> Any:
+    """Return how a value is stored; None for one of a class that is not."""
+    kind = _KINDS.get(type(value).__name__)
+    return kind if kind is not None and kind[0] is type(value) else None
+
+
 def _put(value: Any, path: str) -> Any:
     """Return what msgpack has for a value; a list begins with what it stands for (list, tuple, array, dataclass)."""
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OV":
         return [None, value.dtype.str, value.shape, value.tobytes()]
-    if is_dataclass(value) and _KINDS.get(type(value).__name__) is type(value):
-        return [
-            type(value).__name__,
-            {part.name: _put(getattr(value, part.name), f"{path}/{part.name}") for part in fields(value)},
-        ]
+    if (kind := _kind_of(value)) is not None:
+        return [kind[0].__name__, {name: _put(part, f"{path}/{name}") for name, part in kind[1](value).items()}]
     if isinstance(value, list | tuple):
         return [isinstance(value, tuple), *(_put(one, f"{path}/{place}") for place, one in enumerate(value))]
     if isinstance(value, Mapping) and all(type(key) in (str, int) for key in value):
@@ -135,5 +160,5 @@ def _get(node: Any) -> Any:
         dtype, shape, content = parts
         return np.frombuffer(content, dtype).reshape(shape).copy()
     if isinstance(kind, str):
-        return _KINDS[kind](**_get(*parts))
+        return _KINDS[kind][2](_get(*parts))
     return tuple(map(_get, parts)) if kind else list(map(_get, parts))

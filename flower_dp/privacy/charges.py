@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from flower_dp.core import checks, dp
+from flower_dp.core.stored import parts_of, stored_as
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
-from flower_dp.privacy.events import Relation
+from flower_dp.privacy.events import Relation, as_json, of_json
 from flower_dp.privacy.private_file import LedgerError
 
 # The owner of a release that costs all clients alike: known or not, asked or not.
@@ -55,7 +57,6 @@ class Charge:
         owners: who is charged: names of clients, or `EVERY_CLIENT` alone.
         events: the different events that owners are charged with.
         which: for each owner, the place of its event in `events`; may be left out if there is one event.
-        shares: number of shares in which the noise is drawn; 0 if clients' noise is their own.
         views: the events as other adversaries see them, by the adversary's name, in the order of `events`.
 
     Example:
@@ -76,7 +77,6 @@ class Charge:
     owners: tuple[str, ...]
     events: tuple[dp.DpEvent, ...]
     which: tuple[int, ...] = ()
-    shares: int = 0
     views: Mapping[str, tuple[dp.DpEvent, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -120,19 +120,6 @@ class Charge:
             raise LedgerError(f"has {last.number} charges of {self.release} in this run: number {self.number} is not the next")
         if (self.kind, self.scope) != (last.kind, last.scope):
             raise LedgerError(f"has charges of {self.release} in this run for something else: {last.kind}, {last.scope}")
-
-    def check_next(self, *, release: str, num_charged: int, kind: str) -> None:
-        """Refuse to take this charge for the next one of a release that was charged so often, and charges this kind.
-
-        Raises:
-            ValueError: if it is another release's, not the next one, or of another kind: with other noise, for example.
-        """
-        if self.release != release:
-            raise ValueError(f"charge: is of {self.release}, not of {release}")
-        if self.number != num_charged + 1:
-            raise ValueError(f"charge: is number {self.number} of {release}; the next one is number {num_charged + 1}")
-        if self.kind != kind:
-            raise ValueError(f"charge: what was charged for {release} is {self.kind}, and this strategy charges {kind}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,10 +218,18 @@ class _Histories:
         """Return the history of an owner alone, not as one of all clients; that of nobody for an owner without any."""
         return int(self.of[owner]) if owner and owner < len(self.of) else 0
 
+    def numbers(self, owners: Sequence[int | None]) -> np.ndarray:
+        """Return how often each owner was charged, alone and as one of all clients."""
+        known = np.asarray([sum(count for _, count in counts) for counts in self.known], np.int64)
+        return np.asarray([known[self.of_owner(owner)] + known[self.of[0]] for owner in owners], np.int64)
+
     @property
     def distinct(self) -> tuple[int, ...]:
         """The histories of all clients, also of one that was never charged alone."""
         return tuple(np.unique(np.append(self.of[1:], 0)).tolist())
+
+
+_NOBODY = _Histories()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -260,7 +255,8 @@ class Charges:
     last: Mapping[tuple[str, str], Charge] = field(default_factory=dict)
     # The number of each name: shared with those before and after, for a name keeps its number.
     _owners: dict[str, int] = field(default_factory=lambda: {EVERY_CLIENT: 0})
-    _histories: Mapping[Scope, _Histories] = field(default_factory=dict)
+    # By scope and release; "" is of all releases together.
+    _histories: Mapping[tuple[Scope, str], _Histories] = field(default_factory=dict)
 
     def after(self, charge: Charge, *, run: str = "", private: bool = True) -> Charges:
         """Return these and one more.
@@ -281,8 +277,18 @@ class Charges:
         histories = dict(self._histories)
         for scope, events in charge.by_scope.items():
             counted = events if private else (dp.NonPrivateDpEvent(),) * len(events)
-            histories[scope] = histories.get(scope, _Histories()).after(who, counted, which)
+            alone, together = self._of(scope, charge.release), self._of(scope)
+            histories[scope, charge.release] = alone.after(who, counted, which)
+            same = alone is together  # as long as no other release was charged
+            histories[scope, ""] = histories[scope, charge.release] if same else together.after(who, counted, which)
         return Charges(last={**self.last, key: charge}, _owners=owners, _histories=histories)
+
+    def _of(self, scope: Scope, release: str = "") -> _Histories:
+        return self._histories.get((scope, release), _NOBODY)
+
+    def number(self, release: str, run: str = "") -> int:
+        """Return how often a release of a run was charged."""
+        return self.last[run, release].number if (run, release) in self.last else 0
 
     def numbers(self, run: str = "") -> dict[str, int]:
         """Return how often each release of a run was charged."""
@@ -291,7 +297,11 @@ class Charges:
     @property
     def scopes(self) -> tuple[Scope, ...]:
         """What was charged for, if it costs anything, as the strongest adversary sees it."""
-        return tuple(scope for scope, found in self._histories.items() if not scope.view and len(found.known) > 1)
+        return tuple(
+            scope
+            for (scope, release), found in self._histories.items()
+            if not scope.view and not release and len(found.known) > 1
+        )
 
     def runs(self, scope: Scope) -> set[str]:
         """Return the names of the runs that were charged in a scope."""
@@ -299,27 +309,49 @@ class Charges:
 
     def owners(self, scope: Scope) -> list[str]:
         """Return the names of all who were charged alone in a scope, and `EVERY_CLIENT` if all were charged."""
-        found = self._histories.get(scope, _Histories())
+        found = self._of(scope)
         return [name for name, owner in self._owners.items() if owner < len(found.of) and found.of[owner]]
 
-    def history(self, scope: Scope, owner: str = EVERY_CLIENT) -> History:
-        """Return all that an owner was charged with, alone and as one of all clients."""
-        found = self._histories.get(scope, _Histories())
+    def history(self, scope: Scope, owner: str = EVERY_CLIENT, *, release: str = "") -> History:
+        """Return all that an owner was charged with, alone and as one of all clients; for one release, or for all."""
+        found = self._of(scope, release)
         return History(relation=scope.relation, counts=found.counts(found.of_owner(self._owners.get(owner))))
+
+    def counts(self, scope: Scope, release: str, owners: Sequence[str]) -> np.ndarray:
+        """Return how often each owner was charged for a release [owners], but for what costs nothing."""
+        return self._of(scope, release).numbers([self._owners.get(owner) for owner in owners])
 
     def histories(self, scope: Scope) -> list[History]:
         """Return the different histories of all clients; the first one is that of a client who was not charged alone."""
-        found = self._histories.get(scope, _Histories())
+        found = self._of(scope)
         return [History(relation=scope.relation, counts=found.counts(history)) for history in found.distinct]
 
     def before(self, charge: Charge) -> list[tuple[History, dp.DpEvent]]:
         """Return the different histories of a charge's owners, each with the event that it would add."""
         if charge.owners == (EVERY_CLIENT,):
             return [(history, charge.events[charge.which[0]]) for history in self.histories(charge.scope)]
-        found = self._histories.get(charge.scope, _Histories())
+        found = self._of(charge.scope)
         pairs = {(found.of_owner(self._owners.get(name)), place) for name, place in zip(charge.owners, charge.which, strict=True)}
         relation = charge.scope.relation
         return [(History(relation=relation, counts=found.counts(one)), charge.events[place]) for one, place in pairs]
+
+    def parts(self) -> dict[str, Any]:
+        """Return all of it as parts that can be stored."""
+        known = max((len(found.of) for found in self._histories.values()), default=1)
+        return {
+            "last": tuple((*key, charge) for key, charge in self.last.items()),
+            "owners": tuple(name for name, owner in self._owners.items() if owner < known),
+            "histories": tuple((*key, found) for key, found in self._histories.items()),
+        }
+
+    @classmethod
+    def of_parts(cls, parts: Mapping[str, Any]) -> Charges:
+        """Return what these are the parts of."""
+        return cls(
+            last={(run, release): charge for run, release, charge in parts["last"]},
+            _owners={name: owner for owner, name in enumerate(parts["owners"])},
+            _histories={(scope, release): found for scope, release, found in parts["histories"]},
+        )
 
     def worst(self, scope: Scope, delta: float) -> Cost:
         """Return the largest cost of a client.
@@ -328,6 +360,23 @@ class Charges:
             UnsupportedEventError: if nothing here accounts an event.
         """
         return max((history.cost(delta) for history in self.histories(scope)), key=lambda cost: cost.epsilon)
+
+
+def _with_events(write: Callable[[Any], Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return how the events among the parts of a value are written, or read."""
+
+    def change(parts: Mapping[str, Any]) -> dict[str, Any]:
+        views = {view: tuple(map(write, events)) for view, events in parts.get("views", {}).items()}
+        return {**parts, "events": tuple(map(write, parts["events"])), **({"views": views} if "views" in parts else {})}
+
+    return change
+
+
+_written, _read = _with_events(as_json), _with_events(of_json)
+stored_as(Scope)
+stored_as(Charge, lambda charge: _written(parts_of(charge)), lambda parts: Charge(**_read(parts)))
+stored_as(_Histories, lambda found: _written(parts_of(found)), lambda parts: _Histories(**_read(parts)))
+stored_as(Charges, Charges.parts, Charges.of_parts)
 
 
 def frozen(event: dp.DpEvent) -> dp.DpEvent:

@@ -55,6 +55,12 @@ def inner_of(leaf: dp.DpEvent) -> tuple[dp.DpEvent, float]:
     return leaf, 1.0
 
 
+def least_noise_multiplier(event: dp.DpEvent) -> float:
+    """Return the least noise multiplier of the releases in an event: 0 for one without noise, infinite where there is none."""
+    inner = (inner_of(leaf)[0] for leaf, _ in leaves_of(event))
+    return min((float(getattr(one, "noise_multiplier", 0.0)) for one in inner), default=math.inf)
+
+
 def example_of(leaf: dp.DpEvent) -> dp.DpEvent:
     """Return a quick release of the same kind: which accountants bound a release depends on its kind alone."""
     inner, rate = inner_of(leaf)

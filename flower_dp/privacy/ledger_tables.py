@@ -76,7 +76,6 @@ def words_of(charge: Charge) -> str:
         "kind": charge.kind,
         "unit": charge.scope.unit,
         "relation": charge.scope.relation,
-        "shares": charge.shares,
         "views": list(charge.views),
     }
     return json.dumps(words)
@@ -98,7 +97,6 @@ def charge_of(words: str, owners: tuple[str, ...], which: bytes, events: list[dp
         owners=owners,
         events=tuple(events[:size]),
         which=tuple(np.frombuffer(which, "<i4").tolist()),
-        shares=about["shares"],
         views={view: tuple(events[size * place : size * (place + 1)]) for place, view in enumerate(views, start=1)},
     )
 

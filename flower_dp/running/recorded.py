@@ -21,8 +21,8 @@ from flower_dp.running.run_folder import CHECKPOINT, CONFIG, RunFolder
 from flower_dp.running.trained_model import rest_of
 from flower_dp.strategies.checkpoint import CheckpointFolder
 from flower_dp.strategies.journal import OBSERVERS, Observer, OnRound, Unfailing, tracker
-from flower_dp.strategies.run_checkpoints import CheckpointPlace
 from flower_dp.strategies.strategy import DPStrategy
+from flower_dp.strategies.writer import CheckpointPlace
 from flower_dp.wire import BASE, numpy_arrays
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _naming_the_base(model: "nn.Module", strategy: DPStrategy, arguments: Mappin
     if not (base := base_hash(model)):
         return {}
     log.info("The frozen base has SHA-256 %s", base)
-    kinds = ["train_config", *(["evaluate_config"] if strategy.rules.evaluation is not None else [])]
+    kinds = ["train_config", *(["evaluate_config"] if len(strategy.rules.releases) > 1 else [])]
     return {kind: ConfigRecord({**(arguments.get(kind) or {}), BASE: base}) for kind in kinds}
 
 

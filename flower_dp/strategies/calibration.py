@@ -70,14 +70,14 @@ class Budget:
         one = shared_of(1.0)
         relation, evaluation = one.release.relation, None
         if self.evaluation is not None:
-            evaluation = SumEvaluation.of(self.evaluation, NoisedSum(name="", shared=one))
+            evaluation = SumEvaluation.of(self.evaluation, NoisedSum(name="", noise=one), one, "")
 
         def run(noise_multiplier: float) -> dp.DpEvent:
             return run_event(shared_of(_rounded_up(noise_multiplier)), evaluation, self.num_rounds, charged=self._likely)
 
         if evaluation is not None:
             count = self.num_rounds // evaluation.plan.every
-            evaluations = _events(evaluation.release.shared, count, self._likely)
+            evaluations = _events(evaluation.noise, count, self._likely)
             alone = accounting.epsilon(evaluations, delta=delta, relation=relation).epsilon
             if not alone < self.epsilon:
                 raise ValueError(
@@ -163,7 +163,7 @@ def run_event(
     events = charged(training).events(num_rounds)
     if evaluation is None:
         return events
-    return dp.ComposedDpEvent([events, _events(evaluation.release.shared, num_rounds // evaluation.plan.every, charged)])
+    return dp.ComposedDpEvent([events, _events(evaluation.noise, num_rounds // evaluation.plan.every, charged)])
 
 
 def _events(shared: SharedNoise, count: int, charged: Callable[[SharedNoise], Release]) -> dp.DpEvent:

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from flower_dp.strategies.run_state import RunState
 
 log = logging.getLogger("flwr")
 
-NEWEST, PREVIOUS = "checkpoint.state", "checkpoint.previous.state"
+NEWEST, PREVIOUS, NOISE = "checkpoint.state", "checkpoint.previous.state", "noise.state"
 
 Metrics = Mapping[int, Mapping[str, Any]]
 
@@ -97,6 +97,33 @@ class Checkpoint:
                 raise CheckpointError(f"checkpoint: {name} was {before}, and is {now}: a run goes on as it began")
 
 
+@stored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DrawnNoise:
+    """The secret state of a run's correlated noise after its last charge, which may be later than its last checkpoint.
+
+    Attributes:
+        run: the run's id in its ledger.
+        charged: how often each release was charged.
+        secret: the state of the noise, by release.
+    """
+
+    run: str
+    charged: Mapping[str, int]
+    secret: Mapping[str, Any]
+
+    def into(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint of the same run with this noise where that is later: what was drawn is never drawn again."""
+        state = checkpoint.state
+        for name, noise in self.secret.items() if self.run == checkpoint.run else ():
+            if self.charged.get(name, 0) > state.charged.get(name, 0):
+                of = state.releases.get(name)
+                if of is None:
+                    raise ValueError(f"has noise of {name}, which the checkpoint does not have")
+                state = state.with_release(name, replace(of, noise=noise))
+        return replace(checkpoint, state=state)
+
+
 def metrics_of(result: Result, server_round: int) -> dict[str, Any]:
     """Return the metrics of a result up to a round, as a checkpoint has them."""
     return {
@@ -150,16 +177,26 @@ class CheckpointFolder:
         Raises:
             OSError: the disk is full, or the folder can't be written: what was there is still there.
         """
-        newest, part = self.path / NEWEST, self.path / f".{NEWEST}.{os.getpid()}.part"
-        content = packed(checkpoint)
+        newest = self.path / NEWEST
+        self._put(NEWEST, packed(checkpoint), before=lambda: newest.exists() and newest.replace(self.path / PREVIOUS))
+
+    def write_noise(self, noise: DrawnNoise) -> None:
+        """Write the secret state of noise, on the disk when this returns.
+
+        Raises:
+            OSError: as `write`.
+        """
+        self._put(NOISE, packed(noise))
+
+    def _put(self, name: str, content: bytes, before: Callable[[], object] = lambda: None) -> None:
+        part = self.path / f".{name}.{os.getpid()}.part"
         try:
             with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            if newest.exists():
-                newest.replace(self.path / PREVIOUS)
-            part.replace(newest)
+            before()
+            part.replace(self.path / name)
         finally:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
@@ -201,8 +238,26 @@ class CheckpointFolder:
             for problem in problems:
                 log.warning("%s: %s; the one before it is taken", self.path, problem)
             usable(checkpoint)
-            return checkpoint
+            return self._with_noise(checkpoint)
         raise CheckpointError(f"{self.path}: {'; '.join(problems) or 'has no checkpoint'}")
+
+    def _with_noise(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint with the noise that was drawn after it.
+
+        Raises:
+            CheckpointError: if that is damaged: without it noise could be drawn twice.
+        """
+        place = self.path / NOISE
+        if not place.exists():
+            return checkpoint
+        _check_own(place)
+        try:
+            noise = unpacked(place.read_bytes())
+            if not isinstance(noise, DrawnNoise):
+                raise ValueError("is no state of noise")
+            return noise.into(checkpoint)
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{place}: {error}") from error
 
 
 def _check_own(place: Path) -> None:

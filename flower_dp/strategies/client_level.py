@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Self
 
 from flower_dp.core import checks, dp
 from flower_dp.core.noise import Generator
-from flower_dp.core.stored import stored
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
+from flower_dp.core.words import delta_in_words
 from flower_dp.privacy import accounting
-from flower_dp.privacy.charges import Charge, History
+from flower_dp.privacy.accounting import Cost, counts_sampling
+from flower_dp.privacy.charges import Charges, History
+from flower_dp.privacy.events import least_noise_multiplier
+from flower_dp.privacy.mechanisms import Gaussian
+from flower_dp.privacy.release import Release
+from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.calibration import Budget, run_event
 from flower_dp.strategies.evaluation import SumEvaluation
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
-from flower_dp.strategies.releases.noised_sum import NoisedSum, SumState
+from flower_dp.strategies.releases.noised_sum import OUTSIDERS, NoisedSum, SumState
 from flower_dp.strategies.releases.planned_cost import PlannedCost
+from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.releases.round import Round
-from flower_dp.strategies.statements.client_level import statement_of
+from flower_dp.strategies.rules import About, Learnt
+from flower_dp.strategies.run_state import RunFacts, RunState
+from flower_dp.strategies.statements.not_covered import not_covered, seeded
+from flower_dp.wire import EVALUATION
 
 _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian (moments accountant)"
-
-
-@stored
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ClientLevelState:
-    """What a run of a client-level method has released.
-
-    Attributes:
-        planned_rounds: of the run; None if nobody has said.
-        training: the noised sums of updates.
-        evaluation: the noised sums of metrics; None without private evaluation.
-    """
-
-    planned_rounds: int | None = None
-    training: SumState
-    evaluation: SumState | None = None
 
 
 class ClientLevelRules:
@@ -57,6 +51,7 @@ class ClientLevelRules:
         delta: the delta at which epsilon is stated, in (0, 1).
         target_epsilon: the run ends before the round that would pass it; None for no target.
         paper_formula: what the paper's epsilon is called.
+        evaluation: the plan of private evaluations, a second release of the rounds; None for none.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value, before any client is asked.
@@ -72,101 +67,61 @@ class ClientLevelRules:
         delta: float,
         target_epsilon: float | None = None,
         paper_formula: str = _PAPER_FORMULA,
+        evaluation: PrivateEvaluation | LocalEvaluation | None = None,
     ) -> None:
-        self.name, self.title, self.paper_formula = name, title, paper_formula
-        self.delta = checks.number("delta", delta, above=0, below=1)
+        delta = checks.number("delta", delta, above=0, below=1)
+        self.paper_formula = paper_formula
         self.target_epsilon = None if target_epsilon is None else checks.number("target_epsilon", target_epsilon, above=0)
         self.budget = noise if isinstance(noise, Budget) else None
         if isinstance(noise, Budget):
             self.target_epsilon = noise.epsilon
-            noise = noise.noise_multiplier(updates.shared, delta=self.delta)
-        self.training = updates.release(name, noise)
-        self.noise, self.release = self.training.shared, self.training.release
-        self.num_clients, self._relation = self.release.num_clients, self.release.relation
-        self.evaluation: SumEvaluation | None = None
-        self._planned_rounds: int | None = None
+            noise = noise.noise_multiplier(updates.shared, delta=delta)
+        self.training, self.noise = updates.release(name, noise)
+        self.release = self.training.release
+        self.evaluation = None if evaluation is None else SumEvaluation.of(evaluation, self.training, self.noise, title)
+        self.about = About(
+            title=title, num_clients=self.release.num_clients, delta=delta, stock_refusal=_stock_refusal(self.training)
+        )
         self._planned = self._plan_of()
         if self.target_epsilon is not None and self.release.mechanism.noise_multiplier == 0:
             raise ValueError(f"noise_multiplier=0: target_epsilon={target_epsilon} needs noise; set noise_multiplier > 0")
 
     @property
-    def clip_norm(self) -> float:
-        """L2 bound of one client's update in the next round."""
-        return self.training.clip_norm
+    def releases(self) -> tuple[NoisedSum, ...]:
+        """The noised sum of updates, and that of metrics if there are private evaluations."""
+        return (self.training,) if self.evaluation is None else (self.training, self.evaluation)
 
     @property
     def clip_norms(self) -> tuple[float, float]:
         """The smallest and the largest clip norm that a round can have."""
         clip = self.training.clip
-        return (self.clip_norm, self.clip_norm) if clip is None else (clip.of.smallest, clip.of.largest)
+        return (self.release.clip_norm,) * 2 if clip is None else (clip.of.smallest, clip.of.largest)
 
-    @property
-    def stock_refusal(self) -> str | None:
-        """Why stock clients can't take part, None if they can."""
-        if self.training.masks is not None:
-            return "stock clients know no mask; use DPClient or privacy_mod of flower_dp.clients"
-        if self.noise.placement == "central":
-            return None
-        return (
-            "placement='distributed': stock clients add no noise; use DPClient or privacy_mod of flower_dp.clients, or "
-            "placement='central'"
-        )
+    def clip_norm(self, state: RunState) -> float:
+        """Return the L2 bound of one client's update in the next round."""
+        return self.training.clip_norm(self.training.state_in(state))
 
     # The run
 
-    @property
-    def state(self) -> ClientLevelState:
-        """All that these rules need to go on."""
-        return ClientLevelState(
-            planned_rounds=self._planned_rounds,
-            training=self.training.state,
-            evaluation=None if self.evaluation is None else self.evaluation.release.state,
-        )
-
-    @state.setter
-    def state(self, state: ClientLevelState) -> None:
-        self._planned_rounds = state.planned_rounds
-        self._planned = self._plan_of()
-        if state.planned_rounds is not None:
-            self._planned.plan(state.planned_rounds)
-        self.training.go_on(state.training)
-        if self.evaluation is not None:
-            self.evaluation.release.go_on(state.evaluation)
-        elif state.evaluation is not None and state.evaluation.shares:
-            raise ValueError("state: private evaluations were charged, and this strategy has none; give the same evaluation=...")
-
-    def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
-        """Make private evaluation a second release of this method's rounds: its plan and its target count it from now on.
-
-        Raises:
-            ValueError: if the plan is for methods with a ledger of every client, or evaluations were charged before.
-        """
-        if self.evaluation is not None and self.evaluation.release.num_charged:
-            raise ValueError("evaluation: evaluations were charged in this run, by another plan")
-        if not isinstance(plan, PrivateEvaluation):
-            raise ValueError(f"evaluation: is a {type(plan).__name__}; {self.title} takes a PrivateEvaluation")
-        self.evaluation = SumEvaluation.of(plan, self.training)
-        self._planned = self._plan_of()
-
-    def plan(self, num_rounds: int) -> None:
-        """Compute how many rounds the target allows, and the cost of each.
+    def opened(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
+        """Return the rules of a run: they know how many of its rounds the target allows, and the cost of each.
 
         Raises:
             ValueError: if the noise was calibrated for another number of rounds.
         """
+        if num_rounds is None or self._planned.num_rounds == num_rounds:
+            return self
         if self.budget is not None:
             self.budget.check_rounds(num_rounds)
-        self._planned_rounds = num_rounds
-        self._planned.plan(num_rounds)
-
-    def open(self, names: tuple[str, ...]) -> None:
-        """Take the order of the clients, where whose turn it is follows from it; one ledger serves all of them."""
-        self.training.open(names)
-        if self.evaluation is not None:
-            self.evaluation.release.open(names)
+        rules = copy.copy(self)
+        rules._planned = rules._plan_of()
+        rules._planned.plan(num_rounds)
+        return rules
 
     def _plan_of(self) -> PlannedCost:
-        return PlannedCost(self._events, target_epsilon=self.target_epsilon, delta=self.delta, relation=self._relation)
+        return PlannedCost(
+            self._events, target_epsilon=self.target_epsilon, delta=self.about.delta, relation=self.release.relation
+        )
 
     def _events(self, num_rounds: int) -> dp.DpEvent:
         """Return what `num_rounds` rounds cost at most, their evaluations with them: one after every `every`-th."""
@@ -178,13 +133,15 @@ class ClientLevelRules:
         Args:
             dimension: of the model's vector.
         """
-        training = self.training
-        release, kept = training.next_release, training.num_kept(training.row_length(dimension)) - training.row_length(0)
-        return release.noise_scale / release.expected_cohort * math.sqrt(kept), self.clip_norm
+        training, first = self.training, SumState()
+        release, beside = training.next_noise(first).release, training.num_beside
+        kept = training.num_kept(dimension + beside) - beside
+        return release.noise_scale / release.expected_cohort * math.sqrt(kept), training.clip_norm(first)
 
-    def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
+    def why_stop(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
         """Return why the round is not run: it would pass the target, or is out of order; None if it is run."""
-        number = self.num_rounds + 1
+        charges = state.charges
+        number = self.num_rounds(charges) + 1
         if self.training.in_order and server_round != number:
             # Its cohort follows from the round's number, its charge from how many there were.
             return f"with round-robin sampling it must be round {number}"
@@ -194,82 +151,253 @@ class ClientLevelRules:
         charged = self.noise.charged if shares is None else self.noise.without_one_of(shares)
         event = charged.event(number)
         if self.evaluation is not None:
-            evaluated, every = self.evaluation.release, self.evaluation.plan.every
             # All that may still be asked for after this round: those of earlier rounds too, if nobody asked for them yet.
-            owed = range(evaluated.num_charged + 1, number // every + 1)
-            event = dp.ComposedDpEvent((event, *(evaluated.shared.charged.event(one) for one in owed)))
-        if self._planned.allows(number, ledger=lambda: self.ledger, event=event, as_planned=self._as_planned):
+            owed = range(charges.number(EVALUATION) + 1, number // self.evaluation.plan.every + 1)
+            event = dp.ComposedDpEvent((event, *(self.evaluation.noise.charged.event(one) for one in owed)))
+        if self._planned.allows(number, ledger=lambda: self.ledger(charges), event=event, as_planned=self._as_planned(charges)):
             return None
         return f"it would pass target_epsilon={self.target_epsilon:g}"
 
-    @property
-    def _as_planned(self) -> bool:
+    def _as_planned(self, charges: Charges) -> bool:
         """Whether no more evaluations were charged than planned: a run that goes on may have had more of them before."""
-        return self.evaluation is None or self.evaluation.release.num_charged <= self.num_rounds // self.evaluation.plan.every
+        return self.evaluation is None or charges.number(EVALUATION) <= self.num_rounds(charges) // self.evaluation.plan.every
 
-    def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
         """Return the model moved by the noised sum over the expected cohort.
 
         Raises:
             RoundLeftOut: with too few replies for the noise that was charged, or a sum that is not exact.
         """
-        replied = len(collected.clients)
-        mean = self.training.noised(now.ask, collected.total, num_replies=replied, cohort_size=now.cohort_size, rng=rng)
-        self.training.keep(mean)
+        mean, after = self.training.noised(state, now, collected, rng)
         mean += now.vector
-        return mean
+        return Learnt(vector=mean, releases={self.training.name: after})
 
-    def unfinished(self, charge: Charge) -> None:
-        """Count nothing: the charge has all that a round that was not finished may have released."""
-
-    def numbers(self, now: Round) -> dict[str, float]:
-        """Return further public numbers of a round: its clip norm, where that moves."""
-        return {} if now.ask.indicator is None else {"clip-norm": now.ask.indicator.clip_norm}
+    def numbers(self, state: RunState, now: Round | None) -> Mapping[str, float]:
+        """Return an upper bound of the cost of all rounds charged so far, and the clip norm of a round, where that moves."""
+        charges, planned = state.charges, None
+        if self._as_planned(charges) and not self.noise.shares_vary:
+            planned = self._planned.epsilon(self.num_rounds(charges))
+        if planned is None:
+            event, relation = self.ledger(charges).event, self.release.relation
+            planned = accounting.epsilon(event, delta=self.about.delta, relation=relation, grid=1e-3).epsilon
+        moving = {} if now is None or now.ask.indicator is None else {"clip-norm": now.ask.indicator.clip_norm}
+        return {"epsilon": planned} | moving
 
     # Cost
 
-    @property
-    def evaluated(self) -> NoisedSum | None:
-        """The release of private evaluations; None without them."""
-        return None if self.evaluation is None else self.evaluation.release
+    def num_rounds(self, charges: Charges) -> int:
+        """Return how many rounds were charged."""
+        return charges.number(self.training.name)
 
-    @property
-    def num_rounds(self) -> int:
-        """How many rounds were charged."""
-        return self.training.num_charged
+    def ledger(self, charges: Charges) -> History:
+        """Return what was charged against any single client."""
+        return charges.history(self.training.scope)
 
-    @property
-    def ledger(self) -> History:
-        """What was charged against any single client."""
-        return self._ledger(outside=False)
+    def outside_ledger(self, charges: Charges) -> History:
+        """Return what was charged against those who are no clients."""
+        return charges.history(replace(self.training.scope, view=OUTSIDERS))
 
-    @property
-    def outside_ledger(self) -> History:
-        """What was charged against those who are no clients."""
-        return self._ledger(outside=True)
+    def least_noise_multiplier(self, charges: Charges) -> float:
+        """Return the least noise multiplier that a round was charged with; infinite before the first one."""
+        counts = self.training.history(charges).counts
+        return min(map(least_noise_multiplier, counts), default=math.inf)
 
-    def _ledger(self, *, outside: bool) -> History:
-        counts = self.training.counts(outside=outside)
-        if self.evaluation is not None:
-            counts.update(self.evaluation.release.counts(outside=outside))
-        return History(relation=self._relation, counts=counts)
+    def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
+        """Return the statement on all charges, those of private evaluations among them."""
+        return _statement_of(self, state, facts)
 
-    def epsilon_of(self, release: NoisedSum) -> float:
-        """Return what one of the releases has cost alone."""
-        return History(relation=self._relation, counts=release.counts()).cost(self.delta).epsilon
 
-    @property
-    def least_noise_multiplier(self) -> float:
-        """The least noise multiplier that a round was charged with; infinite before the first one."""
-        kinds = set(self.training.state.shares)
-        return min((self.noise.without_one_of(shares).mechanism.noise_multiplier for shares in kinds), default=math.inf)
+def _stock_refusal(training: NoisedSum) -> str | None:
+    """Return why stock clients can't take part, None if they can."""
+    if training.masks is not None:
+        return "stock clients know no mask; use DPClient or privacy_mod of flower_dp.clients"
+    if training.noise.placement == "central":
+        return None
+    return (
+        "placement='distributed': stock clients add no noise; use DPClient or privacy_mod of flower_dp.clients, or "
+        "placement='central'"
+    )
 
-    @property
-    def epsilon(self) -> float:
-        """An upper bound of the cost of all rounds charged so far, quick to compute."""
-        planned = self._planned.epsilon(self.num_rounds) if self._as_planned and not self.noise.shares_vary else None
-        if planned is not None:
-            return planned
-        return accounting.epsilon(self.ledger.event, delta=self.delta, relation=self._relation, grid=1e-3).epsilon
 
-    statement = statement_of
+def _statement_of(rules: ClientLevelRules, state: RunState, run: RunFacts) -> PrivacyStatement:
+    """Return the statement on all charges, those of private evaluations among them."""
+    release, evaluation, charges, delta = rules.release, rules.evaluation, state.charges, rules.about.delta
+    num_rounds, ledger = rules.num_rounds(charges), rules.ledger(charges)
+    inside, outside = ledger.cost(delta), rules.outside_ledger(charges).cost(delta)
+    private = math.isfinite(inside.epsilon) and not run.seeded_noise
+    noise = {
+        "clip_norm": release.clip_norm,
+        "noise_multiplier": release.mechanism.noise_multiplier,
+        "noise_std_of_the_sum": release.noise_scale,
+        "noise_std_of_the_mean": release.noise_scale / release.expected_cohort,
+    }
+    if rules.budget is not None:
+        noise |= {"calibrated_for_epsilon": rules.budget.epsilon, "calibrated_for_rounds": rules.budget.num_rounds}
+    if (clip := rules.training.clip) is not None:
+        # The std above are of the smallest clip norm, around update and indicator together.
+        noise |= {
+            "clip_norm": clip.of.smallest,
+            "joint_norm": release.clip_norm,
+            "initial_clip_norm": clip.of.initial,
+            "smallest_clip_norm": clip.of.smallest,
+            "largest_clip_norm": clip.of.largest,
+            "target_quantile": clip.of.target_quantile,
+            "clip_learning_rate": clip.of.learning_rate,
+            "count_noise_std": clip.count_noise_std,
+        }
+    parts, evaluations = {}, None
+    if evaluation is not None:
+        noise["evaluation_noise_multiplier"] = evaluation.release.mechanism.noise_multiplier
+        evaluations = f"{charges.number(evaluation.name)} private evaluations, {evaluation.sampling},"
+        if private:
+            parts = {
+                "training": rules.training.history(charges).cost(delta).epsilon,
+                "evaluation": evaluation.history(charges).cost(delta).epsilon,
+            }
+    return PrivacyStatement(
+        method=rules.about.title,
+        unit=release.unit,
+        relation=release.relation,
+        adversary=release.seen_by if private else "nobody",
+        delta=delta,
+        epsilon=inside.epsilon if private else math.inf,
+        accountant=inside.accountant,
+        paper=_paper(rules, charges, run),
+        num_rounds=num_rounds,
+        noise=noise,
+        sampling=f"{release.sampler}, {release.expected_cohort:g} of {release.num_clients} clients expected a round",
+        events=tuple(ledger.lines()),
+        assumptions=tuple(_assumptions(rules, run, counts_sampling(inside) or counts_sampling(outside))),
+        not_covered=not_covered(run, accounts=False, logs="logs on devices and on the server", evaluations=evaluations),
+        parts=parts,
+        incidents=tuple(_incidents(rules, run)),
+        adversaries=_adversaries(rules, charges, inside, outside) if private else (),
+    )
+
+
+def _adversaries(rules: ClientLevelRules, charges: Charges, inside: Cost, outside: Cost) -> tuple[Adversary, ...]:
+    """Outsiders, participants and the server, and what can be proved against each."""
+    release, evaluation, delta = rules.noise.outside, rules.evaluation, rules.about.delta
+    unknown = "how many clients" if rules.training.sampling.secret_size else "who"
+    secret = f", not {unknown} took part" if rules.training.secret_cohort else ", and who took part"
+    if evaluation is not None and evaluation.secret_cohort:
+        secret += " in training; not who evaluated"
+    if rules.noise.placement == "central":
+        knows, sees = "", "every client's update without noise"
+        server, std = replace(inside, epsilon=math.inf, accountant="none"), 0.0
+    else:
+        knows = ", each its own share of the noise"
+        sees = "every client's message with its own share of the noise alone, and who took part"
+        multiplier = rules.noise.smallest_share / release.clip_norm
+        share = replace(release, mechanism=Gaussian(noise_multiplier=multiplier), sampler=FullSampling())
+        event = accounting.repeated(share.event(1), rules.num_rounds(charges))
+        if evaluation is not None:
+            own = replace(share, clip_norm=1.0, mechanism=Gaussian(noise_multiplier=evaluation.noise.smallest_share))
+            event = dp.ComposedDpEvent([event, accounting.repeated(own.event(1), charges.number(evaluation.name))])
+        server, std = accounting.epsilon(event, delta=delta, relation=release.relation), share.noise_scale
+    sees_as_client = f"what outsiders see{knows}; each by itself, as a client that is asked in every round"
+    least = min(rules.least_noise_multiplier(charges), release.mechanism.noise_multiplier) * release.clip_norm
+    return (
+        Adversary.of("outsiders", outside, sees=f"every global model{secret}", noise_std=release.noise_scale),
+        Adversary.of("participants", inside, sees=sees_as_client, noise_std=least),
+        Adversary.of("the server", server, sees=sees, noise_std=std, trusted=True),
+    )
+
+
+def _paper(rules: ClientLevelRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:
+    """The paper's RDP epsilon of the same rounds, with its own assumptions checked."""
+    release = rules.release
+    if not release.mechanism.noise_multiplier or not rules.num_rounds(charges):
+        return None
+    sampling_rate = release.expected_cohort / release.num_clients
+    # The paper samples without replacement and accounts as if by Poisson, add-or-remove-one.
+    as_poisson = PoissonSampling(sampling_rate=sampling_rate).event(release.mechanism.event(), 1, release.num_clients)
+    event = accounting.repeated(as_poisson, rules.num_rounds(charges))
+    epsilon = accounting.rdp_epsilon(event, delta=rules.about.delta, relation="add-or-remove-one")
+    if epsilon is None:
+        return None
+    held = "its assumptions hold" + (", against outsiders" if rules.noise.placement == "distributed" else "")
+    faults = []
+    if charges.number(EVALUATION):
+        faults.append("it covers training alone, and metrics of private evaluations were released as well")
+    if not isinstance(release.sampler, PoissonSampling) and sampling_rate < 1:
+        faults.append("it assumes Poisson sampling, and cohorts were drawn by another sampling")
+    if release.relation != "add-or-remove-one":
+        faults.append("it holds for add-or-remove-one")
+    if rules.noise.lossy_messages:
+        faults.append(f"{_made(rules)} of each client's own noised update is not post-processing of the noised sum")
+    elif rules.noise.cohort_shows and sampling_rate < 1:
+        faults.append("it assumes that nobody knows the cohorts, and missing shares of noise reveal who takes part")
+    if run.seeded_noise:
+        faults.append("noise came from a fixed seed")
+    return PaperEpsilon(epsilon=epsilon, formula=rules.paper_formula, valid=not faults, reason="; ".join(faults) or held)
+
+
+def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) -> list[str]:
+    release, evaluation, delta = rules.release, rules.evaluation, rules.about.delta
+    lines = ["clients clip as asked, and whether a client answers does not depend on its data"]
+    if not release.mechanism.noise_multiplier:
+        lines.append("no noise is added to updates: training is not private")
+    elif rules.noise.placement == "central":
+        lines.append("the server is trusted: it sees single updates and adds the noise")
+    elif rules.noise.lossy_messages:
+        lines.append(
+            f"epsilon rests on each client's own share of noise: what it sends is {_made(rules)} of its own noised update"
+        )
+    else:
+        lines.append("clients add their shares of the noise; single messages are not private and are seen by the aggregator only")
+        if rules.noise.trusted_server:
+            lines.append("the server is trusted to add the shares of noise that are missing in a round")
+        lines.append("clients do not combine their knowledge of their shares of the noise, nor does a node that hosts several")
+    if rules.noise.cohort_shows:
+        lines.append(
+            "adversaries may know who takes part: sampling lowers no cost, and a client is replaced by one with a zero update"
+        )
+    elif release.expected_cohort < release.num_clients and sampling_counts:
+        size = ", nor its size" if release.sampler.secret_size else ""
+        lines.append(f"the cohort of a round is known to nobody who is protected against{size}: not from logs or timing either")
+        lines += _of_fixed_size(release, "asked")
+    if evaluation is not None and evaluation.secret_cohort:
+        size = ", nor how many do" if evaluation.sampling.secret_size else ""
+        lines.append(f"who evaluates is known to nobody who is protected against{size}: not from logs or timing either")
+        lines += _of_fixed_size(evaluation.noise.outside, "asked to evaluate")
+    if rules.training.clip is not None:
+        lines.append(
+            "adaptive clipping: whether an update is within the clip norm is part of the same release as the update, under one "
+            "noise, so that epsilon is that of a fixed clip norm; clip norm, joint norm of update and indicator, and noise "
+            "std are told at the smallest clip norm, and grow in proportion to it"
+        )
+    clients = max(release.num_clients, run.num_known)  # more may have joined
+    if delta * clients >= 1:
+        lines.append(
+            f"DELTA IS NO GUARANTEE: {delta_in_words(delta)} is at least 1 / {clients} clients, and a "
+            "mechanism that publishes one client's data outright can have such a delta"
+        )
+    return [*lines, *seeded(run)]
+
+
+def _of_fixed_size(release: Release, asked: str) -> list[str]:
+    """Return what sampling of a fixed size assumes besides; nothing for other samplers."""
+    if not isinstance(release.sampler, FixedSizeSampling):
+        return []
+    drawn, clients = f"{release.expected_cohort:g}", release.num_clients
+    return [
+        f"nobody who is protected against knows which clients can't be reached; who knows that it was not {asked} itself meets a "
+        f"sampling rate of {drawn}/{clients - 1} in that round, where {drawn}/{clients} is accounted for; a node none of whose k "
+        f"clients was {asked}, of {drawn}/({clients} - k)"
+    ]
+
+
+def _made(rules: ClientLevelRules) -> str:
+    """Return the function of its own noised update that a client sends, in words."""
+    levels = rules.training.quantization_levels
+    parts = ["top-k"] if rules.training.keep_ratio < 1 else []
+    return " and ".join([*parts, *([f"a random quantisation ({levels} levels above 0)"] if levels else [])])
+
+
+def _incidents(rules: ClientLevelRules, run: RunFacts) -> list[str]:
+    lines = list(run.incidents)
+    # Their number would tell how large cohorts were, and the fact alone that a client that always fails has taken part.
+    if run.missing.total and not rules.training.secret_cohort:
+        lines.append(f"{run.missing.total} updates that were asked for did not count: {run.missing}")
+    return lines

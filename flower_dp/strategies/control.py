@@ -45,7 +45,25 @@ class ControlState:
     replied: tuple[str, ...] = ()
     restarts: Mapping[str, int] = field(default_factory=dict)
 
+    def at(self, size: int) -> np.ndarray:
+        """Return c [size], float64: zeros before the first round."""
+        return self.vector if self.vector.size == size else np.zeros(size, np.float64)
 
+    @property
+    def incidents(self) -> tuple[str, ...]:
+        """How many clients came back without their control variate, in words."""
+        if not self.restarts:
+            return ()
+        names = list(self.restarts)
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        times = sum(self.restarts.values())
+        return (
+            f"{times} times a client came back without its control variate and started at zero "
+            f"({', '.join(names[:_LISTED])}{more})",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ControlVariate:
     """The server's control variate c: the mean of all clients' c_i, each zero before the client's first reply.
 
@@ -57,58 +75,62 @@ class ControlVariate:
     A client that lies changes c by up to twice what an honest one may send, in every round, and honest ones carry it on. So c is
     shortened after each round to what honest clients can make: their c_i are noised mean clipped gradients.
 
-    Args:
+    Its state comes in and goes out.
+
+    Attributes:
         quantization_levels: of the messages; None: float32.
     """
 
-    def __init__(self, quantization_levels: int | None) -> None:
-        self._levels = quantization_levels
-        self.state = ControlState()
+    quantization_levels: int | None
 
-    def vector(self, size: int) -> np.ndarray:
-        """Return c [size], float32.
+    def vector(self, state: ControlState, size: int) -> np.ndarray:
+        """Return c [size], float32, as it is sent.
 
         Raises:
             ValueError: if the messages have so few levels that their errors grow from round to round.
         """
-        if self._levels is not None and compression.qsgd_variance(size, self._levels) >= 1:
+        if self.quantization_levels is not None and compression.qsgd_variance(size, self.quantization_levels) >= 1:
             least = math.isqrt(size) + 1
             raise ValueError(
-                f"quantization_levels={self._levels}: a message's error is part of the next one's control variate, and grows "
-                "there "
-                f"unless its variance bound is below 1; must be at least {least} for {size} parameters, or None"
+                f"quantization_levels={self.quantization_levels}: a message's error is part of the next one's control variate, and "
+                f"grows there unless its variance bound is below 1; must be at least {least} for {size} parameters, or None"
             )
-        return self._vector(size).astype(np.float32)
+        return state.at(size).astype(np.float32)
 
-    def _vector(self, size: int) -> np.ndarray:
-        """Return c [size], float64: zeros before the first round."""
-        return self.state.vector if self.state.vector.size == size else np.zeros(size, np.float64)
-
-    def learn(self, collected: Collected, *, divisor: float, num_clients: int, honest: Honest) -> None:
-        """Update c by the messages of a round; an update is `divisor` = E eta times a mean gradient.
+    def learn(
+        self, state: ControlState, collected: Collected, *, divisor: float, num_clients: int, honest: Honest
+    ) -> ControlState:
+        """Return the state with c updated by the messages of a round; an update is `divisor` = E eta times a mean gradient.
 
         With `honest` clients alone c is not changed further, but with few levels or clients that lost their c_i it may be.
         """
         size = collected.total.size
-        vector = self._vector(size)
+        vector = state.at(size)
         sent = vector.astype(np.float32).astype(np.float64)  # the c that clients have received
         vector = vector + (-len(collected.clients) * sent - collected.total / divisor) / num_clients
         norm, most = float(l2_norms(vector)), self._radius(size, honest)
         if norm > most:
             vector *= most / norm
-        known, restarts = set(self.state.replied), dict(self.state.restarts)
+        known, restarts = set(state.replied), dict(state.restarts)
         lost = [name for name in collected.fresh if name in known]
         for name in lost:
             restarts[name] = restarts.get(name, 0) + 1
         if lost:
             log.warning("control variates lost, they start at zero: %s", ", ".join(lost[:_LISTED]))
         new = [name for name in collected.clients if name not in known]
-        self.state = ControlState(vector=vector, replied=(*self.state.replied, *new), restarts=restarts)
+        return ControlState(vector=vector, replied=(*state.replied, *new), restarts=restarts)
 
-    def longest(self, sum_norm: float, size: int, *, honest: Honest) -> float:
-        """Return the largest norm of a noised mean gradient g + c - c_i, given that of g; c_i is such a g of another round."""
-        if self._levels is None:
-            return 2 * sum_norm + float(l2_norms(self._vector(size)))
+    def longest(self, sum_norm: float, sent: np.ndarray, *, honest: Honest) -> float:
+        """Return the largest norm of a noised mean gradient g + c - c_i, given that of g; c_i is such a g of another round.
+
+        Args:
+            sum_norm: of g.
+            sent: the c that clients have received [size].
+            honest: see `Honest`.
+        """
+        size = sent.size
+        if self.quantization_levels is None:
+            return 2 * sum_norm + float(l2_norms(sent.astype(np.float64)))
         # c_i also has the error of its message, at most sqrt(q) times the norm of the quantised vector, and so on recursively.
         return (2 * sum_norm + self._radius(size, honest)) / (1 - self._error(size))
 
@@ -119,29 +141,11 @@ class ControlVariate:
 
     def _radius(self, size: int, honest: Honest) -> float:
         """Return the largest norm of c: of the mean of honest gradients, and of the errors of their messages."""
-        if self._levels is None:
+        if self.quantization_levels is None:
             return honest.mean
         error = self._error(size)
         return (honest.mean + 2 * error * honest.single) / (1 - error)
 
     def _error(self, size: int) -> float:
         """The norm of a message's error, as a part of the message's."""
-        return 0.0 if self._levels is None else math.sqrt(compression.qsgd_variance(size, self._levels))
-
-    @property
-    def size(self) -> int:
-        """The length d of c; 0 before the first round."""
-        return int(self.state.vector.size)
-
-    @property
-    def incidents(self) -> tuple[str, ...]:
-        """How many clients came back without their control variate, in words."""
-        if not self.state.restarts:
-            return ()
-        names = list(self.state.restarts)
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        times = sum(self.state.restarts.values())
-        return (
-            f"{times} times a client came back without its control variate and started at zero "
-            f"({', '.join(names[:_LISTED])}{more})",
-        )
+        return 0.0 if self.quantization_levels is None else math.sqrt(compression.qsgd_variance(size, self.quantization_levels))

@@ -9,9 +9,9 @@ from flower_dp import wire
 from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.population.client_manager import KnownClients
+from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.releases.round import Round
-from flower_dp.strategies.rules import Rules
+from flower_dp.strategies.rules import Rules, evaluation_of
 from flower_dp.strategies.run_state import RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
@@ -26,23 +26,24 @@ _FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS, _SILENT_CLIENTS = 3, 10, 30
 
 def log_summary(rules: Rules, optimizer: ServerOptimizer | None) -> None:
     """Log what a run will do."""
-    sampling = rules.training.sampling
-    expected = sampling.expected_cohort(rules.num_clients)
-    log.info("%s: %s, %g of %s clients expected a round", rules.title, sampling, expected, rules.num_clients)
+    sampling = rules.releases[0].sampling
+    expected = sampling.expected_cohort(rules.about.num_clients)
+    log.info("%s: %s, %g of %s clients expected a round", rules.about.title, sampling, expected, rules.about.num_clients)
     if optimizer is not None:
         log.info("server optimiser %s: it works on the noised mean and costs no epsilon", optimizer.name)
 
 
 def setting(rules: Rules, layout: Layout, optimizer: ServerOptimizer | None, num_rounds: int) -> dict[str, str]:
     """Return what a run must have again to go on, by name; what its charges cost is compared with the charges."""
+    evaluation = evaluation_of(rules)
     shapes = hashlib.sha256(repr([layout.names, layout.shapes, layout.dtypes]).encode()).hexdigest()
     return {
-        "method": rules.title,
-        "num_clients": str(rules.num_clients),
+        "method": rules.about.title,
+        "num_clients": str(rules.about.num_clients),
         "num_rounds": str(num_rounds),
-        "delta": str(rules.delta),
-        "sampling": str(rules.training.sampling),
-        "evaluation": "none" if rules.evaluation is None else f"every {rules.evaluation.plan.every} rounds",
+        "delta": str(rules.about.delta),
+        "sampling": str(rules.releases[0].sampling),
+        "evaluation": "none" if evaluation is None else f"every {evaluation.plan.every} rounds",
         "server_optimizer": "none" if optimizer is None else optimizer.name,
         "model": f"{len(layout.names)} arrays of {layout.size} parameters ({shapes[:12]})",
     }

@@ -86,5 +86,13 @@ class DPFedAvg(DPStrategy):
             trusted_server=trusted_server,
             min_reply_ratio=min_reply_ratio,
         )
-        rules = ClientLevelRules("dp-fedavg", "DP-FedAvg", updates, noise, delta=delta, target_epsilon=target_epsilon)
+        rules = ClientLevelRules(
+            "dp-fedavg",
+            "DP-FedAvg",
+            updates,
+            noise,
+            delta=delta,
+            target_epsilon=target_epsilon,
+            evaluation=options.get("evaluation"),
+        )
         super().__init__(rules, **options)

@@ -1,5 +1,7 @@
 """DP-FedPAQ: noised updates of local steps on clipped gradients, in a few bits a coordinate."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,18 +12,28 @@ import numpy as np
 from flower_dp.core import checks, compression
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
+from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.client_terms import Terms, values_in
-from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, update_terms
+from flower_dp.privacy.dp_fedpaq import (
+    FedPAQSteps,
+    expected_replies,
+    paper_epsilon,
+    paper_noise_ratio,
+    update_terms,
+    violated_conditions,
+)
+from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.control import ControlState, ControlVariate, Honest
 from flower_dp.strategies.local_level import LocalRules
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import HONEST_NORMS
-from flower_dp.strategies.releases.own_replies import OwnReplies
+from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.releases.round import Round
-from flower_dp.strategies.rules import Options
-from flower_dp.strategies.statements.dp_fedpaq import statement_of
+from flower_dp.strategies.rules import Learnt, Options
+from flower_dp.strategies.run_state import RunFacts, RunState
+from flower_dp.strategies.statements.local import counts_sampling, least_and_largest, local_statement, most_replies
 from flower_dp.strategies.strategy import DPStrategy
 
 _SAMPLERS = (FullSampling, FixedSizeSampling, RoundRobinSampling)
@@ -42,6 +54,7 @@ class DPFedPAQRules(LocalRules):
         name: the method's name on the wire.
         title: the method's name for people.
         control: a vector that is sent with the model; None for none.
+        evaluation: the plan of private evaluations; None for none.
     """
 
     def __init__(
@@ -56,6 +69,7 @@ class DPFedPAQRules(LocalRules):
         name: str = "dp-fedpaq",
         title: str = "DP-FedPAQ",
         control: ControlVariate | None = None,
+        evaluation: PrivateEvaluation | LocalEvaluation | None = None,
     ) -> None:
         self.steps, self.control, self.calibration = steps, control, calibration
         if not isinstance(steps, FedPAQSteps):
@@ -76,45 +90,34 @@ class DPFedPAQRules(LocalRules):
         cohort_size, at_random = sampling.largest_cohort(population.num_clients), isinstance(sampling, FixedSizeSampling)
         books = ClientBooks(
             population,
-            name=name,
-            sampling=sampling,
-            clip_norm=steps.sum_norm,  # half of what one replaced record can change
             relation="replace-one",
             delta=delta,
             terms_of=terms_of,
             most_replies=lambda rounds: expected_replies(rounds, cohort_size, population.num_clients, at_random=at_random),
-            weight_of=lambda _: 1.0,  # a row that is sent alone is sent as it was quantised
-            longest=self._longest,
-            vectors_of=self._vectors,
         )
-        super().__init__(title, books)
+        # A replaced record can change twice the clip norm.
+        super().__init__(title, books, name=name, sampling=sampling, clip_norm=steps.sum_norm, evaluation=evaluation)
 
-    @property
-    def own(self) -> ControlState | None:
-        """The vector that is sent with the model; None without one."""
-        return None if self.control is None else self.control.state
+    def weight(self, name: str) -> float:
+        """Return 1: a row that is sent alone is sent as it was quantised."""
+        return 1.0
 
-    @own.setter
-    def own(self, state: ControlState | None) -> None:
-        if self.control is not None and state is not None:
-            self.control.state = state
-
-    def _vectors(self, length: int) -> dict[str, np.ndarray]:
+    def vectors(self, own: ControlState | None, size: int) -> dict[str, np.ndarray]:
         """Return SCAFFOLD's control variate, which is sent with the model."""
-        return {} if self.control is None else {"control": self.control.vector(length)}
+        return {} if self.control is None else {"control": self.control.vector(own or ControlState(), size)}
 
-    def _longest(self, release: OwnReplies, now: Round) -> Callable[[str], float]:
+    def longest(self, now: Round) -> Callable[[str], float]:
         """Return how long a client's honest update is at most, as it is sent."""
         size, factor = now.length, -self.steps.update_factor(now.server_round)
         ratio = 1.0 if self.quantization_levels is None else compression.qsgd_norm_ratio(size, self.quantization_levels)
         divisor, honest = self._divisor(now.server_round), self._honest(size)
 
         def longest(name: str) -> float:
-            noise = release.terms[name].release.noise_scale * (math.sqrt(size) + _NORM_DEVIATIONS)
+            noise = self.books.terms[name].release.noise_scale * (math.sqrt(size) + _NORM_DEVIATIONS)
             own = factor * (self.steps.longest_sum + noise)
             if self.control is None:
                 return ratio * own
-            return ratio * divisor * self.control.longest(own / divisor, size, honest=honest)
+            return ratio * divisor * self.control.longest(own / divisor, now.ask.vectors["control"], honest=honest)
 
         return longest
 
@@ -127,13 +130,13 @@ class DPFedPAQRules(LocalRules):
             return (self.steps.longest_sum + std * deviations) / self.steps.num_records
 
         # Clients that have not replied yet count as zero in the mean.
-        return Honest(single=gradient(max(stds)), mean=gradient(math.hypot(*stds) / self.num_clients))
+        return Honest(single=gradient(max(stds)), mean=gradient(math.hypot(*stds) / self.about.num_clients))
 
     def _divisor(self, server_round: int) -> float:
         """Return the ratio of an update to the mean gradient: E eta."""
         return self.steps.num_local_steps * self.steps.step_size(server_round)
 
-    def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
         """Return the model moved by the mean of the received messages.
 
         Raises:
@@ -141,27 +144,27 @@ class DPFedPAQRules(LocalRules):
         """
         if not collected.clients:
             raise RoundLeftOut("no client has answered")
+        own = state.own
         if self.control is not None:
-            divisor, honest = self._divisor(now.server_round), self._honest(now.layout.size)
-            self.control.learn(collected, divisor=divisor, num_clients=self.num_clients, honest=honest)
-        return np.asarray(now.vector + collected.total / len(collected.clients))
+            divisor, honest, num_clients = self._divisor(now.server_round), self._honest(now.layout.size), self.about.num_clients
+            own = self.control.learn(own or ControlState(), collected, divisor=divisor, num_clients=num_clients, honest=honest)
+        return Learnt(vector=np.asarray(now.vector + collected.total / len(collected.clients)), own=own)
 
-    @property
-    def assumptions(self) -> tuple[str, ...]:
+    def _assumptions(self, own: ControlState | None) -> tuple[str, ...]:
         """How far a client that lies can move the model, where a control variate carries its lie on; empty without one."""
         if self.control is None:
             return ()
         text = "A LYING CLIENT moves the control variate as well as the model, and honest clients carry that on in later rounds"
-        if not (size := self.control.size):
+        if own is None or not (size := own.vector.size):
             return (text,)
         ratio = 1.0 if self.quantization_levels is None else compression.qsgd_norm_ratio(size, self.quantization_levels)
         honest, step = self._honest(size), self._divisor(1)
         longest, radius = self.control.longest_ever(size, honest)
         # Of the rows that the server takes, and of a full cohort, over which the mean is taken.
-        own = HONEST_NORMS * ratio * step / self.cohort_size
+        part = HONEST_NORMS * ratio * step / self.cohort_size
         return (
-            f"{text}: in a round, among {self.cohort_size} replies, it moves the model by up to {own * longest:.3g} by what it "
-            f"sends (DP-FedPAQ: {own * honest.single:.3g}), and the control variate, of norm up to {radius:.3g}, moves it by "
+            f"{text}: in a round, among {self.cohort_size} replies, it moves the model by up to {part * longest:.3g} by what it "
+            f"sends (DP-FedPAQ: {part * honest.single:.3g}), and the control variate, of norm up to {radius:.3g}, moves it by "
             f"up to {step * radius:.3g}",
         )
 
@@ -172,12 +175,89 @@ class DPFedPAQRules(LocalRules):
         noise = math.sqrt(sum(variances) / len(variances) / self.cohort_size * dimension)
         return factor * noise, factor * self.steps.longest_sum
 
-    @property
-    def incidents(self) -> tuple[str, ...]:
-        """What happened to the vectors that are sent with the model, in words."""
-        return () if self.control is None else self.control.incidents
+    def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
+        """Return the statement: the worst client, and the distribution over clients."""
+        return _statement_of(self, state, facts)
 
-    statement = statement_of
+
+def _statement_of(rules: DPFedPAQRules, state: RunState, run: RunFacts) -> PrivacyStatement:
+    """Return the statement: the worst client, and the distribution over clients."""
+    books, steps, charges = rules.books, rules.steps, state.charges
+    sizes = books.num_records.values()
+    whole = bool(sizes) and all(size == steps.num_records for size in sizes)
+    each = f"all records, {steps.num_records}" if whole else f"{steps.num_records} records at random, without replacement"
+    secret = ("only the client knows which of its records it takes",) if counts_sampling(rules, charges) else ()
+    return local_statement(
+        rules,
+        state,
+        run,
+        message_std=_message_std(rules, charges),
+        noise=_noise_numbers(rules),
+        paper=_paper(rules, charges, run),
+        sampling=f"{rules.training.sampling}: {most_replies(books)}; {each} in each",
+        assumptions=(steps.proof, *secret, *rules._assumptions(state.own)),
+        incidents=() if state.own is None else state.own.incidents,
+    )
+
+
+def _message_std(rules: DPFedPAQRules, charges: Charges) -> float:
+    """The least std of the noise on a number that a client sends: on its update, before that is quantised."""
+    stds = [terms.release.noise_std for terms in rules.books.terms.values()]
+    # Steps shrink from round to round, and the noise on an update with them.
+    return -rules.steps.update_factor(max(1, charges.number(rules.training.name))) * min(stds, default=0.0)
+
+
+def _noise_numbers(rules: DPFedPAQRules) -> dict[str, float]:
+    steps = rules.steps
+    numbers = {"clip_norm": steps.clip_norm}
+    if steps.update_clip_norm is not None:
+        numbers["update_clip_norm"] = steps.update_clip_norm
+    numbers["update_sensitivity_of_round_1"] = steps.update_sensitivity(1)
+    std = "noise_std_of_an_update_of_round_1"
+    numbers |= least_and_largest(rules.books, std, lambda release: -steps.update_factor(1) * release.noise_scale)
+    if rules.quantization_levels is not None:
+        numbers["quantization_levels"] = rules.quantization_levels
+    return numbers
+
+
+def _paper(rules: DPFedPAQRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:
+    """The paper's epsilon of one round, added up over the replies of the client whom it costs most."""
+    worst: tuple[float, float, float, int] | None = None
+    for name, ledger in rules.ledgers(charges).items():
+        release, replies = rules.books.terms[name].release, ledger.num_charges
+        part = rules.steps.num_records / rules.books.num_records[name]
+        if not replies:
+            continue
+        if not release.noise_scale or 1.25 * part <= rules.about.delta / replies:
+            return None
+        each = paper_epsilon(
+            noise_std=release.noise_scale, sensitivity=release.sensitivity, sampled_part=part, delta=rules.about.delta / replies
+        )
+        worst = max(worst or (0.0, 0.0, 0.0, 0), (replies * each, each, part, replies))
+    if worst is None:
+        return None
+    total, each, part, replies = worst
+    delta, faults = rules.about.delta, violated_conditions(each, part)
+    if run.seeded_noise:
+        faults.append("noise came from a fixed seed")
+    note = (
+        f"epsilon and delta of a round ({each:.4g}, {delta / replies:.3g}), added up over {replies} replies: the paper "
+        "composes nothing"
+    )
+    if rules.calibration == "paper":
+        # At the delta of the settings, not at a part of it.
+        ratio = paper_noise_ratio(epsilon=each, sampled_part=part, delta=delta / replies)
+        asked = paper_epsilon(noise_std=ratio, sensitivity=1.0, sampled_part=part, delta=delta)
+        note += (
+            f"; calibration='paper': the noise was made by this formula for epsilon {asked:.4g}, delta {delta:.3g} of each "
+            "reply, which is no budget of all replies"
+        )
+    return PaperEpsilon(
+        epsilon=total,
+        formula="2 gamma Delta sqrt(2 ln(1.25 gamma / delta)) / sigma a round, DP-FedPAQ eq. 17",
+        valid=not faults,
+        reason="; ".join([*faults, note]),
+    )
 
 
 class DPFedPAQ(DPStrategy):
@@ -238,6 +318,12 @@ class DPFedPAQ(DPStrategy):
     ) -> None:
         population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, epsilon=epsilon)
         rules = DPFedPAQRules(
-            population, steps, sampling, delta=delta, quantization_levels=quantization_levels, calibration=calibration
+            population,
+            steps,
+            sampling,
+            delta=delta,
+            quantization_levels=quantization_levels,
+            calibration=calibration,
+            evaluation=options.get("evaluation"),
         )
         super().__init__(rules, **options)

@@ -108,6 +108,13 @@ class DPFedSAM(DPStrategy):
         )
         title = "DP-FedSAM" if keep_ratio == 1 else "DP-FedSAM-top_k"
         rules = ClientLevelRules(
-            "dp-fedsam", title, updates, noise, delta=delta, target_epsilon=target_epsilon, paper_formula=_PAPER_FORMULA
+            "dp-fedsam",
+            title,
+            updates,
+            noise,
+            delta=delta,
+            target_epsilon=target_epsilon,
+            paper_formula=_PAPER_FORMULA,
+            evaluation=options.get("evaluation"),
         )
         super().__init__(rules, **options)

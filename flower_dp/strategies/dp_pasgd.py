@@ -1,5 +1,7 @@
 """DP-PASGD (Hu et al.): noised local steps on every device, a plain mean of their models, two budgets."""
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +19,29 @@ from flower_dp.core.clipping import l2_norms
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FullSampling
 from flower_dp.core.steps import StepSchedule
+from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.client_terms import Terms, values_in
-from flower_dp.privacy.dp_pasgd import step_terms
+from flower_dp.privacy.dp_pasgd import paper_epsilon, step_terms
+from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.best_model import BestModel, less_is_better
 from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
+from flower_dp.strategies.local_evaluation import NOISE_DEVIATIONS
 from flower_dp.strategies.local_level import LocalRules
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.releases.books import NOISE_DEVIATIONS, ClientBooks, Member, PerClient, Population
-from flower_dp.strategies.releases.own_replies import OwnReplies
+from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
+from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.releases.round import Round
 from flower_dp.strategies.resources import ResourceBudget, Resources
-from flower_dp.strategies.rules import Options
-from flower_dp.strategies.statements.dp_pasgd import statement_of
+from flower_dp.strategies.rules import Learnt, Options
+from flower_dp.strategies.run_state import RunFacts, RunState
+from flower_dp.strategies.statements.local import counts_sampling, least_and_largest, local_statement
 from flower_dp.strategies.strategy import DPStrategy
+
+_FORMULA = "rho + 2 sqrt(rho log(1/delta)), rho = 2 K G^2 / (X_m^2 sigma_m^2), Hu et al. eq. 9"
+_BATCHES = {
+    "fixed-size": "a batch of fixed size drawn anew in every step, accounted as if every record were in all of them",
+    "poisson": "each record in the batch of every step independently with probability batch_size / num_records",
+}
 
 
 class DPPASGDRules(LocalRules):
@@ -46,9 +57,8 @@ class DPPASGDRules(LocalRules):
         batch_sampling: see `step_terms`.
         calibration: see `step_terms`.
         best_by: the number by which models are compared.
+        evaluation: the plan of private evaluations; None for none.
     """
-
-    own: BestModel = BestModel()
 
     def __init__(
         self,
@@ -62,6 +72,7 @@ class DPPASGDRules(LocalRules):
         batch_sampling: str,
         calibration: str,
         best_by: str,
+        evaluation: PrivateEvaluation | LocalEvaluation | None = None,
     ) -> None:
         self.steps, self.num_steps, self.batch_sampling = steps, num_steps, batch_sampling
         less_is_better(best_by)
@@ -84,57 +95,54 @@ class DPPASGDRules(LocalRules):
         def terms_of(one: Member) -> Terms:
             return terms(epsilon=one.epsilon, batch_size=one.batch_size, num_records=one.num_records)
 
-        books = ClientBooks(
-            replace(population, num_replies=num_steps // steps.num_local_steps),
-            name="dp-pasgd",
-            sampling=FullSampling(),
-            clip_norm=clip_norm,
-            relation="replace-one",
-            delta=delta,
-            terms_of=terms_of,
-            weight_of=lambda _: 1.0,
-            longest=self._longest,
-        )
-        super().__init__("DP-PASGD" if steps.num_local_steps > 1 else "DP-SGD (DP-PASGD with one local step)", books)
-        self.resources = Resources(resources, num_local_steps=steps.num_local_steps, replies_of=self._replies)
-
-    def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
-        """Make private evaluation a second release of this method's rounds.
-
-        Raises:
-            ValueError: if the data sizes are not known.
-        """
-        if self.books.population.num_records is None:
+        if evaluation is not None and population.num_records is None:
             raise ValueError(
                 "num_records=None: must be the public data sizes with an evaluation, which takes all records of a client"
             )
-        super().evaluate(plan)
+        books = ClientBooks(
+            replace(population, num_replies=num_steps // steps.num_local_steps),
+            relation="replace-one",
+            delta=delta,
+            terms_of=terms_of,
+        )
+        title = "DP-PASGD" if steps.num_local_steps > 1 else "DP-SGD (DP-PASGD with one local step)"
+        super().__init__(title, books, name="dp-pasgd", sampling=FullSampling(), clip_norm=clip_norm, evaluation=evaluation)
+        self.resources = Resources(budget=resources, num_local_steps=steps.num_local_steps)
 
-    def _replies(self) -> dict[str, int]:
-        """Return how many rounds every device was asked in: a round costs it resources whether or not its reply arrives."""
-        return self.training.counts
+    def costs(self, charges: Charges) -> dict[str, float]:
+        """Return the resources that every device has spent: a round costs it some whether or not its reply arrives."""
+        return {name: self.resources.cost(rounds) for name, rounds in self.training.counts(charges).items()}
 
-    def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
+    def most_rounds(self, charges: Charges) -> int:
+        """Return in how many rounds a device was asked at most."""
+        return max(self.training.counts(charges).values(), default=0)
+
+    def weight(self, name: str) -> float:
+        """Return 1: the server takes the plain mean."""
+        return 1.0
+
+    def why_stop(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
         """Return which budget is spent; None if none is."""
-        privacy = self.books.why_stop() and f"the privacy budget is spent: num_steps={self.num_steps}, all of them charged"
-        return " and ".join(reason for reason in (privacy, self.resources.why_stop()) if reason) or None
+        spent = super().why_stop(state, server_round, cohort_size)
+        privacy = spent and f"the privacy budget is spent: num_steps={self.num_steps}, all of them charged"
+        return " and ".join(filter(None, (privacy, self.resources.why_stop(self.most_rounds(state.charges))))) or None
 
-    def _longest(self, asked: OwnReplies, now: Round) -> Callable[[str], float]:
+    def longest(self, now: Round) -> Callable[[str], float]:
         """Return how long a device's honest update is at most."""
         start = float(l2_norms(now.vector.astype(np.float64)))
 
         def longest(name: str) -> float:
-            release, batch = asked.terms[name].release, asked.terms[name].release.expected_cohort
+            release, batch = self.books.terms[name].release, self.books.terms[name].release.expected_cohort
             most = release.num_clients  # under Poisson sampling a batch may hold all records
             noise = release.noise_scale / batch * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
             return self.steps.longest(now.server_round, start=start, gradient=most / batch * self.clip_norm, noise=noise)
 
         return longest
 
-    def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
         """Return the plain mean of the models of the devices that have answered; without any, the last model."""
         replied = len(collected.clients)
-        return np.asarray(now.vector + collected.total / replied) if replied else now.vector
+        return Learnt(vector=now.vector + collected.total / replied if replied else now.vector, own=state.own)
 
     def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the norms of the noise that all steps leave in the mean, and of the longest movement without it."""
@@ -143,11 +151,77 @@ class DPPASGDRules(LocalRules):
         noise = math.sqrt(steps * sum(variances) * dimension) / len(variances)
         return rate * noise, rate * steps * self.clip_norm
 
-    def numbers(self, now: Round) -> dict[str, float]:
-        """Return the largest resource cost of a device so far, if costs were given."""
-        return {"cost-per-device": self.resources.largest} if self.resources.budget.has_costs else {}
+    def numbers(self, state: RunState, now: Round | None) -> Mapping[str, float]:
+        """Return the quick epsilon, and the largest resource cost of a device so far, if costs were given."""
+        spent = (
+            {"cost-per-device": self.resources.cost(self.most_rounds(state.charges))} if self.resources.budget.has_costs else {}
+        )
+        return {**super().numbers(state, now), **(spent if now is not None else {})}
 
-    statement = statement_of
+    def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
+        """Return the statement: the worst client, and the distribution over clients."""
+        return _statement_of(self, state, facts)
+
+
+def _statement_of(rules: DPPASGDRules, state: RunState, run: RunFacts) -> PrivacyStatement:
+    """Return the statement: the worst client, and the distribution over clients."""
+    books, resources, charges = rules.books, rules.resources, state.charges
+    num_rounds = charges.number(rules.training.name)
+    if resources.budget.has_costs and num_rounds:
+        run = replace(run, incidents=(*run.incidents, resources.line(rules.most_rounds(charges))))
+    assumptions = [
+        "the model that a client sends is computed from its noised steps alone, so it costs what the steps cost together"
+    ]
+    if counts_sampling(rules, charges):
+        assumptions.append("which records are in a batch is known to the client alone")
+    if state.own is not None and (chosen := state.own.in_words(rules.best_by)):
+        assumptions.append(f"{chosen} on data that are taken as public: choosing by public data costs nothing")
+    scale = "noise_std_of_a_mean_gradient"
+    return local_statement(
+        rules,
+        state,
+        run,
+        message_std=_message_std(rules, num_rounds),
+        noise={
+            "clip_norm": rules.clip_norm,
+            **least_and_largest(books, scale, lambda release: release.noise_scale / release.expected_cohort),
+        },
+        paper=_paper(rules, charges, run),
+        sampling=f"all clients of {rules.about.num_clients} in every round, at most {rules.num_steps} local steps of one client, "
+        f"{rules.steps.num_local_steps} a round; {_BATCHES[rules.batch_sampling]}",
+        assumptions=tuple(assumptions),
+    )
+
+
+def _message_std(rules: DPPASGDRules, num_rounds: int) -> float:
+    """The least std of the noise on a number that a device sends: on the change of a weight in all steps of a round."""
+    stds = [terms.release.noise_std / terms.release.expected_cohort for terms in rules.books.terms.values()]
+    least = min(stds, default=0.0)
+    return min(rules.steps.noise_std(1 + done, noise=least) for done in range(max(1, num_rounds)))
+
+
+def _paper(rules: DPPASGDRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:
+    """The paper's epsilon, for the noise and the steps of the run, of the client whom it costs most."""
+    values = []
+    for name, ledger in rules.ledgers(charges).items():
+        terms = rules.books.terms[name]
+        if not terms.release.noise_scale:
+            return None
+        if ledger.num_charges:
+            # As a batch of one record: noise and sensitivity of the sum have the ratio of those of the mean.
+            spent = paper_epsilon(
+                noise_std=terms.release.noise_scale,
+                delta=rules.about.delta,
+                num_steps=ledger.num_charges * terms.num_releases,
+                clip_norm=rules.clip_norm,
+                batch_size=1,
+            )
+            values.append(spent)
+    if not values:
+        return None
+    held = "zero-concentrated differential privacy, for the noise of the run, without amplification"
+    reason = "noise came from a fixed seed" if run.seeded_noise else held
+    return PaperEpsilon(epsilon=max(values), formula=_FORMULA, valid=not run.seeded_noise, reason=reason)
 
 
 class DPPASGD(DPStrategy):
@@ -251,6 +325,7 @@ class DPPASGD(DPStrategy):
             batch_sampling=batch_sampling,
             calibration=calibration,
             best_by=best_by,
+            evaluation=options.get("evaluation"),
         )
         super().__init__(rules, **options)
 
@@ -285,7 +360,7 @@ class DPPASGD(DPStrategy):
             checkpoint_dir=checkpoint_dir,
             resume=resume,
         )
-        if (best := self.rules.own.arrays) is not None:
+        if (best := (self._session.record.own or BestModel()).arrays) is not None:
             result.arrays = ArrayRecord({name: Array(array) for name, array in best.items()})
         return result
 
@@ -295,7 +370,8 @@ class DPPASGD(DPStrategy):
         def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             metrics = evaluate_fn(server_round, arrays)
             if metrics is not None:
-                self.rules.own = self.rules.own.after(server_round, arrays, metrics, best_by=self.rules.best_by)
+                best = self._session.record.own or BestModel()
+                self._session.note(own=best.after(server_round, arrays, metrics, best_by=self.rules.best_by))
             return metrics
 
         return evaluate

@@ -1,5 +1,7 @@
 """Private evaluation: clients' own metrics of the global model, as a noised mean that is charged to the method's ledgers."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -7,34 +9,34 @@ from typing import Protocol
 from flower_dp import wire
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
+from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.noised_sum import NoisedSum, check_relation
+from flower_dp.strategies.releases.release import Release, Round
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.releases.round import Round, RoundRelease
+from flower_dp.strategies.releases.shared_noise import SharedNoise
+from flower_dp.strategies.run_state import RunState
 
 
-class Evaluation(Protocol):
-    """Private evaluation as the second release of a round.
+class Evaluation(Release, Protocol):
+    """Private evaluation, as the second release of a round.
 
     Attributes:
         plan: what is evaluated, and when.
-        release: what is asked of clients, and charged.
         length: of a client's row.
     """
 
     @property
     def plan(self) -> PrivateEvaluation | LocalEvaluation: ...  # noqa: D102
     @property
-    def release(self) -> RoundRelease: ...  # noqa: D102
-    @property
     def length(self) -> int: ...  # noqa: D102
 
-    def due(self, server_round: int) -> bool:
+    def due(self, charges: Charges, server_round: int) -> bool:
         """Return whether there is an evaluation in this round."""
 
-    def result(self, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
+    def result(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric.
 
         Raises:
@@ -43,39 +45,44 @@ class Evaluation(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SumEvaluation:
+class SumEvaluation(NoisedSum):
     """Evaluations of a method with one noised sum: the noised sum of clients' metrics, and of a 1 that counts each client.
 
     Attributes:
         plan: what is evaluated, by whom and with how much noise.
-        training: the method's own release; its plan counts an evaluation after every `plan.every`-th round.
-        release: the sum of clients' vectors, with the placement of the method's.
+        training: the name of the method's own release: an evaluation is counted after every `plan.every`-th of its rounds.
     """
 
+    noise: SharedNoise
     plan: PrivateEvaluation
-    training: NoisedSum
-    release: NoisedSum
+    training: str
 
     @classmethod
-    def of(cls, plan: PrivateEvaluation, training: NoisedSum) -> "SumEvaluation":
-        """Return the evaluations of a method with this release of training."""
-        own, mechanism = training.release, Gaussian(noise_multiplier=plan.noise_multiplier)
+    def of(cls, plan: PrivateEvaluation | LocalEvaluation, training: NoisedSum, shared: SharedNoise, title: str) -> SumEvaluation:
+        """Return the evaluations of a method with this release of training, with the placement of its noise.
+
+        Raises:
+            ValueError: if the plan is for methods with a ledger of every client.
+        """
+        if not isinstance(plan, PrivateEvaluation):
+            raise ValueError(f"evaluation: is a {type(plan).__name__}; {title} takes a PrivateEvaluation")
+        own, mechanism = shared.release, Gaussian(noise_multiplier=plan.noise_multiplier)
         check_relation(own.relation, plan.sampling, own.num_clients)
         release = replace(own, clip_norm=1.0, mechanism=mechanism, sampler=plan.sampling)
-        noise = replace(training.shared, release=release, lossy_messages=False)
+        noise = replace(shared, release=release, lossy_messages=False)
         metrics = MetricBounds(bounds=plan.metrics)
-        return cls(plan=plan, training=training, release=NoisedSum(name=wire.EVALUATION, shared=noise, metrics=metrics))
+        return cls(name=wire.EVALUATION, noise=noise, metrics=metrics, plan=plan, training=training.name)
 
     @property
     def length(self) -> int:
         """The number of entries of a client's vector: its metrics, and the 1 that counts it."""
         return MetricBounds(bounds=self.plan.metrics).num_counted
 
-    def due(self, server_round: int) -> bool:
+    def due(self, charges: Charges, server_round: int) -> bool:
         """Return whether there is an evaluation in this round: never more of them than the plan of the run has counted."""
-        return self.plan.due(server_round) and self.release.num_charged < self.training.num_charged // self.plan.every
+        return self.plan.due(server_round) and charges.number(self.name) < charges.number(self.training) // self.plan.every
 
-    def result(self, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
+    def result(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric, from the noised sum alone.
 
         The standard error covers the noise and the choice of the cohort. It is an upper bound: the variance of the clients'
@@ -84,9 +91,8 @@ class SumEvaluation:
         Raises:
             RoundLeftOut: if the method releases nothing, or the noised count of clients is too small to divide by.
         """
-        replied = len(collected.clients)
-        mean = self.release.noised(now.ask, collected.total, num_replies=replied, cohort_size=now.cohort_size, rng=rng)
-        release = self.release.release
+        mean, _ = self.noised(state, now, collected, rng)
+        release = self.release
         scale = math.sqrt(self.length) * release.expected_cohort
         *sums, count = (mean * scale).tolist()
         std = math.sqrt(self.length) * release.noise_scale

@@ -106,5 +106,13 @@ class FedSMP(DPStrategy):
             masks=masks,
         )
         title = f"Fed-SMP-{mask.replace('-', '_')}"
-        rules = ClientLevelRules("fed-smp", title, updates, noise, delta=delta, target_epsilon=target_epsilon)
+        rules = ClientLevelRules(
+            "fed-smp",
+            title,
+            updates,
+            noise,
+            delta=delta,
+            target_epsilon=target_epsilon,
+            evaluation=options.get("evaluation"),
+        )
         super().__init__(rules, **options)

@@ -1,27 +1,36 @@
 """FedSGD-DPC (Zhou et al.): local gradients with noise by each client's own budget, round robin."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Unpack
 
-import numpy as np
-
 from flower_dp.core import checks
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import RoundRobinSampling
+from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.events import Relation
-from flower_dp.privacy.fedsgd_dpc import gradient_terms
+from flower_dp.privacy.fedsgd_dpc import gaussian_noise_variance, gradient_terms
 from flower_dp.privacy.mechanisms import Laplace
+from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.local_level import LocalRules
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
+from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.releases.round import Round
-from flower_dp.strategies.rules import Options
-from flower_dp.strategies.statements.fedsgd_dpc import statement_of
+from flower_dp.strategies.rules import Learnt, Options
+from flower_dp.strategies.run_state import RunFacts, RunState
+from flower_dp.strategies.statements.local import counts_sampling, least_and_largest, local_statement, most_replies
 from flower_dp.strategies.strategy import DPStrategy
+
+_FORMULAS = {
+    "laplace": "pure epsilons of all replies added up, Zhou et al. Theorem 1",
+    "gaussian": "c2 C sqrt(R log(1/delta)) / (n std), Zhou et al. Theorem 2, eq. 5",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +75,7 @@ class FedSGDDPCRules(LocalRules):
         cohort_size: clients a round.
         delta: of every budget.
         noise_constant: c2 of the paper's epsilon.
+        evaluation: the plan of private evaluations; None for none.
     """
 
     def __init__(
@@ -77,6 +87,7 @@ class FedSGDDPCRules(LocalRules):
         cohort_size: int,
         delta: float,
         noise_constant: float | None,
+        evaluation: PrivateEvaluation | LocalEvaluation | None = None,
     ) -> None:
         for budget in values_in(population.epsilon):  # refuses impossible values
             terms(epsilon=budget, num_records=1, num_replies=1)
@@ -90,25 +101,28 @@ class FedSGDDPCRules(LocalRules):
 
         books = ClientBooks(
             population,
-            name="fedsgd-dpc",
-            sampling=RoundRobinSampling(cohort_size=cohort_size),
-            clip_norm=release.clip_norm,
             relation=release.relation,
             delta=delta,
             terms_of=terms_of,
             most_replies=lambda rounds: -(-rounds * cohort_size // population.num_clients),
-            weight_of=self.weight,
         )
-        super().__init__(f"FedSGD-DPC ({self.mechanism.capitalize()})", books)
+        super().__init__(
+            f"FedSGD-DPC ({self.mechanism.capitalize()})",
+            books,
+            name="fedsgd-dpc",
+            sampling=RoundRobinSampling(cohort_size=cohort_size),
+            clip_norm=release.clip_norm,
+            evaluation=evaluation,
+        )
 
-    def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
+    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
         """Return the model moved by the step size times the sum; a client's row is minus its noised gradient."""
-        return np.asarray(now.vector + self.step_size(now.server_round) * collected.total)
+        return Learnt(vector=now.vector + self.step_size(now.server_round) * collected.total)
 
     def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the norms of step 1 times the noise, and times the longest mean of gradients."""
         # Every client is in this part of the rounds.
-        part = self.cohort_size / self.num_clients
+        part = self.cohort_size / self.about.num_clients
         stds = [
             self.weight(name) * terms.release.noise_std / terms.release.expected_cohort
             for name, terms in self.books.terms.items()
@@ -118,9 +132,71 @@ class FedSGDDPCRules(LocalRules):
 
     def weight(self, name: str) -> float:
         """Return the weight of a client's row: N/b times its share."""
-        return self.books.share(name) * self.num_clients / self.cohort_size
+        return self.books.share(name) * self.about.num_clients / self.cohort_size
 
-    statement = statement_of
+    def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
+        """Return the statement: the worst client, and the distribution over clients."""
+        return _statement_of(self, state, facts)
+
+
+def _statement_of(rules: FedSGDDPCRules, state: RunState, run: RunFacts) -> PrivacyStatement:
+    """Return the statement: the worst client, and the distribution over clients."""
+    books, charges = rules.books, state.charges
+    batch = "all records" if rules.sampling_rate == 1 else f"every record with probability {rules.sampling_rate:g}"
+    scale = "noise_scale_of_a_mean_gradient"
+    return local_statement(
+        rules,
+        state,
+        run,
+        message_std=_message_std(rules),
+        noise={
+            "clip_norm": rules.clip_norm,
+            **least_and_largest(books, scale, lambda release: release.noise_scale / release.expected_cohort),
+        },
+        paper=_paper(rules, charges, run),
+        sampling=f"{rules.training.sampling}: {most_replies(books)}; {batch} in each",
+        assumptions=("which records are in a batch is known to the client alone",) if counts_sampling(rules, charges) else (),
+    )
+
+
+def _message_std(rules: FedSGDDPCRules) -> float:
+    """The least std of the noise on a number that a client sends: on its weighted mean gradient."""
+    releases = {name: terms.release for name, terms in rules.books.terms.items()}
+    stds = [rules.weight(name) * release.noise_std / release.expected_cohort for name, release in releases.items()]
+    return min(stds, default=0.0)
+
+
+def _paper(rules: FedSGDDPCRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:
+    """The paper's epsilon, for the noise and the replies of the run, of the client whom it costs most."""
+    values = []
+    for name, ledger in rules.ledgers(charges).items():
+        release, replies = rules.books.terms[name].release, ledger.num_charges
+        scale, num_records = release.noise_scale / release.expected_cohort, rules.books.num_records[name]
+        if not scale:
+            return None
+        if not replies:
+            continue
+        if rules.mechanism == "laplace":
+            values.append(2 * rules.clip_norm * replies / (num_records * scale))
+        elif rules.noise_constant is not None:
+            variance = gaussian_noise_variance(
+                rules.clip_norm, num_records, 1.0, replies, delta=rules.about.delta, noise_constant=rules.noise_constant
+            )
+            values.append(math.sqrt(variance) / scale)
+    if not values:
+        return None
+    if run.seeded_noise:
+        reason = "noise came from a fixed seed"
+    elif rules.mechanism == "laplace":
+        reason = "for replace-one, and with the true number of replies instead of the expected one"
+    else:
+        reason = f"c2 = {rules.noise_constant:g} was given by the user; the constant of the proof has no published value"
+    return PaperEpsilon(
+        epsilon=max(values),
+        formula=_FORMULAS[rules.mechanism],
+        valid=rules.mechanism == "laplace" and not run.seeded_noise,
+        reason=reason,
+    )
 
 
 class FedSGDDPC(DPStrategy):
@@ -206,5 +282,13 @@ class FedSGDDPC(DPStrategy):
         terms = partial(
             gradient_terms, mechanism=mechanism, clip_norm=clip_norm, delta=delta, sampling_rate=sampling_rate, relation=relation
         )
-        rules = FedSGDDPCRules(population, terms, steps, cohort_size=cohort_size, delta=delta, noise_constant=noise_constant)
+        rules = FedSGDDPCRules(
+            population,
+            terms,
+            steps,
+            cohort_size=cohort_size,
+            delta=delta,
+            noise_constant=noise_constant,
+            evaluation=options.get("evaluation"),
+        )
         super().__init__(rules, **options)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from flower_dp.core import dp
+from flower_dp.core import checks, dp
 from flower_dp.core.sampling import RoundRobinSampling
+from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.calibration import smallest_cohort
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.releases.own_replies import OwnReplies
-from flower_dp.strategies.releases.round import RoundRelease
+from flower_dp.strategies.releases.release import Release
+from flower_dp.strategies.releases.shared_noise import SharedNoise
+from flower_dp.strategies.rules import Rules, evaluation_of
+from flower_dp.strategies.run_state import RunState
 from flower_dp.strategies.strategy import DPStrategy
 
 
@@ -40,22 +45,29 @@ def forecast(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> 
         >>> round(forecast(strategy, num_rounds=5, names=[f"hospital-{number}" for number in range(9)]).epsilon, 3)
         2.0
     """
-    strategy.plan(num_rounds)
-    rules = strategy.rules
-    rules.open(tuple(names))
+    rules, state = _forecast(strategy, num_rounds, names)
+    return rules.statement(state, strategy.facts)
+
+
+def _forecast(strategy: DPStrategy, num_rounds: int, names: Sequence[str]) -> tuple[Rules, RunState]:
+    """Return the rules of a run, and its state with all charges."""
+    rules = strategy.rules.opened(tuple(names), checks.integer("num_rounds", num_rounds, at_least=0))
+    training, evaluation, planned = rules.releases[0], evaluation_of(rules), getattr(rules, "planned", None)
+    state = replace(strategy.state, planned_rounds=num_rounds)
     for server_round in range(1, num_rounds + 1):
-        if rules.why_stop(server_round, None):
+        if rules.why_stop(state, server_round, None):
             break
-        cohort = _asked(rules.training, names, num_rounds)
-        if rules.why_stop(server_round, len(cohort)):
+        cohort = _asked(training, state.charges, names, num_rounds)
+        if rules.why_stop(state, server_round, len(cohort)):
             break
-        charge = rules.training.next_charge(cohort)
-        rules.training.take(charge)
-        rules.unfinished(charge)  # what else the round will release, where its charge does not have all of it
-        if rules.evaluation is not None and rules.evaluation.due(server_round):
-            evaluation = rules.evaluation.release
-            evaluation.take(evaluation.next_charge(_asked(evaluation, names, num_rounds)))
-    return strategy.statement
+        charges = state.charges.after(training.charge(state.charges, server_round, cohort))
+        if planned is not None:
+            charges = charges.after(planned(charges, server_round, cohort))
+        if evaluation is not None and evaluation.due(charges, server_round):
+            asked = _asked(evaluation, charges, names, num_rounds)
+            charges = charges.after(evaluation.charge(charges, server_round, asked))
+        state = replace(state, charges=charges)
+    return rules, state
 
 
 def outside_event(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> tuple[dp.DpEvent, PrivacyStatement]:
@@ -64,22 +76,24 @@ def outside_event(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]
     Raises:
         ValueError: if every device has a ledger of its own; or as `forecast`.
     """
-    statement, rules = forecast(strategy, num_rounds=num_rounds, names=names), strategy.rules
+    rules, state = _forecast(strategy, num_rounds, names)
+    statement = rules.statement(state, strategy.facts)
     if not isinstance(rules, ClientLevelRules):
         raise ValueError(
             f"{statement.method}: devices are protected from the server, which sees every run; choosing among runs costs each "
             "device what all of them cost together"
         )
-    return rules.outside_ledger.event, statement
+    return rules.outside_ledger(state.charges).event, statement
 
 
-def _asked(release: RoundRelease, names: Sequence[str], num_rounds: int) -> list[str]:
+def _asked(release: Release, charges: Charges, names: Sequence[str], num_rounds: int) -> list[str]:
     """Return a cohort that costs as much as any that is likely."""
-    if isinstance(release, NoisedSum):
-        return list(names[: smallest_cohort(release.shared, num_rounds)])
+    if isinstance(release, NoisedSum) and isinstance(release.noise, SharedNoise):
+        return list(names[: smallest_cohort(release.noise, num_rounds)])
     if not isinstance(release, OwnReplies):
         raise TypeError(f"release {release.name}: is a {type(release).__name__}")
     if isinstance(release.sampling, RoundRobinSampling):
-        turn = release.sampling.choose(release.num_charged + 1, len(names), np.random.default_rng())
-        return [names[place] for place in turn if release.can_pay(names[place])]
-    return [name for name in names if release.can_pay(name)][: release.sampling.largest_cohort(len(names))]
+        turn = release.sampling.choose(charges.number(release.name) + 1, len(names), np.random.default_rng())
+        names = [names[place] for place in turn]
+    paying = [name for name, pays in zip(names, release.paying(charges, names), strict=True) if pays]
+    return paying[: release.sampling.largest_cohort(len(names))]

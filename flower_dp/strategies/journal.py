@@ -15,7 +15,7 @@ from flower_dp.core import columns
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
-from flower_dp.strategies.run_checkpoints import CheckpointPlace
+from flower_dp.strategies.writer import CheckpointPlace
 
 if TYPE_CHECKING:
     from flower_dp.strategies.strategy import DPStrategy

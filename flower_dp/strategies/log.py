@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import uuid
@@ -41,14 +42,22 @@ class ChargeLog(Protocol):
             LedgerError: if it could not be written; nothing may be released then.
         """
 
-    def check_state(self, numbers: Mapping[str, int]) -> None:
+    def check_state(self, numbers: Mapping[str, int], charges: Charges) -> None:
         """Refuse a state that has not the charges of this run: a statement of it would lack what was released.
 
         Args:
             numbers: how often the state was charged for every release.
+            charges: of the state; the log of a run without any takes them over.
 
         Raises:
             LedgerError: naming the numbers.
+        """
+
+    def beyond(self, numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+        """Return release and round of what the run was charged with beyond so many charges of each release.
+
+        Raises:
+            LedgerError: if it was charged less often: then this is an older copy.
         """
 
     def joint(self, scope: Scope, delta: float) -> JointEpsilon | None:
@@ -78,20 +87,29 @@ class MemoryLog:
 
     def __init__(self, *, private: bool, before: MemoryLog | None = None) -> None:
         self.run, self.charges, self._private = uuid.uuid4().hex, Charges(), private
+        self._rounds: dict[str, list[int]] = {}  # of the charges that were made here
         self.all: Charges = Charges() if before is None else before.all
         self.unknown: frozenset[str] = frozenset() if before is None else before.unknown
         self._of_runs[self.run] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MemoryLog._copied, (self.run, self._private, self.charges, self.all, self.unknown)
+        return MemoryLog._copied, (self.run, self._private, self.charges, self.all, self.unknown, self._rounds)
 
     @classmethod
-    def _copied(cls, run: str, private: bool, charges: Charges, every: Charges, unknown: frozenset[str]) -> MemoryLog:
+    def _copied(
+        cls,
+        run: str,
+        private: bool,
+        charges: Charges,
+        every: Charges,
+        unknown: frozenset[str],
+        rounds: dict[str, list[int]],
+    ) -> MemoryLog:
         begun = charges.last or run in unknown
         if begun and (here := cls._of_runs.get(run)) is not None:
             return here
         made = cls(private=private)
-        made.charges, made.all, made.unknown = charges, every, unknown
+        made.charges, made.all, made.unknown, made._rounds = charges, every, unknown, rounds
         if begun:
             made.run = run
             cls._of_runs[run] = made
@@ -101,25 +119,29 @@ class MemoryLog:
         """Count a charge.
 
         Raises:
-            LedgerError: if it was made before: then the state of the run is an older one, or a copy of the strategy has gone on
-                with it, and its budget would be spent again.
+            LedgerError: if it is not the next one of its release, or is of something else than the last one.
         """
-        last = self.charges.numbers().get(charge.release, 0)
-        if charge.number <= last:
-            raise LedgerError(
-                f"state: {charge.release} was charged {last} times in this run, and the state has {charge.number - 1} of them: "
-                "it is an older one, or a copy of this strategy has gone on; begin() begins a new run"
-            )
+        after = self.charges.after(charge)
         self.count(charge, self.run)
-        self.charges = self.charges.after(charge)
+        self.charges = after
+        self._rounds.setdefault(charge.release, []).append(charge.server_round)
 
-    def check_state(self, numbers: Mapping[str, int]) -> None:
+    def beyond(self, numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+        """Return release and round of what the run was charged with here beyond so many charges of each release."""
+        found = []
+        for release, number in self.charges.numbers().items():
+            if more := number - numbers.get(release, 0):
+                found += [(release, server_round) for server_round in self._rounds.get(release, [])[-more:]]
+        return tuple(found)
+
+    def check_state(self, numbers: Mapping[str, int], charges: Charges) -> None:
         """Refuse a state with other charges than this run; one without charges begins another run, and one of no run goes on."""
         own = self.charges.numbers()
         if own and any(numbers.values()) and any(own.get(name, 0) != number for name, number in numbers.items()):
             raise _other_state(own, numbers)
         if not own and any(numbers.values()):
             self.unknown |= {self.run}
+            self.charges = charges
 
     def count(self, charge: Charge, run: str) -> None:
         """Count a charge of a run, which may be on a ledger, for the joint epsilon; one that was counted before is not again."""
@@ -194,7 +216,8 @@ class StoreLog:
         except BaseException:
             self.close()
             raise
-        self.charges, self._all = self._store.charges[self.run], self._store.all
+        # As they were made, also with noise from a fixed seed.
+        self.charges, self._all = functools.reduce(Charges.after, own, Charges()), self._store.all
         self._budget: JointBudget | None = self._store.budget
 
     def append(self, charge: Charge) -> None:
@@ -205,7 +228,7 @@ class StoreLog:
         # First: an interruption leaves no charge on the disk that the joint epsilon lacks.
         if self.memory is not None:
             self.memory.count(charge, self.run)
-        self.charges = self.charges.after(charge, private=self._private)
+        self.charges = self.charges.after(charge)
         self._all = self._all.after(charge, run=self.run, private=self._private)
         try:
             self._store.append(self.run, charge)
@@ -213,19 +236,20 @@ class StoreLog:
             self.charges, self._all = before
             raise
 
-    def check_state(self, numbers: Mapping[str, int]) -> None:
+    def check_state(self, numbers: Mapping[str, int], charges: Charges) -> None:
         """Refuse a state with other charges than the run has on the ledger, also after that was closed."""
         own = self.charges.numbers()
         if any(own.get(name, 0) != number for name, number in numbers.items()):
             raise _other_state(own, numbers)
 
-    def beyond(self, numbers: Mapping[str, int]) -> tuple[Charge, ...]:
-        """Return what the run was charged with beyond so many charges of each release.
+    def beyond(self, numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+        """Return release and round of what the run was charged with beyond so many charges of each release.
 
         Raises:
             LedgerError: if it was charged less often: then this is an older copy.
         """
-        return () if self._store is None else self._store.read(self.run, numbers)
+        charges = () if self._store is None else self._store.read(self.run, numbers)
+        return tuple((charge.release, charge.server_round) for charge in charges)
 
     def joint(self, scope: Scope, delta: float) -> JointEpsilon | None:
         """Return what this run and earlier ones, on the ledger or of the strategy, have cost the client who was charged most."""

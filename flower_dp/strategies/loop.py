@@ -11,7 +11,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_dp.strategies.evaluate_fn import EvaluateFn
 from flower_dp.strategies.exchange.stream import Replies
-from flower_dp.strategies.run import Run
+from flower_dp.strategies.session import Session
 
 log = logging.getLogger("flwr")
 
@@ -41,33 +41,33 @@ class Rounds:
     clients_evaluate: bool
     overridden: frozenset[str]
 
-    def run(self, strategy: Strategy, run: Run, grid: Grid, initial_arrays: ArrayRecord) -> Result:
+    def run(self, strategy: Strategy, session: Session, grid: Grid, initial_arrays: ArrayRecord) -> Result:
         """Run the rounds by a strategy's own methods, and return their metrics and the last model.
 
         A run that goes on begins with what was left of its last round.
         """
-        found, due = run.checkpoints.found, 0.0
-        run.checkpoints.result = result = Result(arrays=initial_arrays) if found is None else found.result
+        found, due = session.writer.found, 0.0
+        session.writer.result = result = Result(arrays=initial_arrays) if found is None else found.result
         if found is None:
             self._evaluate(0, result)
         elif not found.is_over:
-            self._end_round(found.server_round, result, strategy, run, grid)
-        for server_round in range(run.checkpoints.next_round, self.num_rounds + 1):
+            self._end_round(found.server_round, result, strategy, session, grid)
+        for server_round in range(session.next_round, self.num_rounds + 1):
             if time.monotonic() >= due or server_round == self.num_rounds:
                 log.info("[ROUND %s/%s]", server_round, self.num_rounds)
                 due = time.monotonic() + _LOG_SECONDS
             messages = strategy.configure_train(server_round, result.arrays, self.train_config, grid)
-            if run.record.ended_before:
+            if session.record.ended_before:
                 break
             arrays, metrics = strategy.aggregate_train(server_round, self._replies("aggregate_train", grid, messages))
             if arrays is not None:
                 result.arrays = arrays
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
-            self._end_round(server_round, result, strategy, run, grid)
+            self._end_round(server_round, result, strategy, session, grid)
         return result
 
-    def _end_round(self, server_round: int, result: Result, strategy: Strategy, run: Run, grid: Grid) -> None:
+    def _end_round(self, server_round: int, result: Result, strategy: Strategy, session: Session, grid: Grid) -> None:
         if self.clients_evaluate:
             messages = strategy.configure_evaluate(server_round, result.arrays, self.evaluate_config, grid)
             metrics = strategy.aggregate_evaluate(server_round, self._replies("aggregate_evaluate", grid, messages))

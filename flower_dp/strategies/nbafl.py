@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Unpack
+from typing import Self, Unpack
 
 import numpy as np
 
@@ -15,46 +14,63 @@ from flower_dp.core import checks, dp, noise
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling
 from flower_dp.core.stored import stored
-from flower_dp.privacy.charges import Charge, History
+from flower_dp.core.words import epsilon_in_words
+from flower_dp.privacy import accounting
+from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.charges import Charge, Charges, History
 from flower_dp.privacy.client_terms import values_in
 from flower_dp.privacy.nbafl import downlink_noise_std, weights_terms
+from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.local_level import LocalRules
+from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population
+from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.releases.round import Round
-from flower_dp.strategies.rules import Options
-from flower_dp.strategies.statements.nbafl import statement_of
+from flower_dp.strategies.rules import Learnt, Options
+from flower_dp.strategies.run_state import RunFacts, RunState
+from flower_dp.strategies.statements.local import local_statement
 from flower_dp.strategies.strategy import DPStrategy
 
 # The server's noise is drawn on a lattice that is finer than the broadcast's by this factor.
 _FINER = 2.0**10
 
 
+# The release of the server: what everybody sees of a round.
+BROADCAST = "broadcast"
+OUTSIDERS, PARTICIPANTS = "outsiders", "participants"
+
+
 @stored
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Broadcast:
-    """A noised average that every client received.
+class Broadcasts:
+    """How much noise was on the broadcasts of a run, which were charged one by one.
 
     Attributes:
-        clients: places, among all clients, of those whose weights are in it.
-        parts: of each in the average; they add up to 1.
-        added_std: of the noise that the server added.
-        std: of all noise on it.
-        participant_stds: of the noise that is left for every one of these clients if another one subtracts its own.
+        count: how many there were.
+        least_std: of all noise on one.
+        least_participant_std: of the noise that is left for a client if another one subtracts its own.
+        largest_added_std: of the noise that the server added.
     """
 
-    clients: np.ndarray
-    parts: np.ndarray
-    added_std: float
-    std: float
-    participant_stds: np.ndarray
+    count: int = 0
+    least_std: float = math.inf
+    least_participant_std: float = math.inf
+    largest_added_std: float = 0.0
+
+    def after(self, *, std: float, participant_std: float, added_std: float) -> Broadcasts:
+        """Return these and one more."""
+        return Broadcasts(
+            count=self.count + 1,
+            least_std=min(self.least_std, std),
+            least_participant_std=min(self.least_participant_std, participant_std),
+            largest_added_std=max(self.largest_added_std, added_std),
+        )
 
 
 class NbAFLRules(LocalRules):
     """The rules of NbAFL, whose arguments `NbAFL` describes; `population` has the others."""
 
     stock_refusal = "stock clients add no noise of their own; use LocalDPClient or privacy_mod of flower_dp.clients"
-    own: tuple[Broadcast, ...] = ()
 
     def __init__(
         self,
@@ -67,6 +83,7 @@ class NbAFLRules(LocalRules):
         uplink_exposures: int | None = None,
         cohort_size: int | None = None,
         min_records: int | None = None,
+        evaluation: PrivateEvaluation | LocalEvaluation | None = None,
     ) -> None:
         self.paper_epsilon, self.uplink_exposures = paper_epsilon, uplink_exposures
         if epsilon is not None and len(set(values_in(population.num_replies))) > 1:
@@ -90,28 +107,22 @@ class NbAFLRules(LocalRules):
             population = replace(population, num_replies=exposures)
         self.uplink_noise_std = terms(num_replies=min(values_in(population.num_replies))).release.noise_scale
         books = ClientBooks(
-            population,
-            name="nbafl",
-            sampling=FullSampling() if cohort_size is None else FixedSizeSampling(cohort_size=cohort_size),
-            clip_norm=clip_norm,
-            relation="replace-one",
-            delta=delta,
-            terms_of=lambda one: terms(num_replies=one.num_replies),
+            population, relation="replace-one", delta=delta, terms_of=lambda one: terms(num_replies=one.num_replies)
         )
-        super().__init__("NbAFL", books)
+        sampling = FullSampling() if cohort_size is None else FixedSizeSampling(cohort_size=cohort_size)
+        super().__init__("NbAFL", books, name="nbafl", sampling=sampling, clip_norm=clip_norm, evaluation=evaluation)
 
-    @property
-    def broadcasts(self) -> tuple[Broadcast, ...]:
-        """Those of every round that had one."""
-        return self.own
+    def opened(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
+        """Return the rules of a run of these clients and of so many rounds.
 
-    def open(self, names: tuple[str, ...]) -> None:
-        """Open the ledgers of every client."""
-        super().open(names)
-        if not self.books.planned_rounds and self.paper_epsilon not in (None, math.inf):
+        Raises:
+            RuntimeError: if the number of rounds is not known, and the downlink noise depends on it.
+        """
+        if names and not num_rounds and self.paper_epsilon not in (None, math.inf):
             raise RuntimeError(
                 "num_rounds: the downlink noise depends on it; call start(), or plan(num_rounds) before the first round"
             )
+        return super().opened(names, num_rounds)
 
     @property
     def downlink_noise_std(self) -> float:
@@ -123,12 +134,12 @@ class NbAFLRules(LocalRules):
         if self.paper_epsilon in (None, math.inf) or self.uplink_exposures is None or not num_rounds:
             return 0.0
         return downlink_noise_std(
-            num_clients=self.num_clients,
+            num_clients=self.about.num_clients,
             cohort_size=self.cohort_size,
             num_rounds=num_rounds,
             uplink_exposures=min(self.uplink_exposures, num_rounds),
             epsilon=self.paper_epsilon,
-            delta=self.delta,
+            delta=self.about.delta,
             clip_norm=self.clip_norm,
             min_records=self.min_records,
         )
@@ -138,23 +149,23 @@ class NbAFLRules(LocalRules):
         parts = [1 / self.cohort_size] * self.cohort_size
         return self._broadcast_std(parts, self.added_noise_std(parts)) * math.sqrt(dimension), self.clip_norm
 
-    def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
-        """Return the next broadcast, the noised average of the replies, and charge it."""
+    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
+        """Return the next broadcast, the noised average of the replies, and its charge."""
         shares = {name: self.books.share(name) for name in collected.clients}
         all_shares = sum(shares.values())
         if not shares:
             # Nothing new is broadcast: the next round starts from the last broadcast.
-            return now.vector
+            return Learnt(vector=now.vector, own=state.own)
         parts = {name: share / all_shares for name, share in shares.items()}
         std = self.added_noise_std(list(parts.values()))
-        self._charge_broadcast(collected.clients, list(parts.values()), std)
+        own, charge = self._broadcast(state, now.server_round, parts, std)
         mean = collected.total / all_shares
         # An average of lattice values with any weights lies on no lattice. The broadcast is rounded to one that is much coarser
         # than the clients' and much finer than the noise, so that it is a rounded value plus Gaussian noise.
         step = self._broadcast_step(parts.values(), std)
         own_step = min(step, noise.lattice_step(std, clip_norm=std, dimension=1)) / _FINER if std else 0.0
         drawn = noise.gaussian(mean, std, own_step, rng)
-        return np.asarray(noise.nearest(mean + drawn, step))
+        return Learnt(vector=np.asarray(noise.nearest(mean + drawn, step)), own=own, charges=(charge,))
 
     def _broadcast_std(self, parts: Iterable[float], std: float) -> float:
         """Return the std of all noise on a broadcast: the server's, and the average of the clients' own."""
@@ -179,68 +190,192 @@ class NbAFLRules(LocalRules):
         # For a full round of equal clients the missing noise is sigma_D, up to rounding.
         return math.sqrt(missing) if missing > 1e-12 * there else 0.0
 
-    def _charge_broadcast(self, names: Sequence[str], parts: Sequence[float], std: float) -> None:
-        """Charge a broadcast to every client in it."""
-        places = {name: place for place, name in enumerate(self.books.terms)}
-        total = self._broadcast_std(parts, std)
-        two_largest = sorted(parts, reverse=True)[:2]
-        left = []
-        for part in parts:
+    def _broadcast(
+        self, state: RunState, server_round: int, parts: Mapping[str, float], added_std: float
+    ) -> tuple[Broadcasts, Charge]:
+        """Return what is known of the broadcasts with this one, and its charge to every client in it.
+
+        Args:
+            state: of the run.
+            server_round: of the broadcast.
+            parts: of the clients in the average; they add up to 1.
+            added_std: of the noise that the server adds.
+        """
+        std = self._broadcast_std(parts.values(), added_std)
+        two_largest = sorted(parts.values(), reverse=True)[:2]
+        left: dict[float, float] = {}
+        for part in set(parts.values()):
             # Another client in the average can subtract its own noise; the one with the largest part knows most of the noise.
             others = two_largest[1:] if part == two_largest[0] else two_largest[:1]
             known = self.uplink_noise_std**2 * max(others, default=0.0) ** 2
-            left.append(math.sqrt(max(0.0, total**2 - known)))
-        broadcast = Broadcast(
-            clients=np.array([places[name] for name in names], np.int64),
-            parts=np.array(parts, np.float64),
-            added_std=std,
-            std=total,
-            participant_stds=np.array(left, np.float64),
-        )
-        self.own = (*self.own, broadcast)
+            left[part] = math.sqrt(max(0.0, std**2 - known))
+        before = self.broadcasts(state)
+        after = before.after(std=std, participant_std=min(left.values()), added_std=added_std)
+        return after, self._broadcast_charge(state.charges, server_round, parts, dict.fromkeys(left, std), left)
 
-    def unfinished(self, charge: Charge) -> None:
-        """Charge the broadcast that the round may have had: that of K equal weights, the one with the least noise.
+    def _broadcast_charge(
+        self,
+        charges: Charges,
+        server_round: int,
+        parts: Mapping[str, float],
+        stds: Mapping[float, float],
+        participant_stds: Mapping[float, float],
+    ) -> Charge:
+        """Return the charge of a broadcast. Who sees the messages in it learns nothing more from it, and it costs nothing there.
+
+        Args:
+            charges: those before it.
+            server_round: of the broadcast.
+            parts: of the clients in the average.
+            stds: of all noise on it, by the part of a client in it.
+            participant_stds: of the noise that another client does not know, by the part of a client in it.
+        """
+        distinct = list(dict.fromkeys(parts.values()))
+        return Charge(
+            release=BROADCAST,
+            number=charges.number(BROADCAST) + 1,
+            server_round=server_round,
+            kind=f"averages of noised weights, clip_norm={self.clip_norm!r}",
+            scope=self.training.scope,
+            owners=tuple(parts),
+            events=(dp.NoOpDpEvent(),) * len(distinct),
+            which=tuple(map({part: place for place, part in enumerate(distinct)}.__getitem__, parts.values())),
+            views={
+                OUTSIDERS: tuple(self._broadcast_event(part, stds[part]) for part in distinct),
+                PARTICIPANTS: tuple(self._broadcast_event(part, participant_stds[part]) for part in distinct),
+            },
+        )
+
+    def planned(self, charges: Charges, server_round: int, names: Sequence[str]) -> Charge:
+        """Return the charge of a round's broadcast to these clients at most: that of K equal weights, with the least noise.
 
         With others the noise is at least max(parts) K times as large, for parts of at most max(parts) (`added_noise_std`, K =
         cohort_size), and what another client knows of it is at most max(parts) times its own.
         """
-        places = {name: place for place, name in enumerate(self.books.terms)}
-        part, num = 1 / self.cohort_size, len(charge.owners)
+        part, (std, left) = 1 / self.cohort_size, self._least_stds
+        return self._broadcast_charge(charges, server_round, dict.fromkeys(names, part), {part: std}, {part: left})
+
+    @property
+    def _least_stds(self) -> tuple[float, float]:
+        """The least std of all noise on a broadcast, and of what another client does not know of it."""
+        part = 1 / self.cohort_size
         std = math.sqrt(self.downlink_noise_std**2 + part * self.uplink_noise_std**2)
-        left = math.sqrt(max(0.0, std**2 - (part * self.uplink_noise_std) ** 2))
-        broadcast = Broadcast(
-            clients=np.array([places[name] for name in charge.owners], np.int64),
-            parts=np.full(num, part),
-            added_std=self.downlink_noise_std,
-            std=std,
-            participant_stds=np.full(num, left),
-        )
-        self.own = (*self.own, broadcast)
+        return std, math.sqrt(max(0.0, std**2 - (part * self.uplink_noise_std) ** 2))
 
-    @property
-    def broadcast_ledgers(self) -> dict[str, History]:
-        """What the broadcasts have cost every client, against those who see no message of a client."""
-        return self._charged(lambda broadcast: [broadcast.std] * len(broadcast.clients))
+    def broadcasts(self, state: RunState) -> Broadcasts:
+        """Return how much noise was on the broadcasts; on those of rounds that a crash has ended, as little as there can be."""
+        known, (std, left) = state.own or Broadcasts(), self._least_stds
+        for _ in range(state.charges.number(BROADCAST) - known.count):
+            known = known.after(std=std, participant_std=left, added_std=self.downlink_noise_std)
+        return known
 
-    @property
-    def participant_ledgers(self) -> dict[str, History]:
-        """What the broadcasts have cost every client, against another client, who knows its own noise."""
-        return self._charged(lambda broadcast: broadcast.participant_stds.tolist())
+    def broadcast_ledgers(self, charges: Charges, view: str) -> dict[str, History]:
+        """Return what the broadcasts have cost every client.
 
-    def _charged(self, stds_of: Callable[[Broadcast], Sequence[float]]) -> dict[str, History]:
-        names = list(self.books.terms)
-        counts: dict[str, Counter[dp.DpEvent]] = {name: Counter() for name in names}
-        for broadcast in self.broadcasts:
-            stds = stds_of(broadcast)
-            for place, part, std in zip(broadcast.clients.tolist(), broadcast.parts.tolist(), stds, strict=True):
-                counts[names[place]][self._broadcast_event(part, std)] += 1
-        return {name: History(relation=self.books.relation, counts=own) for name, own in counts.items()}
+        Args:
+            charges: of the run.
+            view: against `OUTSIDERS`, who see no message of a client, or `PARTICIPANTS`, who know their own noise.
+        """
+        scope = replace(self.training.scope, view=view)
+        return {name: charges.history(scope, name, release=BROADCAST) for name in self.books.terms}
 
     def _broadcast_event(self, part: float, std: float) -> dp.DpEvent:
         return dp.GaussianDpEvent(std / (part * self.clip_norm)) if std else dp.NonPrivateDpEvent()
 
-    statement = statement_of
+    def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
+        """Return the statement on all that every client was charged, as three adversaries see it."""
+        return _statement_of(self, state, facts)
+
+
+def _statement_of(rules: NbAFLRules, state: RunState, run: RunFacts) -> PrivacyStatement:
+    """Return the statement on all that every client was charged, as three adversaries see it."""
+    books, charges = rules.books, state.charges
+    num_broadcasts, noised = charges.number(BROADCAST), rules.broadcasts(state)
+    replies = max(rules.training.counts(charges).values(), default=0)
+    broadcast_ledgers = rules.broadcast_ledgers(charges, OUTSIDERS)
+    seen = max((ledger.num_charges for ledger in broadcast_ledgers.values()), default=0)
+    of_them = f"the {num_broadcasts} broadcasts alone, at most {seen} with a client's weights in them, and who took part"
+    adversaries = (
+        Adversary.of(
+            "the server",
+            _worst(rules, charges, rules.ledgers(charges)),
+            sees=f"every message of a client, at most {replies} of one client; so does an eavesdropper",
+            noise_std=rules.uplink_noise_std * min(map(books.share, books.terms), default=0.0),
+            paper=_paper(rules, run, exposures=replies, limit=rules.uplink_exposures or 0, what="uplink"),
+        ),
+        Adversary.of(
+            "participants",
+            _worst(rules, charges, rules.broadcast_ledgers(charges, PARTICIPANTS)),
+            sees=f"each by itself, {of_them}; a participant knows its own noise",
+            noise_std=noised.least_participant_std if num_broadcasts else 0.0,
+        ),
+        Adversary.of(
+            "outsiders",
+            _worst(rules, charges, broadcast_ledgers),
+            sees=of_them,
+            noise_std=noised.least_std if num_broadcasts else 0.0,
+            paper=_paper(rules, run, exposures=num_broadcasts, limit=books.planned_rounds or 0, what="downlink"),
+        ),
+    )
+    who = "all clients" if isinstance(rules.sampling, FullSampling) else f"{rules.cohort_size} at random"
+    return local_statement(
+        rules,
+        state,
+        run,
+        paper=adversaries[0].paper,
+        noise={
+            "clip_norm": rules.clip_norm,
+            "uplink_noise_std": rules.uplink_noise_std,
+            "downlink_noise_std": rules.downlink_noise_std,
+            "largest_noise_std_added_by_the_server": noised.largest_added_std,
+        },
+        sampling=f"{who} of {len(books.terms)} in every round, at most {replies} replies of one client",
+        assumptions=(
+            "clipped weights lie in a ball of radius C, so all of a client's records together move a message by at most 2 C: "
+            "epsilon holds for the whole client, and so for each of its records; no smaller bound is proved for one record",
+            "participants, outsiders: the other clients add their noise and don't share it; the server adds its own",
+        ),
+        adversaries=adversaries,
+    )
+
+
+def _worst(rules: NbAFLRules, charges: Charges, ledgers: Mapping[str, History]) -> Cost:
+    none = Cost(epsilon=0.0, delta=rules.about.delta, relation=rules.books.relation, accountant="none")
+    costs = (rules.total(charges, name, ledger) for name, ledger in ledgers.items())
+    return max(costs, key=lambda cost: cost.epsilon, default=none)
+
+
+def _paper(rules: NbAFLRules, run: RunFacts, *, exposures: int, limit: int, what: str) -> PaperEpsilon | None:
+    """The epsilon that the paper claims for its noise, and the reasons against it here; None if the noise is not the paper's."""
+    if rules.paper_epsilon is None or math.isinf(rules.paper_epsilon):
+        return None
+    faults = []
+    if exposures > limit:
+        faults.append(f"{exposures} exposures, and the noise is made for {limit}")
+    each = rules.paper_epsilon / max(1, limit)
+    if each >= 1:
+        faults.append(f"the classical Gaussian formula needs epsilon < 1 for an exposure, which is {each:.4g} here")
+    if what == "downlink" and not isinstance(rules.sampling, FullSampling):
+        faults.append("Lemma 4 bounds one direction of the privacy loss only")
+    if run.seeded_noise:
+        faults.append("noise came from a fixed seed")
+    assumption = (
+        "unit: one record; leans on an assumption that is not proved for any training here: that one record moves the weights by "
+        "at most 2 C / m"
+    )
+    if what == "uplink" and exposures:
+        multiplier = rules.min_records * rules.uplink_noise_std / rules.clip_norm
+        event = accounting.repeated(dp.GaussianDpEvent(multiplier), exposures)
+        exact = accounting.epsilon(event, delta=rules.about.delta, relation=rules.books.relation).epsilon
+        assumption += (
+            f"; exact composition under it gives {epsilon_in_words(exact)} for the {exposures} exposures that there were"
+        )
+    return PaperEpsilon(
+        epsilon=rules.paper_epsilon,
+        formula=f"Wei et al. 2020, {what} noise for {limit} exposures with linear composition, deltas not added up",
+        valid=not faults,
+        reason="; ".join([*faults, assumption]),
+    )
 
 
 class NbAFL(DPStrategy):
@@ -314,5 +449,6 @@ class NbAFL(DPStrategy):
             uplink_exposures=uplink_exposures,
             cohort_size=cohort_size,
             min_records=min_records,
+            evaluation=options.get("evaluation"),
         )
         super().__init__(rules, **options)

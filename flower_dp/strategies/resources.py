@@ -1,6 +1,5 @@
 """Resources: the cost of rounds to a device in communication and computation."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from flower_dp.core import checks
@@ -50,62 +49,47 @@ class ResourceBudget:
         return self.max_cost is None or self.cost(num_rounds=num_rounds, num_steps=num_steps) <= self.max_cost
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """The resources that a run's devices have spent.
+    """The resources that a run's devices spend.
 
     A device is charged when it is asked, whether or not its reply arrives.
 
-    Args:
+    Attributes:
         budget: costs and limit.
         num_local_steps: steps of a round.
-        replies_of: returns in how many rounds every device was asked.
 
     Raises:
         ValueError: if the budget is too small for one round.
     """
 
-    def __init__(self, budget: ResourceBudget, *, num_local_steps: int, replies_of: Callable[[], Mapping[str, int]]) -> None:
-        self.budget = budget
-        self.num_local_steps = num_local_steps
-        if not budget.allows(num_rounds=1, num_steps=num_local_steps):
-            raise ValueError(f"max_cost={budget.max_cost}: must pay for one round, which costs a device {self._of(1):g}")
-        self._replies_of = replies_of
+    budget: ResourceBudget
+    num_local_steps: int
 
-    @property
-    def costs(self) -> dict[str, float]:
-        """The resources that every device has spent."""
-        return {name: self._of(rounds) for name, rounds in self._replies_of().items()}
+    def __post_init__(self) -> None:
+        if not self.budget.allows(num_rounds=1, num_steps=self.num_local_steps):
+            raise ValueError(f"max_cost={self.budget.max_cost}: must pay for one round, which costs a device {self.cost(1):g}")
 
-    @property
-    def largest(self) -> float:
-        """The largest resource cost of a device."""
-        return self._of(self._most)
+    def cost(self, rounds: int) -> float:
+        """Return what so many rounds cost a device."""
+        return self.budget.cost(num_rounds=rounds, num_steps=rounds * self.num_local_steps)
 
-    @property
-    def _most(self) -> int:
-        return max(self._replies_of().values(), default=0)
-
-    def why_stop(self) -> str | None:
-        """Return that one more round would exceed the budget of a device, if so; else None."""
-        most = self._most
+    def why_stop(self, most: int) -> str | None:
+        """Return that one more round would exceed the budget of a device that was asked in so many, if so; else None."""
         if self.budget.allows(num_rounds=most + 1, num_steps=(most + 1) * self.num_local_steps):
             return None
         return (
-            f"the resource budget is spent: a device has spent {self._of(most):g}, and one more round would make that "
-            f"{self._of(most + 1):g}{self._limit}"
+            f"the resource budget is spent: a device has spent {self.cost(most):g}, and one more round would make that "
+            f"{self.cost(most + 1):g}{self._limit}"
         )
 
-    def line(self) -> str:
-        """Return what was spent, in words."""
-        most = self._most
+    def line(self, most: int) -> str:
+        """Return what was spent by a device that was asked in so many rounds, in words."""
         return (
-            f"resources: a device spent at most {self.largest:g}{self._limit}, for {most} aggregations at "
+            f"resources: a device spent at most {self.cost(most):g}{self._limit}, for {most} aggregations at "
             f"{self.budget.cost_per_aggregation:g} and {most * self.num_local_steps} local steps at {self.budget.cost_per_step:g}"
         )
 
     @property
     def _limit(self) -> str:
         return "" if self.budget.max_cost is None else f" of max_cost={self.budget.max_cost:g}"
-
-    def _of(self, rounds: int) -> float:
-        return self.budget.cost(num_rounds=rounds, num_steps=rounds * self.num_local_steps)

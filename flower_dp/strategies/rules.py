@@ -1,8 +1,9 @@
 """Rules: one method on the server, as the strategy runs it."""
 
 import os
-from collections.abc import Sequence
-from typing import Any, Protocol, TypedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self, TypedDict, cast
 
 import numpy as np
 from flwr.serverapp.strategy import Strategy
@@ -14,9 +15,10 @@ from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.evaluation import Evaluation
 from flower_dp.strategies.journal import OnRound
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.releases.release import Release, Round
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.releases.round import Round, RoundRelease
-from flower_dp.strategies.run_state import RunFacts
+from flower_dp.strategies.run_state import RunFacts, RunState
+from flower_dp.wire import EVALUATION
 
 
 class Options(TypedDict, total=False):
@@ -81,52 +83,82 @@ def check_options(owner: str, options: Options) -> None:
         raise ValueError(f"ledger={ledger!r}: must be the path of a server's ledger, or None")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a method says of itself.
+
+    Attributes:
+        title: its name for people.
+        num_clients: how many clients there are.
+        delta: the delta at which epsilon is stated.
+        stock_refusal: why stock clients can't run it; None if they can.
+    """
+
+    title: str
+    num_clients: int
+    delta: float
+    stock_refusal: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """What a method has made of a round.
+
+    Attributes:
+        vector: the next global model [d], with all noise that the server must add.
+        releases: the next states of its releases, by name.
+        own: what the method keeps from now on.
+        charges: what the new model costs besides, such as that of NbAFL's broadcast: charged before the model leaves.
+    """
+
+    vector: np.ndarray
+    releases: Mapping[str, Any] = field(default_factory=dict)
+    own: Any = None
+    charges: tuple[Charge, ...] = ()
+
+
 class Rules(Protocol):
     """One method on the server: its releases, and how the model learns from them.
 
-    Rules see names, vectors and numbers, never messages. All that changes in a run is in `state`.
+    Rules see names, vectors and numbers, never messages. They are never changed: all that changes is in the state of the run. A
+    method whose `Learnt` has a charge also has `planned(charges, server_round, names)`, which returns the most that this charge
+    can be, for a forecast.
 
     Attributes:
-        title: the method's name for people.
-        stock_refusal: why stock clients can't run the method; None if they can.
-        num_clients: how many clients there are.
-        delta: the delta at which epsilon is stated.
-        training: the release of every round.
-        evaluation: the release of private evaluations, in the rounds in which it is due; None without them.
-        epsilon: an upper bound of the epsilon of all charges, quick to compute.
-        state: all that the rules need to go on: a frozen value that can be stored (`flower_dp.core.stored`). Setting an earlier
-            one continues from there.
+        about: what the method says of itself.
+        releases: that of every round, and that of private evaluations (`flower_dp.strategies.evaluation.Evaluation`) if there are
+            any.
     """
 
     @property
-    def title(self) -> str: ...  # noqa: D102
+    def about(self) -> About: ...  # noqa: D102
     @property
-    def stock_refusal(self) -> str | None: ...  # noqa: D102
-    @property
-    def num_clients(self) -> int: ...  # noqa: D102
-    @property
-    def delta(self) -> float: ...  # noqa: D102
-    @property
-    def training(self) -> RoundRelease: ...  # noqa: D102
-    @property
-    def evaluation(self) -> Evaluation | None: ...  # noqa: D102
-    @property
-    def epsilon(self) -> float: ...  # noqa: D102
+    def releases(self) -> tuple[Release, ...]: ...  # noqa: D102
 
-    state: Any
-
-    def evaluate(self, plan: PrivateEvaluation | LocalEvaluation) -> None:
-        """Make private evaluation a second release of this method's rounds.
+    def opened(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
+        """Return the rules of a run of these clients (none: they are not known yet) and of so many rounds (None: likewise).
 
         Raises:
-            ValueError: if the plan is not of the method's kind: one ledger for all clients, or one each.
+            ValueError: if the method can't be run by them, or for so long.
         """
 
-    def plan(self, num_rounds: int) -> None:
-        """Prepare for up to `num_rounds` rounds, before clients are known."""
+    def why_stop(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
+        """Return why the budget does not cover this round, or None; called before (None) and after the cohort is drawn."""
 
-    def open(self, names: tuple[str, ...]) -> None:
-        """Take the names of all clients, before the first round."""
+    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
+        """Return the next global model, with noise drawn from `rng`, and what follows from it.
+
+        Raises:
+            RoundLeftOut: if nothing may be released, or the result would be unusable.
+        """
+
+    def numbers(self, state: RunState, now: Round | None) -> Mapping[str, float]:
+        """Return public numbers by their names: "epsilon", an upper bound of what was charged that is quick to compute.
+
+        Args:
+            state: of the run.
+            now: the round that was just learnt from, whose further numbers are reported; None for none.
+        """
 
     def noise_and_signal(self, dimension: int) -> tuple[float, float]:
         """Return the norm that the noise in the model of round 1 has about, and the largest norm of the mean without it.
@@ -137,21 +169,11 @@ class Rules(Protocol):
             dimension: of the model's vector.
         """
 
-    def why_stop(self, server_round: int, cohort_size: int | None) -> str | None:
-        """Return why the budget does not cover this round, or None; called before (None) and after the cohort is drawn."""
-
-    def learn(self, now: Round, collected: Collected, rng: Generator) -> np.ndarray:
-        """Return the next global model [d], with all noise that the server must add, drawn from `rng`.
-
-        Raises:
-            RoundLeftOut: if nothing may be released, or the result would be unusable.
-        """
-
-    def unfinished(self, charge: Charge) -> None:
-        """Count what a round that was charged and not finished may have released, where its charge does not have all of it."""
-
-    def numbers(self, now: Round) -> dict[str, float]:
-        """Return further public numbers of a round that was just learnt from, by the names under which they are reported."""
-
-    def statement(self, facts: RunFacts) -> PrivacyStatement:
+    def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
         """Return the privacy statement on all charges."""
+
+
+def evaluation_of(rules: Rules) -> Evaluation | None:
+    """Return the private evaluations of a method; None without them."""
+    found = [release for release in rules.releases if release.name == EVALUATION]
+    return cast("Evaluation", found[0]) if found else None

@@ -1,13 +1,15 @@
 """The state of a run as one value, and what is told of it: a round's numbers, facts for the statement."""
 
 import itertools
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 import numpy as np
 
 from flower_dp.core.stored import stored
+from flower_dp.privacy.charges import Charge, Charges
 from flower_dp.strategies.releases.replies import Missing
 
 
@@ -86,14 +88,18 @@ class RunState:
         rounds: the numbers of every round.
         incidents: what happened, in words.
         missing: the number of requested updates that did not count.
-        last_charged: by the name of a release: the last round that was charged for it, whether it was finished or not.
+        charged: by the name of a release, how often it was charged: a state with other numbers than the log is not this run's.
+        charges: those of the run, of which the log has the record; empty in a checkpoint, which has a ledger.
+        planned_rounds: of the run; None if nobody has said.
+        names: of the clients of a method that has terms for each, as they were at its start; empty before that.
         evaluations: value and standard error of every metric of private evaluations, by round.
         unanswered_evaluations: how many clients were asked in each private evaluation since the last that a client answered.
         client_metrics: means of the training metrics that clients were asked for, by round; they are not private.
         refusal: the last reason for which a client's update did not count.
         ended_before: the round that the budget did not cover; neither it nor a later one is run. None while it covers them.
         model: the arrays that are trained, as one vector [d], float32, after the last round; None before the first.
-        method: the state of the method's releases, and of the method itself.
+        releases: the states of releases that have one, by name.
+        own: what the method itself keeps; None for nothing.
         optimizer: the state of the server's optimiser; None without one.
         not_private: whether a round had noise or sampling from a fixed seed; it stays so.
         asked_metrics: whether clients were asked for training metrics, which are not private.
@@ -105,20 +111,46 @@ class RunState:
     rounds: tuple[RoundReport, ...] = ()
     incidents: tuple[str, ...] = ()
     missing: Missing = field(default_factory=Missing)
-    last_charged: Mapping[str, int] = field(default_factory=dict)
+    charged: Mapping[str, int] = field(default_factory=dict)
+    charges: Charges = field(default_factory=Charges)
+    planned_rounds: int | None = None
+    names: tuple[str, ...] = ()
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     unanswered_evaluations: tuple[int, ...] = ()
     client_metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     refusal: str = "no reply"
     ended_before: int | None = None
     model: np.ndarray | None = None
-    method: Any = None
+    releases: Mapping[str, Any] = field(default_factory=dict)
+    own: Any = None
     optimizer: Mapping[str, Any] | None = None
     not_private: bool = False
     asked_metrics: bool = False
     own_evaluation: bool = False
     changing_names: bool = False
     num_known: int = 0
+
+    def happened(self, incident: str) -> Self:
+        """Return the state with one more incident."""
+        return replace(self, incidents=(*self.incidents, incident))
+
+    def with_release(self, name: str, state: Any) -> Self:
+        """Return the state with another state of one release."""
+        return replace(self, releases={**self.releases, name: state})
+
+    def charged_with(self, charge: Charge) -> Self:
+        """Return the state that belongs to the log after one more charge."""
+        return replace(self, charged={**self.charged, charge.release: charge.number})
+
+    def shown(self, epsilon: float) -> float:
+        """Return an epsilon as it is told: infinite if noise was not drawn afresh."""
+        return math.inf if self.not_private else epsilon
+
+    @property
+    def secret(self) -> dict[str, Any]:
+        """The states of noise that is correlated over rounds, by release: what was drawn is in later rounds, and secret."""
+        states = {name: getattr(state, "noise", None) for name, state in self.releases.items()}
+        return {name: noise for name, noise in states.items() if noise is not None}
 
     @property
     def unanswered(self) -> tuple[RoundReport, ...]:

@@ -80,5 +80,6 @@ class Scaffold(DPStrategy):
             name="scaffold",
             title="SCAFFOLD",
             control=ControlVariate(quantization_levels),
+            evaluation=options.get("evaluation"),
         )
         super().__init__(rules, **options)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from flower_dp.core import checks
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.journal import Journal, observers_of, place_of
-from flower_dp.strategies.run_checkpoints import CheckpointPlace, RunCheckpoints
+from flower_dp.strategies.writer import CheckpointPlace, Writer
 
 if TYPE_CHECKING:
     from flower_dp.strategies.strategy import DPStrategy
@@ -69,7 +69,7 @@ def followed(start: Start) -> Start:
     def run(self: "DPStrategy", *arguments: Any, **named: Any) -> Any:
         if self.journal is not None:
             return start(self, *arguments, **named)
-        forgettable = self._run.num_charged == self._forgettable
+        forgettable = self._session.log.charges.numbers() == self._forgettable
         call = _Call.of(signature, self, *arguments, **named)
         observers = observers_of(self)
         self.journal = journal = Journal(observers, call.get("num_rounds"))
@@ -79,7 +79,7 @@ def followed(start: Start) -> Start:
         result, failed = None, True
         try:
             where = call.place(place_of(observers))
-            self._run.checkpoints = checkpoints = RunCheckpoints(self._run, where)
+            self._session.writer = checkpoints = Writer(where)
             found = checkpoints.found
             if found is not None and (found.ended or (where is not None and where.only_state)):
                 self.begin()
@@ -96,7 +96,8 @@ def followed(start: Start) -> Start:
             is_of_folder = checkpoints is not None and (checkpoints.found is None or checkpoints.went_on)
             try:
                 if checkpoints is not None and is_of_folder:
-                    checkpoints.close(result, failed=failed)
+                    checkpoints.close(result, self._session.state, failed=failed)
+                    self._session.unfinished()
                     if self._manager is not None:  # before anybody is asked there is nothing to state
                         diagnostics.log_statement(self.statement)
             finally:
@@ -105,7 +106,7 @@ def followed(start: Start) -> Start:
                 finally:
                     self.close()
                     if forgettable:  # what was charged here has a statement
-                        self._forgettable = self._run.num_charged
+                        self._forgettable = self._session.log.charges.numbers()
         if where is not None and where.only_state:
             raise Stated
         return result

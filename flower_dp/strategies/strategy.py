@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.privacy.charges import Scope
-from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
+from flower_dp.privacy.private_file import BudgetSpentError
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.checkpoint import Checkpoint
@@ -32,9 +32,9 @@ from flower_dp.strategies.loop import Rounds
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
 from flower_dp.strategies.population.fit import changing_names, check_evaluate_config, check_overrides, first_query
 from flower_dp.strategies.rules import Options, Rules, check_options
-from flower_dp.strategies.run import Run
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
+from flower_dp.strategies.session import Session
 from flower_dp.strategies.started import followed
 
 log = logging.getLogger("flwr")
@@ -45,9 +45,6 @@ _EVALUATING = ("configure_evaluate", "aggregate_evaluate")
 
 class DPStrategy(RunFigures, Strategy):
     """A Flower strategy that runs a method's rules; `DPFedAvg` and the other strategies are this class with their own rules.
-
-    Attributes:
-        rules: the method's rules, with its ledgers.
 
     Args:
         rules: the method's rules.
@@ -71,7 +68,6 @@ class DPStrategy(RunFigures, Strategy):
 
     def __init__(self, rules: Rules, **options: Unpack[Options]) -> None:
         check_options(type(self).__name__, options)
-        self.rules = rules
         self.report_client_metrics = options.get("report_client_metrics", False)
         self.registration_timeout = options.get("registration_timeout", 600.0)
         self.frozen_arrays = tuple(options.get("frozen_arrays", ()))
@@ -82,10 +78,10 @@ class DPStrategy(RunFigures, Strategy):
         self.on_round = options.get("on_round")
         self.ledger = options.get("ledger")
         self.journal: Journal | None = None  # of the run that `start` runs now
-        if (plan := options.get("evaluation")) is not None:
-            rules.evaluate(plan)
         self._had_changing_names = False  # in any run of this strategy
-        self._run = Run(rules, PlainExchange(), self._optimizer, options.get("noise_seed"))
+        self._session = Session(rules, PlainExchange(), self._optimizer, options.get("noise_seed"))
+        if options.get("evaluation") is not None and self._session.evaluation is None:
+            raise ValueError(f"evaluation: {type(self).__name__} does not give it to its rules; pass evaluation=... to them")
         self.begin()
 
     def __init_subclass__(cls, **named: Any) -> None:
@@ -95,8 +91,8 @@ class DPStrategy(RunFigures, Strategy):
 
     def begin(self) -> None:
         """Forget the last run; the joint epsilon of later runs has what it cost, if both are on one ledger or both on none."""
-        self._run.begin()
-        self._forgettable = self._run.num_charged
+        self._session.begin()
+        self._forgettable: dict[str, int] = {}
         # Who is connected, and a statement that was made already, belong to one process.
         self._manager: ClientManager | None = None
         self._stated: tuple[Any, PrivacyStatement] | None = None
@@ -105,7 +101,7 @@ class DPStrategy(RunFigures, Strategy):
     def go_on(self, found: Checkpoint) -> None:
         """Go on from a checkpoint; what was charged after it stays charged."""
         self._open_ledger()
-        self._run.checkpoints.go_on(found)
+        self._session.go_on(found)
         if self.journal is not None:
             self.journal.go_on(found)
 
@@ -118,34 +114,41 @@ class DPStrategy(RunFigures, Strategy):
         Raises:
             RuntimeError: if a round is open: another state would lack its charge.
             LedgerError: if this run has other charges than the state: its statement would lack them.
+            ValueError: if another strategy made the state: its charges would get another cost.
         """
-        return self._run.state
+        return self._session.state
 
     @state.setter
     def state(self, state: RunState) -> None:
-        before, run = self._run.state, self._run
-        run.state = state
-        try:
-            run.log.check_state({release.name: release.num_charged for release in run.releases})
-        except LedgerError:
-            run.state = before
-            raise
-        if not any(self._run.num_charged) and isinstance(self._run.log, MemoryLog):  # a new run
+        self._session.state = state
+        if not any(state.charged.values()) and isinstance(self._session.log, MemoryLog):  # a new run
             self._forget_charges()
 
-    def plan(self, num_rounds: int) -> None:
+    def plan(self, num_rounds: int, names: tuple[str, ...] | None = None) -> None:
         """Prepare for up to `num_rounds` rounds. `start` calls it; a subclass with its own `start` must call it, too.
+
+        Args:
+            num_rounds: of the run.
+            names: of all clients, where they are known before the first query.
 
         Raises:
             ValueError: if `num_rounds` is not a whole number >= 0.
         """
-        self.rules.plan(checks.integer("num_rounds", num_rounds, at_least=0))
+        self._session.open(names, checks.integer("num_rounds", num_rounds, at_least=0))
 
     @property
     def facts(self) -> RunFacts:
         """Facts for the statement, besides the ledgers."""
-        return self._run.facts(
-            report_client_metrics=self.report_client_metrics, own_evaluation=self._overrides("configure_evaluate")
+        record = self._session.record
+        return RunFacts(
+            seeded_noise=self.seeded_noise or record.not_private,
+            missing=record.missing,
+            incidents=record.incidents,
+            # Also of a run that goes on without.
+            report_client_metrics=self.report_client_metrics or record.asked_metrics or bool(record.client_metrics),
+            own_evaluation=self._overrides("configure_evaluate") or record.own_evaluation,
+            changing_names=record.changing_names,
+            num_known=record.num_known,
         )
 
     def _overrides(self, name: str) -> bool:
@@ -155,11 +158,12 @@ class DPStrategy(RunFigures, Strategy):
     @property
     def statement(self) -> PrivacyStatement:
         """The privacy statement of all that was released so far."""
-        charge_log = self._run.log
+        charge_log = self._session.log
         # The run's id too: another one may have released the same, and has another joint epsilon.
-        key = (charge_log.run, self.rules.state, self.facts)
+        state = self._session.current
+        key = (charge_log.run, state, self.facts)
         if self._stated is None or self._stated[0] != key:
-            own = self.rules.statement(self.facts)
+            own = self.rules.statement(state, self.facts)
             joint = charge_log.joint(Scope(unit=own.unit, relation=own.relation), own.delta)
             if joint is not None and (self._had_changing_names or self.facts.changing_names):
                 # A client of two names was counted as two: nobody knows what the runs have cost it together.
@@ -198,9 +202,9 @@ class DPStrategy(RunFigures, Strategy):
                 subclass's `start`, or after rounds of one's own.
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
-        clients_evaluate = self._overrides("configure_evaluate") or self.rules.evaluation is not None
+        clients_evaluate = self._overrides("configure_evaluate") or self._session.evaluation is not None
         check_evaluate_config(evaluate_config, clients_evaluate=clients_evaluate)
-        if self._run.num_charged != self._forgettable:
+        if self._session.log.charges.numbers() != self._forgettable:
             raise RuntimeError(
                 "start: rounds were charged already, and a new run would forget what they have cost: call super().start(...) "
                 "once, and go on with a run by resume=True and its checkpoint_dir"
@@ -210,8 +214,8 @@ class DPStrategy(RunFigures, Strategy):
         if self._optimizer is not None:
             self._optimizer.check(model.layout, model.vector)
         setting = diagnostics.setting(self.rules, model.layout, self._optimizer, num_rounds)
-        if (found := self._run.checkpoints.begin(setting)) is None:
-            self.rules.plan(num_rounds)
+        if (found := self._session.writer.begin(setting)) is None:
+            self.plan(num_rounds)
         else:
             self.go_on(found)
         known_clients = self._known_clients(grid)
@@ -226,8 +230,8 @@ class DPStrategy(RunFigures, Strategy):
             clients_evaluate=clients_evaluate,
             overridden=frozenset(name for name in ("aggregate_train", "aggregate_evaluate") if self._overrides(name)),
         )
-        result = rounds.run(self, self._run, grid, initial_arrays)
-        diagnostics.check_usable_updates(self._run.record, self.num_clients, ended=True)
+        result = rounds.run(self, self._session, grid, initial_arrays)
+        diagnostics.check_usable_updates(self._session.record, self.num_clients, ended=True)
         return result
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -237,35 +241,38 @@ class DPStrategy(RunFigures, Strategy):
         """
         if self.journal is not None:
             self.journal.flush(self)
-        run, is_first = self._run, self._manager is None
+        session, is_first = self._session, self._manager is None
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
         if is_first and self._optimizer is not None:  # a subclass has its own `start`; that of this class has checked it
             self._optimizer.check(model.layout, model.vector)
         known_clients = self._known_clients(grid)
-        run.note(
-            asked_metrics=run.record.asked_metrics or self.report_client_metrics,
-            own_evaluation=run.record.own_evaluation or self._overrides("configure_evaluate"),
-            changing_names=run.record.changing_names or bool(changing_names(self.rules, known_clients)),
+        session.note(
+            asked_metrics=session.record.asked_metrics or self.report_client_metrics,
+            own_evaluation=session.record.own_evaluation or self._overrides("configure_evaluate"),
+            changing_names=session.record.changing_names or bool(changing_names(self.rules, known_clients)),
         )
-        self._had_changing_names |= run.record.changing_names
-        run.checkpoints.keep(server_round - 1, arrays, is_over=True)
+        self._had_changing_names |= session.record.changing_names
+        session.writer.keep(server_round - 1, arrays, session.state, is_over=True)
         if is_first:
             diagnostics.log_start(self.rules, known_clients, model)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
-        if reason := "the run has ended" if run.record.ended_before else self.rules.why_stop(server_round, None):
-            return run.stop(server_round, reason)
-        release = self.rules.training
-        asked = run.drawn(release, known_clients, "cohort", server_round)
-        if reason := self.rules.why_stop(server_round, sum(map(len, asked.values()))):
-            return run.stop(server_round, reason)
+        if (
+            reason := "the run has ended"
+            if session.record.ended_before
+            else self.rules.why_stop(session.current, server_round, None)
+        ):
+            return session.stop(server_round, reason)
+        drawn = session.drawn(session.training, known_clients, "cohort", server_round)
+        if reason := self.rules.why_stop(session.current, server_round, sum(map(len, drawn[1].values()))):
+            return session.stop(server_round, reason)
         try:
-            return run.ask(
-                release,
+            return session.ask(
+                session.training,
                 server_round,
-                length=release.row_length(model.layout.size),
+                drawn,
+                size=model.layout.size,
                 model=model,
-                asked=asked,
                 known_clients=known_clients,
                 arrays=arrays,
                 config=config,
@@ -274,29 +281,26 @@ class DPStrategy(RunFigures, Strategy):
                 frozen=model.frozen_positions,
             )
         except BudgetSpentError as why:
-            return run.stop(server_round, str(why))
+            return session.stop(server_round, str(why))
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check and add up the replies, add the server's noise, and return the next global model and the round's numbers.
 
         None and None for a round that the budget did not cover.
         """
-        run, release = self._run, self.rules.training
-        if run.record.ended_before and release.name not in run.asked:
+        session = self._session
+        if session.record.ended_before and session.training.name not in session.asked:
             return None, None
-        if not run.waits(release, server_round):
-            raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
-        now, collected = run.total(release, replies)
-        vector = run.learn(now, collected)
-        metrics = MetricRecord({**run.report(now, collected, vector, epsilon=self.epsilon).public()})
+        now, collected, vector = session.learn(server_round, replies)
+        metrics = MetricRecord({**session.record.rounds[-1].public()})
         if self.report_client_metrics and collected.clients:
             means = {f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()}
-            run.note(client_metrics={**run.record.client_metrics, server_round: means})
+            session.note(client_metrics={**session.record.client_metrics, server_round: means})
             metrics.update(means)
         model = now.model.record(vector)
         if self.journal is not None:
             self.journal.released(server_round, model)
-        run.checkpoints.keep(server_round, model, is_over=False)
+        session.writer.keep(server_round, model, session.state, is_over=False)
         return model, metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Iterable[Message]:
@@ -307,21 +311,23 @@ class DPStrategy(RunFigures, Strategy):
         A subclass may override this and `aggregate_evaluate`, both or neither; the statement then says that such metrics are not
         covered.
         """
-        run, evaluation = self._run, self.rules.evaluation
-        if evaluation is None or server_round >= (run.record.ended_before or math.inf) or not evaluation.due(server_round):
+        session, evaluation = self._session, self._session.evaluation
+        if evaluation is None or server_round >= (session.record.ended_before or math.inf):
             return []
-        if run.was_charged(evaluation.release, server_round):  # a run that goes on: this one was interrupted
+        if not evaluation.due(session.log.charges, server_round):
             return []
-        if diagnostics.why_no_evaluation(run.record, self.num_clients):
+        if session.was_charged(evaluation, server_round):  # a run that goes on: this one was interrupted
             return []
-        known_clients, release = self._known_clients(grid), evaluation.release
+        if diagnostics.why_no_evaluation(session.record, self.num_clients):
+            return []
+        known_clients = self._known_clients(grid)
         try:
-            messages = run.ask(
-                release,
+            messages = session.ask(
+                evaluation,
                 server_round,
-                length=evaluation.length,
+                session.drawn(evaluation, known_clients, "evaluating cohort", server_round),
+                size=evaluation.length,
                 model=wire.Model.of(arrays, frozen=self.frozen_arrays),
-                asked=run.drawn(release, known_clients, "evaluating cohort", server_round),
                 known_clients=known_clients,
                 arrays=arrays,
                 config=config,
@@ -331,12 +337,12 @@ class DPStrategy(RunFigures, Strategy):
             log.warning("the evaluation of round %s was left out: %s", server_round, why)
             return []
         if self.rounds:
-            run.note(rounds=(*self.rounds[:-1], replace(self.rounds[-1], epsilon=self.epsilon)))
+            session.note(rounds=(*self.rounds[:-1], replace(self.rounds[-1], epsilon=self.epsilon)))
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return value and standard error of every metric of a private evaluation; None where there is none."""
-        noised = self._run.evaluated(server_round, replies)
+        noised = self._session.evaluate(server_round, replies)
         return None if noised is None else MetricRecord({**noised})
 
     def summary(self) -> None:
@@ -349,31 +355,32 @@ class DPStrategy(RunFigures, Strategy):
 
     def close(self) -> None:
         """Let other runs write to the ledger; `start` calls it at its end."""
-        self._run.log.close()
+        self._session.log.close()
 
     # Parts of a run
 
     def _forget_charges(self) -> None:
         """Let a new run have charges of its own; those of the last one stay in the joint epsilon."""
-        if isinstance(charge_log := self._run.log, StoreLog | MemoryLog):
+        if isinstance(charge_log := self._session.log, StoreLog | MemoryLog):
             charge_log.close()
             before = charge_log if isinstance(charge_log, MemoryLog) else charge_log.memory
-            self._run.log = MemoryLog(private=not self.seeded_noise, before=before)
+            self._session.log = MemoryLog(private=not self.seeded_noise, before=before)
 
     def _open_ledger(self) -> None:
         """Open the ledger of the run, once: the strategy's own, or else that beside its checkpoints."""
-        run = self._run
-        if not isinstance(run.log, StoreLog) and (path := self.ledger or run.checkpoints.ledger()) is not None:
-            found = run.checkpoints.found
-            memory = run.log if self.ledger is None and isinstance(run.log, MemoryLog) else None
-            run.log = StoreLog(
+        session = self._session
+        if not isinstance(session.log, StoreLog) and (path := self.ledger or session.writer.ledger()) is not None:
+            found = session.writer.found
+            memory = session.log if self.ledger is None and isinstance(session.log, MemoryLog) else None
+            session.log = StoreLog(
                 path,
-                method=self.rules.title,
+                method=self.rules.about.title,
                 delta=self.delta,
                 private=not self.seeded_noise,
                 run=found.run if found else "",
                 memory=memory,
             )
+            session.writer.run = session.log.run
 
     def _known_clients(self, grid: Grid) -> KnownClients:
         """Return the clients as they are now: nodes may have joined, left or rejoined since the last round."""
@@ -384,10 +391,10 @@ class DPStrategy(RunFigures, Strategy):
         self._manager, known_clients = first_query(
             grid,
             self.rules,
-            self._run.releases,
             timeout=self.registration_timeout,
             on_shared_ledger=self.ledger is not None,
             most_clients_per_node=self.most_clients_per_node,
             most_newcomers=self.most_newcomers,
         )
+        self._session.open(known_clients.names)
         return known_clients

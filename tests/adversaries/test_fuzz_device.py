@@ -169,7 +169,7 @@ def sent(method: Method) -> list[Message]:
     evaluates = method.name != "dp-pasgd"  # whose evaluation needs to be told the clients' data sizes
     if evaluates:
         strategy.rules.evaluate(plan)
-        strategy._run._initial = strategy._run.state
+        strategy._session._initial = strategy._session.state
         strategy.begin()
 
     def client_fn(context: Context) -> Any:

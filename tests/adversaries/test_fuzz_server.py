@@ -74,8 +74,8 @@ class Round:
 
     def total(self, replies: list[Message]) -> tuple[Collected, Any]:
         """Return what was added up, and what the strategy makes of it."""
-        self.strategy._run.asked = {}  # of an example that added up nothing
-        self.strategy.state, self.strategy._run.asked = self.state, dict(self.asked)
+        self.strategy._session.asked = {}  # of an example that added up nothing
+        self.strategy.state, self.strategy._session.asked = self.state, dict(self.asked)
         Keeping.kept.clear()
         aggregate = self.strategy.aggregate_train if self.kind == "train" else self.strategy.aggregate_evaluate
         result = aggregate(1, replies)
@@ -116,9 +116,9 @@ def rounds_of(label: str) -> tuple[Round, ...]:
         if kind == "evaluate":
             private = PrivateEvaluation(noise_multiplier=8.0, sampling=SAMPLERS["full"], metrics=BOUNDS)
             strategy.rules.evaluate(private if method.target else LocalEvaluation(budget=BUDGET, metrics=BOUNDS))
-            strategy._run._initial = strategy._run.state
+            strategy._session._initial = strategy._session.state
         strategy.plan(WORDS.num_rounds)
-        strategy._run.exchange = Keeping()
+        strategy._session.exchange = Keeping()
         app, num_nodes = app_of(method)
         grid = LocalGrid(app, num_nodes)
         messages = list(strategy.configure_train(1, model_arrays(linear()), ConfigRecord(), grid))
@@ -127,7 +127,7 @@ def rounds_of(label: str) -> tuple[Round, ...]:
             messages = list(strategy.configure_evaluate(1, arrays, ConfigRecord(), grid))
         assert len(messages) == num_nodes
         replies = {reply.metadata.src_node_id: reply for reply in grid.send_and_receive(messages)}
-        found.append(Round(kind, strategy, strategy.state, dict(strategy._run.asked), replies))
+        found.append(Round(kind, strategy, strategy.state, dict(strategy._session.asked), replies))
     return tuple(found)
 
 

@@ -40,7 +40,7 @@ def run(strategy_of: Any, recipe_of: Any, rounds: int, *, lies: bool, levels: in
             record = next(iter(reply.content.array_records.values()))
             (name,) = record
             row = np.zeros(SIZE, np.float32)
-            (asked,) = strategy._run.asked.values()
+            (asked,) = strategy._session.asked.values()
             row[0] = -1.99 * asked.limits.honest_norm(["c9"])
             record[name] = Array(row)
         return [reply]

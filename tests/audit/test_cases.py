@@ -101,7 +101,7 @@ def unknown_noise(case, monkeypatch):
         for present in (False, True):
             drawn.clear()
             runs.run(present=present)
-            own = runs.strategy.rules.training.shared.share(len(case.present))
+            own = runs.strategy.rules.training.noise.share(len(case.present))
             found.append(math.sqrt(sum(std**2 for std in drawn) - own**2))
         (leaf, count), *more = leaves_of(runs.ledger.event)
     assert count == 1

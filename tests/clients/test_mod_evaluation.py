@@ -207,4 +207,4 @@ def test_a_stock_app_trains_and_evaluates_under_one_ledger() -> None:
     reported = strategy.evaluations[3]
     assert abs(reported["test_mse"] - np.sum((weights - [1.0, -1.0]) ** 2)) < 5 * reported["test_mse-standard-error"]
     assert set(strategy.statement.parts) == {"training", "evaluation"}
-    assert strategy.rules.ledger.num_charges == 4
+    assert strategy.rules.ledger(strategy.charges).num_charges == 4

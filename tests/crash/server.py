@@ -41,11 +41,11 @@ from flower_dp.strategies import (
     LocalEvaluation,
     PrivateEvaluation,
     Scaffold,
-    run_checkpoints,
+    writer,
 )
 from flower_dp.strategies.journal import OBSERVERS
 from flower_dp.strategies.run import Run
-from flower_dp.strategies.run_checkpoints import CheckpointPlace
+from flower_dp.strategies.writer import CheckpointPlace
 from tests.crash.points import Points
 from tests.crash.witness import Heard, Witness
 from tests.grids import LocalGrid, asks_to_train
@@ -255,7 +255,7 @@ def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bo
     place = CheckpointPlace(folder=folder / "checkpoint", resume=life > 1)
     OBSERVERS.set(lambda: (Reader(witness=witness, checkpoints=place),))
     if often:
-        setattr(run_checkpoints, "_SHARE", 1.0)  # noqa: B010
+        setattr(writer, "_SHARE", 1.0)  # noqa: B010
     points.install()
     try:
         result = strategy.start(

@@ -31,7 +31,7 @@ TOLERANCE = 1e-6
 
 
 def charge(number, events, *, relation=ADD, release="r", owners=(EVERY_CLIENT,)):
-    words = {"release": release, "number": number, "kind": "k", "scope": Scope(unit="client", relation=relation), "shares": 1}
+    words = {"release": release, "number": number, "kind": "k", "scope": Scope(unit="client", relation=relation)}
     return charge_each(dict(zip(owners, events, strict=True)), server_round=number, **words)
 
 

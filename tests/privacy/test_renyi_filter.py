@@ -31,7 +31,7 @@ def path(tmp_path):
 
 
 def charge(number, event, owners=(EVERY_CLIENT,), relation=ADD):
-    words = {"release": "r", "number": number, "server_round": number, "kind": "k", "shares": 1}
+    words = {"release": "r", "number": number, "server_round": number, "kind": "k"}
     return Charge(**words, scope=Scope(unit="client", relation=relation), owners=owners, events=(event,))
 
 

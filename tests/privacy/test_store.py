@@ -46,7 +46,7 @@ DELTA = 1e-5
 
 
 def charge(number=1, owners=(EVERY_CLIENT,), event=GAUSSIAN, **changes):
-    words = {"release": "dp-fedavg", "number": number, "server_round": number, "kind": "z = 2", "scope": CLIENTS, "shares": 3}
+    words = {"release": "dp-fedavg", "number": number, "server_round": number, "kind": "z = 2", "scope": CLIENTS}
     return Charge(**words | {"owners": owners, "events": (event,)} | changes)
 
 
@@ -112,12 +112,12 @@ def test_charges_are_read_back_as_they_were_written(path):
     names = tuple(f"client {number} «ü» \n\"'" for number in range(len(events)))
     first = charge_each(
         dict(zip(names, events, strict=True)),
-        **{key: getattr(local(), key) for key in ("release", "number", "shares", "scope")},
+        **{key: getattr(local(), key) for key in ("release", "number", "scope")},
         kind="Ω" * 900,
         server_round=7,
     )
     second = replace(first, number=2, server_round=8, owners=names[::-1], views={"outsiders": (GaussianDpEvent(9.0),) * 7})
-    third = replace(first, number=3, server_round=9, owners=(), events=(), which=(), shares=0)
+    third = replace(first, number=3, server_round=9, owners=(), events=(), which=())
     made = (first, second, third)
     with Store(path) as ledger:
         run = ledger.begin(method="m", delta=0.0)
@@ -736,9 +736,9 @@ def test_an_older_copy_is_noticed_by_the_lock_file_and_by_what_a_run_knows(path,
 def test_another_copy_that_has_gone_on_by_itself_is_noticed(path, tmp_path):
     made = filled(path, 2)
     other = copied(path, Path(tempfile.mkdtemp(dir=tmp_path)), ".mark")
-    for one, shares in ((path, 1), (other, 2)):
+    for one, server_round in ((path, 3), (other, 4)):
         with Store(one) as ledger:
-            ledger.append(next(iter(made)), charge(3, shares=shares))
+            ledger.append(next(iter(made)), charge(3, server_round=server_round))
     shutil.copy2(other, path)
     refused(path, "is not the one of its .mark file, which remembers the last charge: it is another copy")
 

@@ -12,7 +12,7 @@ from flower_dp.core.checks import SettingsError
 from flower_dp.core.sampling import FullSampling
 from flower_dp.running.launched import Launched
 from flower_dp.running.recorded import watched
-from flower_dp.strategies import DPFedAvg, run_checkpoints
+from flower_dp.strategies import DPFedAvg, writer
 from flower_dp.strategies.started import Stated
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
@@ -20,7 +20,7 @@ from tests.stock import arrays, shifted, stock_app
 
 @pytest.fixture(autouse=True)
 def every_round(monkeypatch):
-    monkeypatch.setattr(run_checkpoints, "_SHARE", 1.0)
+    monkeypatch.setattr(writer, "_SHARE", 1.0)
 
 
 class Fails:
@@ -86,9 +86,9 @@ def test_a_run_that_goes_on_has_one_line_a_round_and_one_statement(tmp_path):
 
 
 def test_lines_of_rounds_after_the_checkpoint_are_dropped(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_checkpoints, "_SHARE", 1e-9)  # none but the first, and the last
+    monkeypatch.setattr(writer, "_SHARE", 1e-9)  # none but the first, and the last
     folder = tmp_path / "run"
-    monkeypatch.setattr(run_checkpoints.RunCheckpoints, "close", lambda self, result, failed: None)  # kill -9
+    monkeypatch.setattr(writer.RunCheckpoints, "close", lambda self, result, failed: None)  # kill -9
     interrupted(folder)
     monkeypatch.undo()
     assert [line["round"] for line in lines_of(folder)] == [0, 1, 2, 3]

@@ -26,7 +26,7 @@ from flower_dp.clients import (
 )
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPStrategy, FedSGDDPC, NbAFL, Scaffold, run_checkpoints
+from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPStrategy, FedSGDDPC, NbAFL, Scaffold, writer
 from tests.gaps import ROUNDS, Gaps, gaps, quickly, record, run
 from tests.local_grids import CLASSES, FEATURES, linear, vector_of
 
@@ -382,7 +382,7 @@ def optimizer_of(case: Case) -> Strategy | None:
 
 @pytest.mark.parametrize("method", PAIRS)
 def test_rounds_are_those_by_hand(method, monkeypatch):
-    monkeypatch.setattr(run_checkpoints, "_SHARE", 1.0)
+    monkeypatch.setattr(writer, "_SHARE", 1.0)
     pair = PAIRS[method]
 
     @quickly(12)

@@ -64,9 +64,7 @@ def spent(strategy, num_rounds=ROUNDS):
         assert rules.why_stop(number, len(cohort)) is None
         rules.training.take(rules.training.next_charge(cohort))
         if rules.evaluation is not None and rules.evaluation.due(number):
-            rules.evaluation.release.take(
-                rules.evaluation.release.next_charge([NAMES[place] for place in rules.evaluation.release.cohort(NAMES, rng)])
-            )
+            rules.evaluation.take(rules.evaluation.next_charge([NAMES[place] for place in rules.evaluation.cohort(NAMES, rng)]))
     assert strategy.statement.num_rounds == num_rounds
     return strategy.statement
 
@@ -336,7 +334,7 @@ def test_the_forecast_of_nbafl_counts_its_broadcasts(cohort_size, budget, num_re
     for _ in range(ROUNDS):
         rules.training.take(rules.training.next_charge(asked))
         replied = list(asked) if num_replying == 8 else list(asked[:num_replying])
-        rules.learn(None, Collected(total=np.zeros(3), clients=replied), strategy._run.generator("noise"))
+        rules.learn(None, Collected(total=np.zeros(3), clients=replied), strategy._session.generator("noise"))
     costs, found = (
         {one.name: one.epsilon for one in statement.adversaries}
         for statement in (strategy.statement, forecast(make(), num_rounds=ROUNDS, names=NAMES))

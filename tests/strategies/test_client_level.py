@@ -95,7 +95,7 @@ def test_an_empty_cohort_still_releases_noise_and_still_pays():
     steps = increments(strategy, LocalGrid(stock_app(shifted(lambda node: 0.0)), 8), arrays(**ZEROS), 8)
     assert [report.cohort_size for report in strategy.rounds] == [0] * 8
     assert_std(steps, 1.0 / (1e-9 * 8))
-    assert strategy.rules.ledger.num_charges == 8
+    assert strategy.rules.ledger(strategy.charges).num_charges == 8
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_without_a_trusted_server_the_fewest_who_may_answer_carry_all_the_noise(
         # Too few: charged, and not released.
         assert steps[0].any()
         assert not steps[1:].any()
-        assert strategy.rules.ledger.num_charges == 5
+        assert strategy.rules.ledger(strategy.charges).num_charges == 5
         assert sum("too few for the noise" in line for line in strategy.statement.incidents) == 4
 
 
@@ -394,7 +394,7 @@ def test_the_charge_comes_before_the_messages():
     strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), num_clients=2, delta=1e-3)
     grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), 2)
     strategy.configure_train(1, arrays(**ZEROS), ConfigRecord(), grid)
-    assert strategy.rules.ledger.num_charges == 1
+    assert strategy.rules.ledger(strategy.charges).num_charges == 1
     assert strategy.statement.epsilon > 1
 
 
@@ -420,7 +420,7 @@ def test_epsilon_during_a_run_is_no_more_than_the_target_that_it_keeps(sampling)
     """A bound of 0.50002 on a coarser grid is shown as 0.501, as if the target of 0.5 had been missed."""
     strategy = DPFedAvg(clip_norm=0.5, epsilon=0.5, num_rounds=30, sampling=sampling, num_clients=200, delta=1e-3)
     strategy.plan(30)
-    rules, relation = strategy.rules, strategy.rules.ledger.relation
+    rules, relation = strategy.rules, strategy.rules.ledger(strategy.charges).relation
     shown = [rules._planned.epsilon(number) for number in range(1, 31)]
     assert shown[-1] <= 0.5
     assert rules._planned.epsilon(31) is None
@@ -621,7 +621,7 @@ def test_placement_means_the_same_for_every_noised_sum(strategy_class, trusted):
     assert said.method in ("DP-FedAvg", "Fed-SMP-rand_k")
     assert (said.epsilon, said.adversary, said.assumptions) == (other.epsilon, other.adversary, other.assumptions)
     assert said.adversaries == other.adversaries
-    assert made.rules.stock_refusal is not None
+    assert made.rules.about.stock_refusal is not None
 
 
 def test_an_untrusted_server_is_not_made_trusted_by_a_text():

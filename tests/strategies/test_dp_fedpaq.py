@@ -332,7 +332,7 @@ def test_a_client_whose_budget_is_spent_is_not_asked_and_the_mean_is_over_who_ca
     strategy, recipe = pair(num_replies=1, server={"sampling": FixedSizeSampling(cohort_size=3)})
     start(strategy, grid_of(recipe, FOUR), 4)
     # Nobody twice; that one of the four is drawn in no round has a probability of 1/64.
-    charges = [ledger.num_charges for ledger in strategy.rules.books.ledgers.values()]
+    charges = [ledger.num_charges for ledger in strategy.rules.ledgers(strategy.charges).values()]
     assert sum(report.cohort_size for report in strategy.rounds) == sum(charges)
     assert set(charges) <= {0, 1}
     assert sum(charges) >= 3

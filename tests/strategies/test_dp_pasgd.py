@@ -624,7 +624,7 @@ def test_a_run_ends_before_the_round_that_would_pass_either_budget_and_says_whic
     assert [report.numbers["cost-per-device"] for report in strategy.rounds] == spent
     assert [report.public()["cost-per-device"] for report in strategy.rounds] == spent
     assert [record["cost-per-device"] for record in result.train_metrics_clientapp.values()] == spent
-    assert strategy.rules.resources.costs == dict.fromkeys(FOUR, spent[-1])
+    assert strategy.rules.costs(strategy.charges) == dict.fromkeys(FOUR, spent[-1])
     (line,) = [line for line in strategy.statement.incidents if line.startswith("resources:")]
     assert line.startswith(f"resources: a device spent at most {spent[-1]:g}")
     assert line.endswith(f"for {rounds} aggregations at 10 and {2 * rounds} local steps at 1.5")
@@ -633,7 +633,7 @@ def test_a_run_ends_before_the_round_that_would_pass_either_budget_and_says_whic
 def test_a_reply_that_is_lost_has_cost_its_device():
     strategy, recipe = pair(server=PRICES)
     start(strategy, grid_of(recipe, FOUR, tamper=lambda node, reply: [] if node == 1 else [reply]), 2)
-    assert strategy.rules.resources.costs == dict.fromkeys(FOUR, 26.0)
+    assert strategy.rules.costs(strategy.charges) == dict.fromkeys(FOUR, 26.0)
 
 
 def test_without_prices_there_is_no_cost():

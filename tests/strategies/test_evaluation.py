@@ -110,7 +110,7 @@ def charged(strategy, first, last):
             break
         rules.training.take(rules.training.next_charge(names))
         if rules.evaluation.due(number):
-            rules.evaluation.release.take(rules.evaluation.release.next_charge(names))
+            rules.evaluation.take(rules.evaluation.next_charge(names))
     return rules.num_rounds
 
 
@@ -182,7 +182,7 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
     draws = []
     for server_round in range(1, 401):
         if placement == "distributed" or server_round == 1:  # else clients add none
-            messages = strategy._run.ask(
+            messages = strategy._session.ask(
                 release,
                 server_round,
                 length=length,
@@ -193,9 +193,9 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
                 config={},
                 grid=grid,
             )
-            now, collected = strategy._run.total(release, grid.send_and_receive(messages))
+            now, collected = strategy._session.total(release, grid.send_and_receive(messages))
             assert len(collected.clients) == 2
-        rng = strategy._run.generator("test", server_round)
+        rng = strategy._session.generator("test", server_round)
         sums = release.noised(now.ask, collected.total.copy(), num_replies=2, cohort_size=2, rng=rng) * 2
         draws.append(sums - noiseless)
     std = np.std(draws)
@@ -416,7 +416,7 @@ def test_a_sum_of_vectors_crosses_the_wire_without_losing_a_bit(placement):
     replies = list(grid.send_and_receive(messages))
     asked = [wire.instruction_of(dict(one.content.config_records["config"])) for one in messages]
     each = [evaluated(one.content[wire.KEY][wire.KEY], ask).total for one, ask in zip(replies, asked, strict=True)]
-    _, collected = strategy._run.total(strategy.rules.evaluation.release, replies)
+    _, collected = strategy._session.total(strategy.rules.evaluation.release, replies)
     step = asked[0].ask.step
     whole = [sum(Fraction(float(row[entry])) for row in each) for entry in range(4)]
     assert [Fraction(float(one)) for one in collected.total] == whole
@@ -485,7 +485,7 @@ def test_where_clients_add_their_shares_they_add_them_to_evaluations_as_well(tru
 def test_an_evaluation_has_the_shares_of_whole_messages_whatever_training_sends():
     few = PoissonSampling(sampling_rate=0.1)  # with coarse messages the shares would be those of the 4 expected clients
     strategy, _, _ = constant(DPFedSAM, placement="distributed", keep_ratio=0.5, noise_multiplier=2.0, sampling=few)
-    assert strategy.rules.evaluation.release.shared.share(4) == pytest.approx(2.0 / math.sqrt(few.largest_cohort(40)))
+    assert strategy.rules.evaluation.noise.share(4) == pytest.approx(2.0 / math.sqrt(few.largest_cohort(40)))
 
 
 def asked(names=("c01",), **arguments):
@@ -627,7 +627,13 @@ def test_it_is_charged_before_a_message_leaves_and_to_both_ledgers():
         def send_and_receive(self, messages, *, timeout=None):
             out = list(messages)
             kinds = {message.metadata.message_type for message in out}
-            seen.append((kinds, strategy.rules.ledger.num_charges, strategy.rules.outside_ledger.num_charges))
+            seen.append(
+                (
+                    kinds,
+                    strategy.rules.ledger(strategy.charges).num_charges,
+                    strategy.rules.outside_ledger(strategy.charges).num_charges,
+                )
+            )
             return super().send_and_receive(out, timeout=timeout)
 
     strategy.start(Watching(client_app(own), 40), flat(), num_rounds=2)
@@ -689,10 +695,10 @@ def test_asking_again_in_a_round_is_neither_charged_nor_answered():
     strategy.aggregate_train(1, grid.send_and_receive(messages))
     first = strategy.configure_evaluate(1, flat(), {}, grid)
     assert len(first) == 40
-    charges = strategy.rules.ledger.num_charges
+    charges = strategy.rules.ledger(strategy.charges).num_charges
     assert strategy.configure_evaluate(1, flat(), {}, grid) == []
     assert strategy.configure_evaluate(7, flat(), {}, grid) == []
-    assert strategy.rules.ledger.num_charges == charges
+    assert strategy.rules.ledger(strategy.charges).num_charges == charges
     replies = list(grid.send_and_receive(first))
     assert strategy.aggregate_evaluate(1, replies) is not None
     assert strategy.aggregate_evaluate(1, replies) is None
@@ -703,7 +709,7 @@ def test_a_second_run_starts_with_an_empty_ledger():
     once = strategy.statement.epsilon
     strategy.start(grid, flat(), num_rounds=1)
     assert strategy.statement.epsilon == once
-    assert strategy.rules.evaluation.release.num_charged == 1
+    assert strategy.rules.evaluation.num_charged == 1
     assert set(strategy.evaluations) == {1}  # it was due again
 
 

@@ -18,8 +18,8 @@ from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.exchange import Asked, Letter, More
 from flower_dp.strategies.exchange.plain import PlainExchange
 from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected, collect
-from flower_dp.strategies.releases.round import Round
 from tests.grids import LocalGrid
 
 
@@ -174,13 +174,13 @@ class Party(LocalGrid):
             return replies
         stage = messages[0].content["stage"]["stage"]
         self.stages.append((stage, len(messages), timeout))
-        self.charged.append(sum(self.strategy._run.num_charged))
+        self.charged.append(sum(self.strategy._session.num_charged))
         return [reply for reply in replies if self.leaves.get(reply.metadata.src_node_id) != stage]
 
 
 def masked_run(grid, *, own_loop=False):
     strategy = DPFedAvg(num_clients=4, clip_norm=1.0, noise_multiplier=1e-7, sampling=FullSampling(), delta=1e-3)
-    strategy._run.exchange, grid.strategy = Masked(), strategy
+    strategy._session.exchange, grid.strategy = Masked(), strategy
     arrays = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
     if not own_loop:
         return strategy, strategy.start(grid, arrays, num_rounds=2, timeout=60.0).arrays["w"].numpy()
@@ -223,7 +223,7 @@ def test_after_the_deadline_no_stage_is_sent():
 
     grid = Party(4)
     strategy = DPFedAvg(num_clients=4, clip_norm=1.0, noise_multiplier=1e-7, sampling=FullSampling(), delta=1e-3)
-    strategy._run.exchange, grid.strategy = Late(), strategy
+    strategy._session.exchange, grid.strategy = Late(), strategy
     arrays = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
     with pytest.raises(RuntimeError, match="usable update"):
         strategy.start(grid, arrays, num_rounds=1, timeout=0.2)
@@ -232,7 +232,7 @@ def test_after_the_deadline_no_stage_is_sent():
 
 def test_the_exchange_of_a_strategy_is_the_plain_one():
     strategy = DPFedAvg(num_clients=4, clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), delta=1e-3)
-    assert isinstance(strategy._run.exchange, PlainExchange)
+    assert isinstance(strategy._session.exchange, PlainExchange)
 
 
 @pytest.mark.parametrize("clip_norm", [2.0, None])

@@ -606,7 +606,7 @@ def test_same_result_for_one_client_a_node_and_for_many(arguments):
 
 
 def report_names(strategy):
-    return [name for name, ledger in strategy.rules.books.ledgers.items() if ledger.num_charges]
+    return [name for name, ledger in strategy.rules.ledgers(strategy.charges).items() if ledger.num_charges]
 
 
 # The statement
@@ -651,7 +651,7 @@ def test_a_small_budget_over_many_replies_is_stated_within_it():
     strategy.rules.open(("c0", "c1", "c2", "c3"))
     for _ in range(1000):
         strategy.rules.training.take(strategy.rules.training.next_charge(("c0",)))
-    assert 0.99 * 0.05 < strategy.rules.books.cost(strategy.rules.books.ledgers["c0"]).epsilon <= 0.05
+    assert 0.99 * 0.05 < strategy.rules.books.cost(strategy.rules.ledgers(strategy.charges)["c0"]).epsilon <= 0.05
 
 
 def test_without_noise_nothing_is_claimed():

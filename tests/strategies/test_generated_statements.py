@@ -31,7 +31,7 @@ from flower_dp.strategies import (
     LocalEvaluation,
     NbAFL,
     PrivateEvaluation,
-    run_checkpoints,
+    writer,
 )
 from tests.closed_forms import gaussian_epsilon
 from tests.contracts import gaussian_multiplier
@@ -44,7 +44,7 @@ TRAINING = Training(learning_rate=0.1, batch_size=4)
 @pytest.fixture(autouse=True)
 def every_round(monkeypatch):
     """A checkpoint after every round, however short."""
-    monkeypatch.setattr(run_checkpoints, "_SHARE", 1.0)
+    monkeypatch.setattr(writer, "_SHARE", 1.0)
 
 
 def by_name(statement: Any) -> dict[str, Any]:

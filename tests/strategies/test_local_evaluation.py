@@ -545,18 +545,18 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
         def send_and_receive(self, messages, *, timeout=None):
             out = list(messages)
             if out and out[0].metadata.message_type == "evaluate":
-                ledgers = strategy.rules.evaluation.release.ledgers
+                ledgers = strategy.rules.evaluation.ledgers
                 seen.append([ledgers[name].num_charges for name in NAMES])
             return super().send_and_receive(out, timeout=timeout)
 
     grid = Watching(client_app(lambda context: client_of(context, recipe, BUDGET)), CLIENTS)
-    strategy._run.log = kept = Kept()
+    strategy._session.log = kept = Kept()
     strategy.start(grid, flat(), num_rounds=3)
     assert_charges_are_the_ledgers(strategy, kept)
     # The third round finds the budgets of evaluation spent.
     assert seen == [[1] * CLIENTS, [2] * CLIENTS]
     assert set(strategy.evaluations) == {1, 2}
-    assert [strategy.rules.evaluation.release.replies(name) for name in NAMES] == [2] * CLIENTS
+    assert [strategy.rules.evaluation.replies(name) for name in NAMES] == [2] * CLIENTS
     statement = strategy.statement
     assert not statement.incidents
     assert statement.parts["evaluation"] == pytest.approx(0.5, rel=1e-9)
@@ -694,7 +694,7 @@ def test_a_sampled_cohort_evaluates_and_the_others_are_not_charged():
     grid = grid_of(METHODS["dp-fedpaq"][1])
     strategy = opened("dp-fedpaq", grid, sampling=PoissonSampling(sampling_rate=0.5))
     asked = len(strategy.configure_evaluate(1, flat(), {}, grid))
-    charges = [ledger.num_charges for ledger in strategy.rules.evaluation.release.ledgers.values()]
+    charges = [ledger.num_charges for ledger in strategy.rules.evaluation.ledgers.values()]
     assert sum(charges) == asked
 
 

@@ -50,7 +50,7 @@ def test_round_robin_is_balanced_and_never_exceeds_ceil_bt_over_n(num_clients, c
     strategy = server(num_clients=num_clients, cohort_size=cohort_size)
     grid = grid_of(FedSGDDPCRecipe(**WORDS, num_replies=most), data)
     start(strategy, grid, num_rounds)
-    counts = [strategy.rules.books.ledgers[name].num_charges for name in data]
+    counts = [strategy.rules.ledgers(strategy.charges)[name].num_charges for name in data]
     assert sum(counts) == cohort_size * num_rounds
     assert max(counts) == most
     assert max(counts) - min(counts) <= 1
@@ -82,7 +82,7 @@ def test_a_reply_that_is_lost_is_charged():
     strategy = server(num_replies=2)
     grid = grid_of(FedSGDDPCRecipe(**WORDS, num_replies=2), FOUR, tamper=lambda node, reply: [] if node == 1 else [reply])
     start(strategy, grid, 4)
-    assert strategy.rules.books.ledgers["c0"].num_charges == 2
+    assert strategy.rules.ledgers(strategy.charges)["c0"].num_charges == 2
     assert strategy.statement.clients.each["c0"] == pytest.approx(2.0)
 
 
@@ -199,7 +199,7 @@ def test_a_sum_beyond_float32_leaves_the_model_as_it_was():
     torch.testing.assert_close(final, vector_of(linear()), rtol=0, atol=0)
     assert strategy.rounds[0].replies == 2
     assert any(line.startswith("round 1 was left out: array ") for line in strategy.incidents)
-    assert strategy.rules.books.ledgers["c0"].num_charges == 1
+    assert strategy.rules.ledgers(strategy.charges)["c0"].num_charges == 1
 
 
 @pytest.mark.parametrize("size", [3e38, 1e5])

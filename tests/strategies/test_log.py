@@ -89,7 +89,7 @@ def test_every_round_of_every_method_is_in_the_file_before_its_messages_leave(me
     assert [(name, rounds, count) for _, (name, rounds), count in trained] == [(method.name, one, one) for one in (1, 2, 3)]
     (charges,) = written(path)
     assert_charges_are_the_ledgers(strategy, Kept(each=list(charges)))
-    assert strategy._run.log.charges.numbers() == {method.name: 3}
+    assert strategy._session.log.charges.numbers() == {method.name: 3}
     assert strategy.statement.joint is None
 
 
@@ -124,7 +124,7 @@ def test_a_charge_that_cannot_be_written_sends_nothing_and_is_not_taken(path, mo
     assert [count for kind, entry, count in nodes.seen if entry] == [1, 2]
     assert len(nodes.sent) == len([one for one in nodes.sent if one.metadata.message_type != "train"]) + 8
     assert strategy.statement.num_rounds == 2 == len(written(path)[0])
-    assert strategy._run.log.charges.numbers() == {"dp-fedavg": 2}
+    assert strategy._session.log.charges.numbers() == {"dp-fedavg": 2}
     # The lock is free again.
     Store(path).close()
 
@@ -153,7 +153,7 @@ def test_the_joint_epsilon_of_two_runs_is_that_of_their_events_together(path):
     evaluation = PrivateEvaluation(noise_multiplier=8.0, sampling=PoissonSampling(sampling_rate=0.5))
     other = WORDS | {"noise_multiplier": 3.0, "sampling": PoissonSampling(sampling_rate=0.5), "delta": 1e-4}
     second = run(DPFedAvg(**other, evaluation=evaluation, ledger=path), path, 4, LookingGrid(evaluating_stock_app(), 4))
-    events = ComposedDpEvent([one.rules.ledger.event for one in (first, second)])
+    events = ComposedDpEvent([one.rules.ledger(one.charges).event for one in (first, second)])
     expected = accounting.epsilon(events, delta=1e-4, relation="add-or-remove-one").epsilon
     joint = second.statement.joint
     assert (joint.num_runs, joint.delta, joint.apart) == (2, 1e-4, ())
@@ -311,12 +311,12 @@ def test_the_joint_epsilon_of_local_runs_is_the_worst_clients(path):
         strategy.rules.plan(2)
         strategy.rules.open(tuple(f"c{place}" for place in range(4)))
         with Store(path) as ledger:
-            name = ledger.begin(method=strategy.rules.title, delta=1e-3)
+            name = ledger.begin(method=strategy.rules.about.title, delta=1e-3)
             for names in (("c0", "c1"), ("c1", "c2")):
                 charge = strategy.rules.training.next_charge(names)
                 ledger.append(name, charge)
                 strategy.rules.training.take(charge)
-        charged.append(strategy.rules.books.ledgers["c1"].event)
+        charged.append(strategy.rules.ledgers(strategy.charges)["c1"].event)
     with Store(path) as ledger:
         (scope,) = ledger.all.scopes
         assert scope.unit == method.unit

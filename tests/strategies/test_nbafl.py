@@ -229,7 +229,7 @@ def test_k_of_n_asks_k_at_random_and_not_more_than_the_budget():
     cohorts = [report.cohort_size for report in strategy.rounds]
     assert max(cohorts) == 2
     assert sum(cohorts) <= 12
-    assert all(ledger.num_charges <= 3 for ledger in strategy.rules.books.ledgers.values())
+    assert all(ledger.num_charges <= 3 for ledger in strategy.rules.ledgers(strategy.charges).values())
 
 
 # Downlink noise

@@ -18,7 +18,7 @@ from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.releases.own_replies import OwnReplies
-from flower_dp.strategies.releases.round import Round
+from flower_dp.strategies.releases.release import Round
 from flower_dp.wire import Ask, Model
 from tests.asks import replace
 from tests.limits import accepted

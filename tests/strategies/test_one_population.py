@@ -178,17 +178,19 @@ def test_cohorts_of_a_fixed_size_are_drawn_from_as_many_clients_as_are_charged(s
     if known is None:
         with pytest.raises(TimeoutError, match=r"num_clients=10: only \d clients .*is left out: with its \d clients"):
             start(strategy, grid)
-        assert strategy.rules.num_rounds == 0
+        assert strategy.rules.num_rounds(strategy.charges) == 0
         return
     start(strategy, grid, num_rounds=2)
     names = strategy._manager._known.names
     assert len(names) == known
-    assert strategy.rules.ledger.lines()[0].startswith(
-        "2 x SampledWithoutReplacementDpEvent(source_dataset_size=10, sample_size=5"
+    assert (
+        strategy.rules.ledger(strategy.charges)
+        .lines()[0]
+        .startswith("2 x SampledWithoutReplacementDpEvent(source_dataset_size=10, sample_size=5")
     )
     one = DPFedAvg(**FIXED, sampling=FixedSizeSampling(cohort_size=5))
     start(one, Nodes(sizes))
-    drawn = len(one.rules.training.cohort(names, one._run.generator("cohort")))
+    drawn = len(one.rules.training.cohort(names, one._session.generator("cohort")))
     exact = true_delta(one.statement.epsilon, drawn / len(names), 1.0)
     assert exact <= DELTA
     assert exact == pytest.approx(DELTA, rel=0.02)
@@ -242,9 +244,9 @@ def test_a_cohort_is_drawn_from_the_clients_of_the_accounting(sampling, words, t
     for count in range(1, 9):
         if count == 4 or (count > 4 and takes_more):
             release.open(names[:count])
-            assert (release.cohort(names[:count], strategy._run.generator("cohort")) < count).all()
+            assert (release.cohort(names[:count], strategy._session.generator("cohort")) < count).all()
             continue
-        for draw in (release.open, lambda those: release.cohort(those, strategy._run.generator("cohort"))):
+        for draw in (release.open, lambda those: release.cohort(those, strategy._session.generator("cohort"))):
             with pytest.raises(ValueError, match=f"clients: there are {count}, and .* is accounted for num_clients=4"):
                 draw(names[:count])
 
@@ -284,8 +286,10 @@ def test_a_run_does_not_go_on_with_fewer_clients_than_it_is_charged_for(tmp_path
     strategy = strategy_of()
     strategy.start(Nodes((5, 5, 9)), model_arrays(nn.Linear(2, 2)), evaluate_fn=lambda *_: None, resume=True, **words)
     assert len(strategy._manager._known.names) == 10
-    assert strategy.rules.ledger.lines()[0].startswith(
-        "3 x SampledWithoutReplacementDpEvent(source_dataset_size=10, sample_size=5"
+    assert (
+        strategy.rules.ledger(strategy.charges)
+        .lines()[0]
+        .startswith("3 x SampledWithoutReplacementDpEvent(source_dataset_size=10, sample_size=5")
     )
 
 

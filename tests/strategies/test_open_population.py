@@ -161,7 +161,7 @@ def test_every_known_client_is_drawn_with_the_same_rate():
     assert len(known_clients.names) == 6
     counts = np.zeros(6)
     for number in range(2000):
-        counts[strategy.rules.training.cohort(known_clients.names, strategy._run.generator("cohort", number))] += 1
+        counts[strategy.rules.training.cohort(known_clients.names, strategy._session.generator("cohort", number))] += 1
     assert (abs(counts / 2000 - 0.3) < 0.05).all()
 
 
@@ -171,7 +171,7 @@ def test_fixed_size_cohorts_are_drawn_from_all_that_were_ever_there():
     strategy, grid, _ = run(THREE, {2: {3: None}}, num_rounds=40, strategy=DPFedAvg(**arguments))
     sizes = [len(nodes) for nodes in grid.asked[1:]]
     assert set(sizes) == {1, 2}
-    (line,) = strategy.rules.ledger.lines()
+    (line,) = strategy.rules.ledger(strategy.charges).lines()
     assert line.startswith("40 x SampledWithoutReplacementDpEvent(source_dataset_size=3, sample_size=2, ")
 
 
@@ -204,7 +204,7 @@ def test_methods_with_terms_of_single_clients_take_no_newcomers_but_take_back_th
     _, grid, _ = run(THREE, {2: {3: None, 4: "d"}, 3: {30: "c"}}, strategy=strategy, kind="fedsgd-dpc")
     assert grid.asked == [{1, 2, 3}, {1, 2}, {1, 2, 30}]
     assert "1 clients of node 4 are not asked: d; with them there would be more than 3 (num_clients)" in caplog.text
-    counts = {name: ledger.num_charges for name, ledger in strategy.rules.books.ledgers.items()}
+    counts = {name: ledger.num_charges for name, ledger in strategy.rules.ledgers(strategy.charges).items()}
     assert counts == {"a": 3, "b": 3, "c": 2}
 
 
@@ -250,11 +250,11 @@ def test_in_turn_a_run_goes_on_with_the_clients_and_the_order_with_which_it_bega
         begin(THREE, resume=True)
     strategy = DPFedAvg(**words)
     release = strategy.rules.training if how == "training" else strategy.rules.evaluation.release
-    strategy._run.drawn(release, known["abc"])
+    strategy._session.drawn(release, known["abc"])
     with pytest.raises(ValueError, match="in the same order"):
-        strategy._run.drawn(release, known["bca"])
+        strategy._session.drawn(release, known["bca"])
     with pytest.raises(ValueError, match=r"there are 2, and RoundRobinSampling.* is accounted for num_clients=3"):
-        release.cohort(("a", "b"), strategy._run.generator("cohort"))
+        release.cohort(("a", "b"), strategy._session.generator("cohort"))
 
 
 def test_charges_in_turn_without_their_order_are_not_gone_on_from():

@@ -75,7 +75,7 @@ def test_a_model_that_is_not_finite_is_refused_before_any_client_is_asked():
     with pytest.raises(ValueError, match=r"array 'mask' has NaN or infinite entries.*frozen_arrays"):
         strategy.start(grid, model())
     assert not grid.sent
-    assert strategy.rules.ledger.num_charges == 0
+    assert strategy.rules.ledger(strategy.charges).num_charges == 0
 
 
 def test_frozen_arrays_of_clients_without_names_go_by_position():

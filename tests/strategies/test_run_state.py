@@ -63,11 +63,11 @@ def test_a_ledger_goes_on_where_the_stored_one_has_ended():
     strategy = DPFedAvg(**WORDS, evaluation=evaluation)
     strategy.rules.training.take(strategy.rules.training.next_charge(("a",) * 4))
     strategy.rules.training.take(strategy.rules.training.next_charge(("a",) * 4))
-    strategy.rules.evaluation.release.take(strategy.rules.evaluation.release.next_charge(("a",) * 4))
+    strategy.rules.evaluation.take(strategy.rules.evaluation.next_charge(("a",) * 4))
     other = moved(DPFedAvg(**WORDS, evaluation=evaluation), strategy.state)
-    assert other.rules.ledger.lines() == strategy.rules.ledger.lines() != []
-    assert other.rules.outside_ledger.lines() == strategy.rules.outside_ledger.lines()
-    assert other.rules.evaluation.release.num_charged == 1
+    assert other.rules.ledger(other.charges).lines() == strategy.rules.ledger(strategy.charges).lines() != []
+    assert other.rules.outside_ledger(other.charges).lines() == strategy.rules.outside_ledger(strategy.charges).lines()
+    assert other.rules.evaluation.num_charged == 1
     assert not other.rules.evaluation.due(2)
 
 
@@ -77,7 +77,7 @@ def test_charges_keep_their_cost_a_run_goes_on_with_the_same_releases_alone():
     strategy = DPFedAvg(**WORDS, evaluation=evaluation)
     fresh = strategy.state
     strategy.rules.training.take(strategy.rules.training.next_charge(("a",) * 4))
-    strategy.rules.evaluation.release.take(strategy.rules.evaluation.release.next_charge(("a",) * 4))
+    strategy.rules.evaluation.take(strategy.rules.evaluation.next_charge(("a",) * 4))
     for changed in ({"noise_multiplier": 2.0}, {"sampling": PoissonSampling(sampling_rate=0.5)}, {"num_clients": 5}):
         with pytest.raises(ValueError, match="state: what was charged is"):
             moved(DPFedAvg(**WORDS | changed, evaluation=evaluation), strategy.state)
@@ -103,9 +103,9 @@ def test_replies_keep_their_cost_a_run_goes_on_by_the_same_terms_alone():
     strategy = DPPASGD(**arguments, evaluation=evaluation)
     strategy.rules.open(("a", "b"))
     strategy.rules.training.take(strategy.rules.training.next_charge(("a",)))
-    strategy.rules.evaluation.release.take(strategy.rules.evaluation.release.next_charge(("b",)))
+    strategy.rules.evaluation.take(strategy.rules.evaluation.next_charge(("b",)))
     same_terms = moved(DPPASGD(**arguments, evaluation=evaluation), strategy.state)
-    assert same_terms.rules.evaluation.release.replies("b") == 1
+    assert same_terms.rules.evaluation.replies("b") == 1
     for changed in ({"epsilon": 1.0}, {"batch_size": 2}, {"num_steps": 8}):
         with pytest.raises(ValueError, match="charged for dp-pasgd by other terms"):
             moved(DPPASGD(**arguments | changed, evaluation=evaluation), strategy.state)
@@ -122,7 +122,7 @@ def test_in_turn_the_next_cohort_follows_from_the_stored_state():
     names, drawn = ("a", "b", "c", "d"), []
     for _ in range(4):
         strategy = moved(DPFedAvg(**arguments), strategy.state)
-        drawn.extend(strategy.rules.training.cohort(names, strategy._run.generator("cohort")))
+        drawn.extend(strategy.rules.training.cohort(names, strategy._session.generator("cohort")))
         strategy.rules.training.take(strategy.rules.training.next_charge(names[:1]))
     assert sorted(drawn) == [0, 1, 2, 3]
 
@@ -206,13 +206,13 @@ def test_of_several_copies_one_alone_releases_a_round_that_was_charged_once(how,
     if release == "evaluation":
         strategy.aggregate_train(1, grid.send_and_receive(messages))
         strategy.configure_evaluate(1, MODEL, ConfigRecord(), grid)
-        assert how(strategy)._run.evaluated(1, []) is None
-        assert not how(strategy)._run.asked
+        assert how(strategy)._session.evaluated(1, []) is None
+        assert not how(strategy)._session.asked
     else:
         with pytest.raises(RuntimeError, match="aggregate_train needs configure_train"):
             how(strategy).aggregate_train(1, grid.send_and_receive(messages))
         assert how(strategy).rules.num_rounds == 1
-    assert strategy._run.asked
+    assert strategy._session.asked
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickled])
@@ -235,7 +235,7 @@ def test_of_several_copies_between_rounds_one_alone_goes_on(how, first):
 def test_copies_of_a_strategy_that_has_charged_nothing_are_different_runs(how):
     strategy = DPFedAvg(**PRIVATE)
     copied = [strategy, how(strategy), how(how(strategy))]
-    assert len({one._run.log.run for one in copied}) == 3
+    assert len({one._session.log.run for one in copied}) == 3
     for one in copied:
         rounds(one, MODEL, range(1, 2))
 
@@ -335,7 +335,7 @@ def test_no_state_is_set_while_a_round_is_open(release, which):
         strategy.state = state
     assert strategy.statement == stated
     finish(1, replies)
-    assert not strategy._run.asked
+    assert not strategy._session.asked
 
 
 @pytest.mark.parametrize("release", ["training", "evaluation"])
@@ -348,7 +348,7 @@ def test_a_round_whose_charge_its_state_lacks_is_not_released(release, how):
         {"training": strategy.rules.training, "evaluation": strategy.rules.evaluated}[release].go_on(None)
     with pytest.raises(RuntimeError, match="its state was changed while the round was open, and the round is not released"):
         finish(1, replies)
-    assert not strategy._run.asked
+    assert not strategy._session.asked
 
 
 def test_a_new_run_begins_while_a_round_is_open():
@@ -368,7 +368,7 @@ def test_an_earlier_state_of_this_run_spends_no_budget_again():
     stated = strategy.statement
     with pytest.raises(LedgerError, match="this run was charged 3 x dp-fedavg, and the state has 1 x dp-fedavg: its statement"):
         strategy.state = earlier
-    assert (strategy.rules.num_rounds, strategy.statement) == (3, stated)
+    assert (strategy.rules.num_rounds(strategy.charges), strategy.statement) == (3, stated)
     rounds(moved(DPFedAvg(**PRIVATE), earlier), MODEL, range(2, 3))  # of another process
     strategy.state = DPFedAvg(**PRIVATE).state  # a new run
     rounds(strategy, MODEL, range(1, 2))

@@ -87,7 +87,7 @@ def test_every_reply_is_charged_once():
     grid = grid_of(recipe, FOUR)
     start(strategy, grid, 3)
     terms = {name: recipe.terms(name, data) for name, data in FOUR.items()}
-    for name, ledger in strategy.rules.books.ledgers.items():
+    for name, ledger in strategy.rules.ledgers(strategy.charges).items():
         assert ledger.num_charges == 3
         assert terms[name].event == DPFedPAQRecipe(**BOTH, quantization_levels=None).terms(name, FOUR[name]).event
     plain = DPFedPAQ(**BOTH, sampling=FullSampling(), num_clients=4, num_records=8)

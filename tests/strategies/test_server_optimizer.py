@@ -189,5 +189,5 @@ def test_a_model_that_is_not_finite_as_float32_costs_nothing(entry):
     strategy, grid = DPFedAvg(**WORDS), LocalGrid(stock_app(shifted(lambda node: 0.0)), 2)
     with pytest.raises(ValueError, match=r"array 'w' has (NaN or infinite entries|entries beyond the range of float32)"):
         strategy.start(grid, arrays(v=np.zeros(2, np.float32), w=np.array([0.0, entry])), num_rounds=1)
-    assert strategy.rules.ledger.num_charges == 0
+    assert strategy.rules.ledger(strategy.charges).num_charges == 0
     assert not grid.sent

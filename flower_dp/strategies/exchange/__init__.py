@@ -12,8 +12,8 @@ from flwr.serverapp import Grid
 
 from flower_dp import wire
 from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.releases.round import Round
 
 # Sends the messages of a further stage, with the time that the round has left, and yields the replies as they arrive.
 More = Callable[[Iterable[Message]], Iterator[Message]]

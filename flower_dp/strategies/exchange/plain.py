@@ -9,8 +9,8 @@ from flwr.app import Message, RecordDict
 from flower_dp import wire
 from flower_dp.core import clipping
 from flower_dp.strategies.exchange import Asked, Letter, More
+from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected, StockReply, collect
-from flower_dp.strategies.releases.round import Round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

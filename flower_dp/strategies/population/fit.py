@@ -1,6 +1,6 @@
 """Whether clients can take part in a method."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,6 @@ from flwr.serverapp import Grid
 
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
 from flower_dp.strategies.releases.own_replies import OwnReplies
-from flower_dp.strategies.releases.round import RoundRelease
 from flower_dp.strategies.rules import Rules
 from flower_dp.wire import EVALUATION
 
@@ -18,14 +17,13 @@ _PULL_SECONDS = 0.002
 
 
 def first_query(
-    grid: Grid, rules: Rules, releases: Sequence[RoundRelease], *, timeout: float, on_shared_ledger: bool, **most: Any
+    grid: Grid, rules: Rules, *, timeout: float, on_shared_ledger: bool, **most: Any
 ) -> tuple[ClientManager, KnownClients]:
-    """Ask nodes for their clients before the first round, and open the method's ledgers for them.
+    """Ask nodes for their clients before the first round.
 
     Args:
         grid: the nodes.
-        rules: the method.
-        releases: those of its rounds: more than `num_clients` clients take part where all of them allow it.
+        rules: the method; more than `num_clients` clients take part where all of its releases allow it.
         timeout: in seconds.
         on_shared_ledger: whether other runs are counted on the same ledger, by the names of clients.
         most: limits of the `ClientManager`.
@@ -38,8 +36,10 @@ def first_query(
         setattr(grid, "pull_interval", _PULL_SECONDS)  # noqa: B010
     if hasattr(grid, "patience"):  # of this package: a worker that hangs is replaced, and its node asked a second time
         setattr(grid, "patience", timeout / 2)  # noqa: B010
-    newcomers = all(release.open_population for release in releases)
-    manager = ClientManager(rules.num_clients, timeout=timeout, newcomers=newcomers, unfit=partial(why_unfit, rules), **most)
+    newcomers = all(release.open_population for release in rules.releases)
+    manager = ClientManager(
+        rules.about.num_clients, timeout=timeout, newcomers=newcomers, unfit=partial(why_unfit, rules), **most
+    )
     known_clients = manager.known_clients(grid)
     if reason := why_none_fits(rules, known_clients):
         raise ValueError(reason)
@@ -48,28 +48,28 @@ def first_query(
             f"ledger: client {name!r} is named by its node's id, which changes when the node starts anew: the ledger would count "
             "one client as several; give every client a name of its own, such as privacy_mod(name=...)"
         )
-    rules.open(known_clients.names)
     return manager, known_clients
 
 
 def changing_names(rules: Rules, known_clients: KnownClients) -> tuple[str, ...]:
     """Return the clients by whose names charges are counted, and whose names may be others in the next run."""
-    return known_clients.named_by_node if isinstance(rules.training, OwnReplies) else ()
+    return known_clients.named_by_node if isinstance(rules.releases[0], OwnReplies) else ()
 
 
 def why_none_fits(rules: Rules, known_clients: KnownClients) -> str | None:
     """Return why the known clients can't run a method, None if they can."""
     if not known_clients.hosting:
-        return f"{rules.title}: {rules.stock_refusal}" if rules.stock_refusal else None
+        about = rules.about
+        return f"{about.title}: {about.stock_refusal}" if about.stock_refusal else None
     return why_unfit(rules, known_clients.methods)
 
 
 def why_unfit(rules: Rules, methods: frozenset[str]) -> str | None:
     """Return why clients that run these methods can't take part, None if they can."""
-    if (name := rules.training.name) not in methods:
+    if (name := rules.releases[0].name) not in methods:
         runs = ", ".join(sorted(methods)) or "no common method"
-        return f"{rules.title}: clients must run {name!r}; these run {runs}"
-    if rules.evaluation is not None and EVALUATION not in methods:
+        return f"{rules.about.title}: clients must run {name!r}; these run {runs}"
+    if EVALUATION in {release.name for release in rules.releases} - methods:
         return (
             f"evaluation: these clients do not run {EVALUATION!r}; use flower_dp.clients.DPClient, or "
             "LocalDPClient(evaluation=...)"

@@ -109,8 +109,8 @@ class ClippedUpdates:
             lossy_messages=self.lossy_messages,
         )
 
-    def release(self, name: str, noise_multiplier: float) -> NoisedSum:
-        """Return the release of the method of this name on the wire, with this noise."""
+    def release(self, name: str, noise_multiplier: float) -> tuple[NoisedSum, SharedNoise]:
+        """Return the release of the method of this name on the wire with this noise, and that noise."""
         shared, moving = self.shared(noise_multiplier), None
         if isinstance(self.clip_norm, AdaptiveClip):
             multiplier, cohort = shared.release.mechanism.noise_multiplier, shared.release.expected_cohort
@@ -118,11 +118,13 @@ class ClippedUpdates:
             norm = moving.indicator(self.clip_norm.smallest).joint_norm
         else:
             norm = checks.number("clip_norm", self.clip_norm, above=0)
-        return NoisedSum(
+        drawn = shared.at(norm)
+        training = NoisedSum(
             name=name,
-            shared=shared.at(norm),
+            noise=drawn,
             keep_ratio=self.keep_ratio,
             quantization_levels=self.quantization_levels or 0,
             masks=self.masks,
             clip=moving,
         )
+        return training, drawn

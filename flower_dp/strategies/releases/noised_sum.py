@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from flower_dp.core import compression, dp, noise
+from flower_dp.core import compression, noise
 from flower_dp.core.metric_bounds import FINER_LATTICE, MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, Sampler
 from flower_dp.core.stored import stored
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope, frozen
+from flower_dp.privacy import release as releases
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, History, Scope
 from flower_dp.privacy.events import Relation
-from flower_dp.privacy.release import Release
 from flower_dp.strategies.releases.adaptive_clip import MovingClip
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.masks import Masks
+from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.releases.round import Round
-from flower_dp.strategies.releases.shared_noise import SharedNoise
+from flower_dp.strategies.releases.shared_noise import Noise
+from flower_dp.strategies.run_state import RunState
 from flower_dp.wire import Ask, Indicator, Promise
 
 # More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
@@ -32,59 +33,55 @@ _NORM_DEVIATIONS = 10.0
 # Whose cohorts and charges are the same whatever rounds came before, and hold for more clients than were accounted for. Any other
 # sampler, of a user's own too, is taken for one whose charges follow from whose turn it is.
 _WITHOUT_ORDER = (FullSampling, PoissonSampling, FixedSizeSampling)
+# The view of those who are no clients.
+OUTSIDERS = "outsiders"
 
 
 @stored
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SumState:
-    """What a noised sum has released in a run.
+    """What the next round of a noised sum follows from, besides its charges.
 
     Attributes:
-        shares: for every charge, in how many shares its noise was drawn (`SharedNoise.shares`); the events follow from it.
         released: the last noised mean [d], where masks are made of it; None before any.
         clip_norm: of the next round, where it is adaptive; None before it has moved.
-        kind: the release that was charged, as text: what the charges cost follows from it.
         order: a digest of the names of all clients in their order, where whose turn it is follows from it; empty before they are
             known, and for other samplers.
+        noise: the secret state of noise that is correlated over rounds; None for noise that is drawn afresh.
     """
 
-    shares: tuple[int, ...] = ()
     released: np.ndarray | None = None
     clip_norm: float | None = None
-    kind: str = ""
     order: str = ""
+    noise: Any = None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoisedSum:
     """The sum of one row of every client of a cohort, each clipped, with Gaussian noise of std noise_multiplier x clip_norm.
 
-    Only its `state` changes in a run.
-
     Attributes:
         name: of the release on the wire: the method's, or that of private evaluations.
-        shared: the release, and who draws which part of its noise; with an adaptive clip norm, at the smallest one.
+        noise: the release, and who draws which part of its noise; with an adaptive clip norm, at the smallest one.
         keep_ratio: part of the coordinates kept, those of largest magnitude, after the noise.
         quantization_levels: levels above 0 of each client's own noised row; 0 for none.
         masks: makes the mask that all clients of a round share; None for no mask.
         clip: an adaptive clip norm; None for the fixed one of the release.
         metrics: of an evaluation; None in training.
-        state: what was released so far.
     """
 
     name: str
-    shared: SharedNoise
+    noise: Noise
     keep_ratio: float = 1.0
     quantization_levels: int = 0
     masks: Masks | None = None
     clip: MovingClip | None = None
     metrics: MetricBounds | None = None
-    state: SumState = field(default_factory=SumState)
 
     @property
-    def release(self) -> Release:
+    def release(self) -> releases.Release:
         """What is released."""
-        return self.shared.release
+        return self.noise.release
 
     @property
     def sampling(self) -> Sampler:
@@ -92,14 +89,9 @@ class NoisedSum:
         return self.release.sampler
 
     @property
-    def num_charged(self) -> int:
-        """How often it was charged."""
-        return len(self.state.shares)
-
-    @property
-    def kind(self) -> str:
-        """What is charged, as text."""
-        return repr(self.shared)
+    def scope(self) -> Scope:
+        """What its charges add up for."""
+        return Scope(unit=self.release.unit, relation=self.release.relation)
 
     @property
     def in_order(self) -> bool:
@@ -109,7 +101,7 @@ class NoisedSum:
     @property
     def secret_cohort(self) -> bool:
         """Whether the epsilon counts on nobody knowing who takes part in a round."""
-        return self.shared.secret_cohort
+        return self.noise.secret_cohort
 
     @property
     def open_population(self) -> bool:
@@ -118,143 +110,105 @@ class NoisedSum:
         They may only if neither draws, charges nor shares of noise depend on the number of clients: the server adds all noise,
         and every client takes part, or each is drawn independently. In all other cases there are exactly `release.num_clients`.
         """
-        return self.shared.placement == "central" and type(self.sampling) in (FullSampling, PoissonSampling)
+        return self.noise.placement == "central" and type(self.sampling) in (FullSampling, PoissonSampling)
+
+    def state_in(self, state: RunState) -> SumState:
+        """Return its part of a run's state."""
+        return state.releases.get(self.name) or SumState()
+
+    def history(self, charges: Charges) -> History:
+        """Return what it alone has cost any single client."""
+        return charges.history(self.scope, release=self.name)
 
     # A round
 
-    def open(self, names: Sequence[str]) -> None:
-        """Check the number of clients; in round robin remember their order, which is the same in all of a run.
+    def cohort(self, state: RunState, names: tuple[str, ...], rng: Generator) -> tuple[np.ndarray, SumState]:
+        """Return the indices of the clients of the next round; whose turn it is follows from the charges, as their cost does.
+
+        In round robin their order is kept, which is the same in all of a run.
 
         Raises:
             ValueError: if their number is not that of the accounting, or the order is another one than before: then clients could
                 have more turns than they are charged for.
         """
-        expected = self.release.num_clients
+        own, number, expected = self.state_in(state), state.charges.number(self.name), self.release.num_clients
         if len(names) < expected or (len(names) > expected and not self.open_population):
             raise ValueError(
-                f"clients: there are {len(names)}, and {self.sampling} with placement={self.shared.placement!r} is accounted for "
+                f"clients: there are {len(names)}, and {self.sampling} with placement={self.noise.placement!r} is accounted for "
                 f"num_clients={expected}; set num_clients={len(names)}"
             )
-        if not self.in_order:
-            return
-        order = hashlib.sha256(repr(list(names)).encode()).hexdigest()
-        if order != self.state.order and (self.state.order or self.state.shares):
-            raise ValueError(
-                f"clients: they are not those with which this run began, in the same order; with {self.sampling} some of them "
-                "would have more turns than they are charged for"
-            )
-        self.state = replace(self.state, order=order)
+        if self.in_order:
+            order = hashlib.sha256(repr(list(names)).encode()).hexdigest()
+            if order != own.order and (own.order or number):
+                raise ValueError(
+                    f"clients: they are not those with which this run began, in the same order; with {self.sampling} some of "
+                    "them would have more turns than they are charged for"
+                )
+            own = replace(own, order=order)
+        return self.sampling.choose(number + 1, len(names), rng), own
 
-    def cohort(self, names: tuple[str, ...], rng: Generator) -> np.ndarray:
-        """Return the indices of the clients of the next round; whose turn it is follows from the charges, as their cost does.
-
-        Raises:
-            ValueError: as `open`.
-        """
-        self.open(names)
-        return self.sampling.choose(self.num_charged + 1, len(names), rng)
-
-    def next_charge(self, names: Sequence[str], server_round: int = 0) -> Charge:
+    def charge(self, charges: Charges, server_round: int, names: Sequence[str]) -> Charge:
         """Return what the next release costs every client, as the shares of its noise are computed for this cohort.
 
         What it costs follows from how often this release was charged, and not from the number of a round, which a caller may
         repeat or skip.
         """
-        number, shares = self.num_charged + 1, self.shared.shares(len(names))
+        number = charges.number(self.name) + 1
+        events = self.noise.events(number, len(names))
         return Charge(
             release=self.name,
             number=number,
-            server_round=server_round or self.num_charged + 1,
-            kind=self.kind,
-            scope=Scope(unit=self.release.unit, relation=self.release.relation),
+            server_round=server_round,
+            kind=repr(self.noise),
+            scope=self.scope,
             owners=(EVERY_CLIENT,),
-            events=(self._event(shares, number, outside=False),),
-            shares=shares,
-            views={"outsiders": (self._event(shares, number, outside=True),)},
+            events=(events[""],),
+            views={view: (event,) for view, event in events.items() if view},
         )
-
-    def take(self, charge: Charge) -> None:
-        """Charge a round: its cost follows from its number and its shares."""
-        charge.check_next(release=self.name, num_charged=self.num_charged, kind=self.kind)
-        self.state = replace(self.state, shares=(*self.state.shares, charge.shares), kind=charge.kind)
-
-    def go_on(self, state: SumState | None) -> None:
-        """Go on from an earlier state; None: from none.
-
-        Raises:
-            ValueError: if another release was charged, for example with other noise: its charges would get another cost.
-        """
-        state = SumState() if state is None else state
-        if state.shares and state.kind != self.kind:
-            raise ValueError(f"state: what was charged is {state.kind}, and this strategy releases {self.shared!r}")
-        self.state = state
-
-    def counts(self, *, outside: bool = False) -> Counter[dp.DpEvent]:
-        """Return how often each event was charged so far: as any single client sees it, or those who are no clients."""
-        # In any order the rounds with as many shares cost the same; in turn each costs by its own number.
-        kinds = Counter((shares, number if self.in_order else 1) for number, shares in enumerate(self.state.shares, start=1))
-        found: Counter[dp.DpEvent] = Counter()
-        for (shares, number), count in kinds.items():
-            found[frozen(self._event(shares, number, outside=outside))] += count
-        return found
-
-    def _event(self, shares: int, number: int, *, outside: bool) -> dp.DpEvent:
-        """Return what one charge costs: as any single client sees it, or those who are no clients."""
-        release = self.shared.outside if outside else self.shared.without_one_of(shares)
-        return release.event(number if self.in_order else 1)
-
-    def row_length(self, size: int) -> int:
-        """Return the length of a client's row, given that of its update: one more with an adaptive clip norm."""
-        return size + self._num_beside
 
     def num_kept(self, length: int) -> int:
         """Return how many coordinates of a row [length] are noised and sent: those of its mask, and what is beside the update."""
-        size = length - self._num_beside
-        return self._num_beside + (size if self.masks is None else compression.num_kept(self.masks.keep_ratio, size))
+        size = length - self.num_beside
+        return self.num_beside + (size if self.masks is None else compression.num_kept(self.masks.keep_ratio, size))
 
     @property
-    def _num_beside(self) -> int:
+    def num_beside(self) -> int:
+        """How many entries a row has beside the update: one with an adaptive clip norm."""
         return int(self.clip is not None)
 
-    @property
-    def indicator(self) -> Indicator | None:
-        """What clients send beside their updates in the next round; None with a fixed clip norm."""
-        return None if self.clip is None else self.clip.indicator(self.state.clip_norm or self.clip.of.initial)
+    def indicator(self, state: SumState) -> Indicator | None:
+        """Return what clients send beside their updates in the next round; None with a fixed clip norm."""
+        return None if self.clip is None else self.clip.indicator(state.clip_norm or self.clip.of.initial)
 
-    @property
-    def clip_norm(self) -> float:
-        """L2 bound of one client's update in the next round."""
-        return self.release.clip_norm if self.indicator is None else self.indicator.clip_norm
+    def clip_norm(self, state: SumState) -> float:
+        """Return the L2 bound of one client's update in the next round."""
+        indicator = self.indicator(state)
+        return self.release.clip_norm if indicator is None else indicator.clip_norm
 
-    @property
-    def next_release(self) -> Release:
-        """The release of the next round, around its own clip norm."""
-        return self._next_shared.release
+    def next_noise(self, state: SumState) -> Noise:
+        """Return the noise of the next round, around its own clip norm."""
+        indicator = self.indicator(state)
+        return self.noise if indicator is None else self.noise.at(indicator.joint_norm)
 
-    @property
-    def _next_shared(self) -> SharedNoise:
-        return self.shared if self.indicator is None else self.shared.at(self.indicator.joint_norm)
+    def ask(self, state: RunState, size: int, names: Sequence[str], rng: Generator) -> tuple[Ask, Any, SumState]:
+        """Return what is asked of the clients of a round, noise that is drawn ahead for it, and the next state.
 
-    def ask(self, length: int, names: Sequence[str]) -> Ask:
-        """Return what is asked of the clients of a round; a mask is made anew.
-
-        Args:
-            length: of a row.
-            names: of the clients that are asked.
+        A mask is made anew.
         """
-        distributed = self.shared.placement == "distributed"
-        indicator, shared = self.indicator, self._next_shared
-        share, clip_norm = shared.share(len(names)), shared.release.clip_norm
-        mask = None if self.masks is None else self.masks.mask(length - self._num_beside, self.state.released)
-        scale = share if distributed else shared.release.noise_scale
+        own, distributed = self.state_in(state), self.noise.placement == "distributed"
+        indicator, drawn, length = self.indicator(own), self.next_noise(own), size + self.num_beside
+        share, clip_norm = drawn.share(len(names)), drawn.release.clip_norm
+        mask = None if self.masks is None else self.masks.mask(size, own.released)
+        scale = share if distributed else drawn.release.noise_scale
         step = noise.lattice_step(scale, clip_norm=clip_norm, dimension=self.num_kept(length))
         if indicator is not None:  # else rounding could take most of a small indicator
             step = min(step, noise.lattice_step(scale, clip_norm=indicator.scale / 2, dimension=1))
         if self.metrics is not None:
             step /= FINER_LATTICE
-        return Ask(
+        begun, kept = drawn.begin(own.noise, state.charges.number(self.name) + 1, self.num_kept(length), rng)
+        asked = Ask(
             promise=Promise(clip_norm=clip_norm, noise_multiplier=self.release.mechanism.noise_multiplier),
-            placement=self.shared.placement,
+            placement=self.noise.placement,
             step=step,
             noise_std=share,
             mask=mask,
@@ -263,6 +217,7 @@ class NoisedSum:
             indicator=indicator,
             metrics=self.metrics,
         )
+        return asked, begun, replace(own, noise=kept)
 
     def limits(self, now: Round) -> Limits:
         """Return the limits of the replies, from what was asked alone: clip norm and lattice, or the longest honest sum."""
@@ -293,55 +248,42 @@ class NoisedSum:
             honest_norm=honest_norm,
         )
 
-    def keep(self, released: np.ndarray) -> None:
-        """Keep the noised mean [d] of which the next mask is made."""
-        if self.masks is not None:
-            self.state = replace(self.state, released=released.copy())
-
-    def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return the mean of what the clients say that each would send alone, where epsilon rests on every single message.
-
-        Else the bytes of a dense update: what is really sent may depend on data that a noised sum hides, or tell the size of a
-        secret cohort.
-        """
-        if self.shared.lossy_messages and collected.clients:
-            return collected.payload_bytes / len(collected.clients)
-        return 4.0 * self.num_kept(now.length)
-
-    def noised(self, ask: Ask, total: np.ndarray, *, num_replies: int, cohort_size: int, rng: Generator) -> np.ndarray:
+    def noised(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> tuple[np.ndarray, SumState]:
         """Return the noised mean of the updates: the sum with the server's part of the noise, over the *expected* cohort.
 
-        Noise of the same std is on every coordinate of the row. An adaptive clip norm moves by the last one, the indicators'.
+        Noise of the same std is on every coordinate of the row. An adaptive clip norm moves by the last one, the indicators'. The
+        noise is added to the sum of the replies in place, so that it is there no more.
 
         Args:
-            ask: what was asked.
-            total: the sum of the accepted rows, on the lattice; the noise is added to it in place, so that it is there no more.
-            num_replies: how many clients it has.
-            cohort_size: how many were asked.
+            state: of the run.
+            now: what was asked.
+            collected: the sum of the accepted rows, on the lattice.
             rng: fresh, for this release alone.
 
         Raises:
             RoundLeftOut: with too few replies for the noise that was charged, or a sum that is not exact.
         """
-        if self.shared.too_few(num_replies, cohort_size):
-            raise RoundLeftOut(f"{num_replies} of {cohort_size} clients answered, too few for the noise that was charged")
-        if self.shared.too_many(num_replies):
-            shares = self.shared.most_shares
-            raise RoundLeftOut(f"{num_replies} clients answered, and the noise has {shares} shares: it would tell how many")
-        # Of the clip norm that was asked, not of one that has moved since.
-        std = self.shared.at(ask.promise.clip_norm).server_std(num_replies)
-        # Exact sums of multiples of the step: what is released is post-processing of the ideal mechanism.
-        kept = slice(None) if ask.mask is None else _kept(ask, total.size)
-        total[kept] += noise.gaussian(total[kept], std, ask.step, rng)
+        ask, total, own = now.ask, collected.total, self.state_in(state)
+        kept = _kept(ask, total.size)
+        part = total if kept is None else total[kept]
+        # Of the clip norm that was asked, not of one that has moved since. Exact sums of multiples of the step: what is released
+        # is post-processing of the ideal mechanism.
+        self.noise.at(ask.promise.clip_norm).add(
+            part, now.begun, step=ask.step, num_replies=len(collected.clients), cohort_size=now.cohort_size, rng=rng
+        )
+        if kept is not None:
+            total[kept] = part
         if not noise.exact(total, ask.step):
             raise RoundLeftOut("the replies' sum is too large to be exact")
         mean = np.divide(total, self.release.expected_cohort, out=total)
         if self.clip is not None and ask.indicator is not None:
-            self.state = replace(self.state, clip_norm=self.clip.moved(ask.indicator, float(mean[-1])))
+            own = replace(own, clip_norm=self.clip.moved(ask.indicator, float(mean[-1])))
             mean = mean[:-1]
-        if self.keep_ratio < 1 and self.shared.placement == "central":
+        if self.keep_ratio < 1 and self.noise.placement == "central":
             mean = compression.decode(compression.top_k(mean.astype(np.float32), self.keep_ratio), mean.size)
-        return np.asarray(mean)
+        if self.masks is not None:
+            own = replace(own, released=np.array(mean))
+        return np.asarray(mean), own
 
 
 def _kept(ask: Ask, length: int) -> np.ndarray | None:

@@ -18,6 +18,9 @@ _FIRST_HORIZON = 64
 class PlannedCost:
     """The cost of a run's rounds, by a plan that is made before the first of them.
 
+    Attributes:
+        num_rounds: for which the plan was made; None before it is.
+
     Args:
         events: returns what rounds 1 to n cost at most.
         target_epsilon: what the run may cost; None for no limit.
@@ -30,6 +33,7 @@ class PlannedCost:
     ) -> None:
         self._events = events
         self._target, self._delta, self._relation = target_epsilon, delta, relation
+        self.num_rounds: int | None = None
         self._planned, self._epsilons = 0, np.zeros(1)
         self._affordable = 0
         self._all_affordable = True
@@ -38,6 +42,7 @@ class PlannedCost:
 
     def plan(self, num_rounds: int) -> None:
         """Compute how many rounds the target allows."""
+        self.num_rounds = num_rounds
         if self._target is not None:
             self._count_affordable(num_rounds, self._target)
             num_rounds = self._affordable

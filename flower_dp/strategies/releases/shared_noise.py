@@ -1,12 +1,72 @@
-"""The noise of one sum of client updates: drawn by the server, or in shares by the clients."""
+"""The noise of one sum of client updates: who draws which part of it, and what that costs."""
+
+from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from flower_dp.core.noise import gaussian_share
+import numpy as np
+
+from flower_dp.core import dp
+from flower_dp.core.noise import Generator, gaussian, gaussian_share
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
+from flower_dp.strategies.releases.left_out import RoundLeftOut
+
+
+class Noise(Protocol):
+    """Who draws which part of a sum's noise, and what it costs.
+
+    Attributes:
+        release: the noised sum.
+        placement: `central` or `distributed`.
+        lossy_messages: whether what a client sends is no part of the noised sum.
+        secret_cohort: whether the epsilon counts on nobody knowing who takes part in a round.
+    """
+
+    @property
+    def release(self) -> Release: ...  # noqa: D102
+    @property
+    def placement(self) -> str: ...  # noqa: D102
+    @property
+    def lossy_messages(self) -> bool: ...  # noqa: D102
+    @property
+    def secret_cohort(self) -> bool: ...  # noqa: D102
+
+    def at(self, clip_norm: float) -> Noise:
+        """Return the same noise around another clip norm; its multiplier and its cost stay."""
+
+    def share(self, cohort_size: int) -> float:
+        """Return the std of the noise that each of a cohort's clients adds to its own update."""
+
+    def events(self, number: int, cohort_size: int) -> Mapping[str, dp.DpEvent]:
+        """Return what a round costs, as any single client ("") and as "outsiders" see it; number 1, 2, ... of its charges.
+
+        Noise that is correlated over rounds may have one event of the run at number 1, and `NoOpDpEvent` later.
+        """
+
+    def begin(self, state: Any, number: int, length: int, rng: Generator) -> tuple[Any, Any]:
+        """Return what is drawn before the replies, for this round alone, and the next state of the noise.
+
+        The state is None for noise that is independent from round to round. Any other is secret, and on the disk before a message
+        of the round leaves, so that no crash has noise drawn twice.
+
+        Args:
+            state: of the noise; None before the first round.
+            number: 1, 2, ... of the release's charges.
+            length: of the noised vector.
+            rng: fresh, for this round.
+        """
+
+    def add(self, total: np.ndarray, begun: Any, *, step: float, num_replies: int, cohort_size: int, rng: Generator) -> None:
+        """Add the server's part of the noise to the sum of the replies, in place.
+
+        Raises:
+            RoundLeftOut: if too few or too many clients answered for the noise that was charged.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +108,7 @@ class SharedNoise:
     min_reply_ratio: float
     lossy_messages: bool = False
 
-    def at(self, clip_norm: float) -> "SharedNoise":
+    def at(self, clip_norm: float) -> SharedNoise:
         """Return the same noise around another clip norm; its multiplier and its cost stay."""
         return self if clip_norm == self.release.clip_norm else replace(self, release=replace(self.release, clip_norm=clip_norm))
 
@@ -106,7 +166,30 @@ class SharedNoise:
         """Return whether these replies have more noise than the release: its variance would tell how many clients replied."""
         return self.placement == "distributed" and not self.cohort_shows and num_replies > self.most_shares
 
+    def begin(self, state: Any, number: int, length: int, rng: Generator) -> tuple[Any, Any]:
+        """Return nothing: the noise of every round is drawn afresh."""
+        return None, None
+
+    def add(self, total: np.ndarray, begun: Any, *, step: float, num_replies: int, cohort_size: int, rng: Generator) -> None:
+        """Add the noise that the shares in the sum lack, on the lattice, in place.
+
+        Raises:
+            RoundLeftOut: if too few or too many clients answered for the noise that was charged.
+        """
+        if self.too_few(num_replies, cohort_size):
+            raise RoundLeftOut(f"{num_replies} of {cohort_size} clients answered, too few for the noise that was charged")
+        if self.too_many(num_replies):
+            raise RoundLeftOut(
+                f"{num_replies} clients answered, and the noise has {self.most_shares} shares: it would tell how many"
+            )
+        total += gaussian(total, self.server_std(num_replies), step, rng)
+
     # What it protects
+
+    def events(self, number: int, cohort_size: int) -> dict[str, dp.DpEvent]:
+        """Return what a round costs, as any single client and as those who are no clients see it."""
+        inside = self.without_one_of(self.shares(cohort_size))
+        return {"": inside.event(number), "outsiders": self.outside.event(number)}
 
     @property
     def cohort_shows(self) -> bool:

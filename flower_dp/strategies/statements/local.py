@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement, delta_warning
+from flower_dp.strategies.local_level import LocalRules
 from flower_dp.strategies.releases.books import ClientBooks
-from flower_dp.strategies.run_state import RunFacts
+from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.statements.not_covered import not_covered, seeded
 
 _LISTED = 100
@@ -22,8 +24,8 @@ _ASSUMED = (
 
 
 def local_statement(
-    title: str,
-    books: ClientBooks,
+    rules: LocalRules,
+    state: RunState,
     run: RunFacts,
     *,
     noise: Mapping[str, float],
@@ -34,11 +36,11 @@ def local_statement(
     incidents: tuple[str, ...] = (),
     adversaries: tuple[Adversary, ...] = (),
 ) -> PrivacyStatement:
-    """Return the statement of what the clients' ledgers hold: the worst client's epsilon, and the distribution over clients.
+    """Return the statement of what the clients were charged: the worst client's epsilon, and the distribution over clients.
 
     Args:
-        title: the method's name.
-        books: terms and ledgers; before the first round they have no clients.
+        rules: the method; before the first round it knows no clients.
+        state: of the run.
         run: facts of the run.
         noise: the method's numbers.
         sampling: who was asked, in words.
@@ -49,29 +51,31 @@ def local_statement(
         incidents: further incidents.
         adversaries: the adversaries, if they see different things; the statement's epsilon is the largest.
     """
-    costs, evaluations = _costs(books), books.evaluation
+    books, charges, evaluations = rules.books, state.charges, rules.evaluation
+    costs, num_rounds = _costs(rules, charges), charges.number(rules.training.name)
     worst = max(costs, key=lambda name: costs[name].epsilon, default=None)
     largest = max([cost.epsilon for cost in costs.values()] + [entry.epsilon for entry in adversaries], default=0.0)
     releases = [terms.release for terms in books.terms.values()]
     noiseless = any(not release.mechanism.noise_multiplier for release in releases)
-    private = math.isfinite(largest) and not run.seeded_noise and not noiseless and (worst is not None or not books.num_rounds)
-    events = [] if worst is None else books.training.ledger(worst).lines()
+    private = math.isfinite(largest) and not run.seeded_noise and not noiseless and (worst is not None or not num_rounds)
+    events = [] if worst is None else rules.training.ledger(charges, worst).lines()
     alone, parts, evaluated = {}, {}, None
     if evaluations is not None:
-        evaluated = f"{evaluations.num_charged} private evaluations"
-        alone = {name: ledger.cost(0.0).epsilon for name, ledger in evaluations.ledgers.items()}
+        num_evaluations = charges.number(evaluations.name)
+        evaluated = f"{num_evaluations} private evaluations"
+        alone = {name: ledger.cost(0.0).epsilon for name, ledger in evaluations.ledgers(charges).items()}
         if worst is not None:
             multipliers = [terms.release.mechanism.noise_multiplier for terms in evaluations.terms.values()]
             noise = {**noise, "least_evaluation_noise_multiplier": min(multipliers)}
-            events += [f"evaluation: {line}" for line in evaluations.ledger(worst).lines()]
-            parts = {"training": books.cost(books.training.ledger(worst)).epsilon, "evaluation": alone[worst]}
-        if evaluations.num_charged:
+            events += [f"evaluation: {line}" for line in evaluations.ledger(charges, worst).lines()]
+            parts = {"training": books.cost(rules.training.ledger(charges, worst)).epsilon, "evaluation": alone[worst]}
+        if num_evaluations:
             paper = _of_training_alone(paper)
             adversaries = tuple(replace(one, paper=_of_training_alone(one.paper)) for one in adversaries)
     if worst is not None and not adversaries:
         adversaries = _everyone(costs[worst], message_std)
     return PrivacyStatement(
-        method=title,
+        method=rules.about.title,
         unit=releases[0].unit if releases else "record",
         relation=books.relation,
         adversary=releases[0].seen_by if releases and private else "nobody",
@@ -79,13 +83,13 @@ def local_statement(
         epsilon=largest if private else math.inf,
         accountant=costs[worst].accountant if worst is not None and private else "none",
         paper=paper,
-        num_rounds=books.num_rounds,
+        num_rounds=num_rounds,
         noise=dict(noise),
         sampling=sampling,
         events=tuple(events),
         assumptions=(*_ASSUMED, *_delta_warning(books), *seeded(run), *assumptions),
         not_covered=not_covered(run, accounts=True, logs="logs on devices", evaluations=evaluated),
-        incidents=(*_incidents(books, run), *incidents),
+        incidents=(*_incidents(state.releases.get(rules.training.name, 0), run), *incidents),
         adversaries=adversaries if private else (),
         parts=parts if private else {},
         clients=_client_costs({name: cost.epsilon for name, cost in costs.items()}, alone) if costs and private else None,
@@ -101,11 +105,11 @@ def _delta_warning(books: ClientBooks) -> tuple[str, ...]:
     return delta_warning(books.delta, len(releases) if unit == "client" else max(one.num_clients for one in releases), unit)
 
 
-def counts_sampling(books: ClientBooks) -> bool:
+def counts_sampling(rules: LocalRules, charges: Charges) -> bool:
     """Return whether a client's epsilon is the less because nobody else knows which of its records it draws."""
-    releases = {name: books.terms[name].release for name in books.ledgers}
+    releases = {name: terms.release for name, terms in rules.books.terms.items()}
     sampled = {name for name, one in releases.items() if one.unit == "record" and one.expected_cohort < one.num_clients}
-    return any(name in sampled and accounting.counts_sampling(cost) for name, cost in _costs(books).items())
+    return any(name in sampled and accounting.counts_sampling(cost) for name, cost in _costs(rules, charges).items())
 
 
 def least_and_largest(books: ClientBooks, what: str, number: Callable[[Release], float]) -> dict[str, float]:
@@ -124,8 +128,8 @@ def most_replies(books: ClientBooks) -> str:
     return f"at most {replies[0]}{f' to {replies[-1]}' if len(replies) > 1 else ''} replies a client"
 
 
-def _costs(books: ClientBooks) -> dict[str, Cost]:
-    return {name: books.total(name, ledger) for name, ledger in books.ledgers.items()}
+def _costs(rules: LocalRules, charges: Charges) -> dict[str, Cost]:
+    return {name: rules.total(charges, name, ledger) for name, ledger in rules.ledgers(charges).items()}
 
 
 def _of_training_alone(paper: PaperEpsilon | None) -> PaperEpsilon | None:
@@ -157,10 +161,10 @@ def _client_costs(costs: dict[str, float], evaluation: dict[str, float]) -> Clie
     )
 
 
-def _incidents(books: ClientBooks, run: RunFacts) -> list[str]:
+def _incidents(num_unasked: int, run: RunFacts) -> list[str]:
     lines = list(run.incidents)
     if run.missing.total:
         lines.append(f"{run.missing.total} replies that were asked for did not count: {run.missing}; they are charged")
-    if books.num_unasked:
-        lines.append(f"{books.num_unasked} times a client whose budget was spent was not asked")
+    if num_unasked:
+        lines.append(f"{num_unasked} times a client whose budget was spent was not asked")
     return lines

@@ -1,17 +1,17 @@
-"""What a release has asked in one round, and what the strategy knows of any release."""
+"""A release of a round, as a run has it drawn, charged, asked and limited; and what it has asked in one round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
 from flower_dp.core.vectors import Layout
-from flower_dp.privacy.charges import Charge
+from flower_dp.privacy.charges import Charge, Charges
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.run_state import RunState
 from flower_dp.wire import Ask, Model
 
 
@@ -26,6 +26,7 @@ class Round:
         length: of a client's row.
         model: the model that was sent.
         asked: the clients that were asked, by node.
+        begun: what the release keeps for this round in this process alone, such as noise that was drawn ahead.
         bytes_down: bytes of arrays and text sent to nodes.
         started: when.
         stock: whether the nodes are stock clients.
@@ -37,6 +38,7 @@ class Round:
     length: int
     model: Model
     asked: dict[int, tuple[str, ...]]
+    begun: Any = None
     bytes_down: int = 0
     started: float = 0.0
     stock: bool = False
@@ -62,13 +64,12 @@ class Round:
         return sum(len(names) for names in self.asked.values())
 
 
-class RoundRelease(Protocol):
-    """One release of a round, as the strategy runs it: it draws and charges, asks, and bounds the replies.
+class Release(Protocol):
+    """One noisy thing that crosses a boundary in a round. It is frozen: the state of the run goes in, its next one comes out.
 
     Attributes:
         name: of the release on the wire: the method's, or that of private evaluations.
         sampling: who takes part in a round.
-        num_charged: how often it was charged in this run.
         secret_cohort: whether the epsilon holds only if nobody knows who takes part in a round.
         open_population: whether more clients than are accounted for may take part.
     """
@@ -78,33 +79,25 @@ class RoundRelease(Protocol):
     @property
     def sampling(self) -> Sampler: ...  # noqa: D102
     @property
-    def num_charged(self) -> int: ...  # noqa: D102
-    @property
     def secret_cohort(self) -> bool: ...  # noqa: D102
     @property
     def open_population(self) -> bool: ...  # noqa: D102
 
-    def row_length(self, size: int) -> int:
-        """Return the length of a client's row, given that of the model."""
+    def cohort(self, state: RunState, names: tuple[str, ...], rng: Generator) -> tuple[np.ndarray, Any]:
+        """Return the indices of the clients that are asked next, those drawn whose budget covers it, and its next state."""
 
-    def cohort(self, names: tuple[str, ...], rng: Generator) -> np.ndarray:
-        """Return the indices of the clients that are asked next: those drawn whose budget covers it."""
+    def charge(self, charges: Charges, server_round: int, names: Sequence[str]) -> Charge:
+        """Return what the next round of this release costs if this cohort is asked: it follows from what was charged."""
 
-    def next_charge(self, names: Sequence[str], server_round: int = 0) -> Charge:
-        """Return what the next round of this release costs if this cohort is asked; nothing changes."""
+    def ask(self, state: RunState, size: int, names: Sequence[str], rng: Generator) -> tuple[Ask, Any, Any]:
+        """Return what is asked of these clients, what is kept for the round in this process alone, and the next state.
 
-    def take(self, charge: Charge) -> None:
-        """Charge the release, before any message is sent.
-
-        Raises:
-            ValueError: if it is not the next charge of this release.
+        Args:
+            state: of the run, before the charge.
+            size: of a client's update, or of its metrics.
+            names: of the clients.
+            rng: fresh, for noise that is drawn before the replies.
         """
-
-    def ask(self, length: int, names: Sequence[str]) -> Ask:
-        """Return what is asked of these clients, of rows [length]; it is kept with the round."""
 
     def limits(self, now: Round) -> Limits:
         """Return the limits that the server enforces on the replies: they follow from what was asked, and with which model."""
-
-    def bytes_per_client(self, now: Round, collected: Collected) -> float:
-        """Return how many bytes of arrays one client sends, as far as public numbers or private messages determine it."""

@@ -1,25 +1,22 @@
-"""The checkpoints of one run: when they are written, what they have, and how the run goes on from one."""
+"""The files from which a run goes on: its checkpoints, its ledger, and the secret state of its noise. It knows values alone."""
+
+from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Result
 
-from flower_dp.privacy.charges import Charge
+from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.store import Store
-from flower_dp.strategies.checkpoint import OWN_LOOP, Checkpoint, CheckpointError, CheckpointFolder, metrics_of
-from flower_dp.strategies.log import StoreLog
+from flower_dp.strategies.checkpoint import OWN_LOOP, Checkpoint, CheckpointError, CheckpointFolder, DrawnNoise, metrics_of
 from flower_dp.strategies.run_state import RunState
 from flower_dp.wire import numpy_arrays
-
-if TYPE_CHECKING:
-    from flower_dp.strategies.run import Run
 
 log = logging.getLogger("flwr")
 
@@ -47,7 +44,7 @@ class CheckpointPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Snapshot:
+class Snapshot:
     """The run as it was when a round was learnt from (`is_over` false), or was over."""
 
     server_round: int
@@ -56,7 +53,7 @@ class _Snapshot:
     arrays: ArrayRecord
 
 
-class RunCheckpoints:
+class Writer:
     """The checkpoints of one run; without a place nothing is written.
 
     Between two rounds a snapshot is taken, and written where that takes little of the run's time: from there the run goes on if
@@ -67,27 +64,26 @@ class RunCheckpoints:
         found: the checkpoint from which the run goes on; None for a new run.
         went_on: whether it has.
         result: of the rounds so far; the loop fills it.
+        last: the last snapshot.
+        answered: the last one after a round with a reply.
+        run: the run's id in its ledger; empty without one.
 
     Args:
-        run: the run.
-        place: where to keep its checkpoints.
+        place: where to keep checkpoints.
 
     Raises:
         CheckpointError: the place has a run that is not to go on, no whole checkpoint of it, or none where one is needed.
     """
 
-    def __init__(self, run: "Run", place: CheckpointPlace | None = None) -> None:
-        self._run, self.place = run, place
+    def __init__(self, place: CheckpointPlace | None = None) -> None:
+        self.place, self.run = place, ""
         self.found: Checkpoint | None = None
         self.went_on = False
         self.result: Result | None = None
+        self.last: Snapshot | None = None
+        self.answered: Snapshot | None = None
         self._setting: Mapping[str, str] = {}
-        self._last: _Snapshot | None = None
-        self._written: _Snapshot | None = None
-        self._charges: list[Charge] = []
-        # The last snapshot after a round with a reply, and what was charged since.
-        self._answered: _Snapshot | None = None
-        self._unanswered: list[Charge] = []
+        self._written: Snapshot | None = None
         self._began = self._due = time.monotonic()
         if place is None:
             return
@@ -108,8 +104,6 @@ class RunCheckpoints:
             log.info("%s has no checkpoint: a new run begins", place.folder)
         self._folder.create()
 
-    # Going on
-
     def begin(self, setting: Mapping[str, str]) -> Checkpoint | None:
         """Return the checkpoint from which a run with this setting goes on, None for a new run.
 
@@ -123,22 +117,6 @@ class RunCheckpoints:
             self.found.check(setting)
         self._setting = setting
         return self.found
-
-    def go_on(self, found: Checkpoint) -> None:
-        """Go on from a checkpoint. What was charged after it stays charged, and is not released a second time.
-
-        Raises:
-            ValueError: if the run had other releases: its charges would get another cost.
-        """
-        self._run.state = found.state
-        if isinstance(charge_log := self._run.log, StoreLog):
-            known = {release.name: release.num_charged for release in self._run.releases}
-            self._leave(charge_log.beyond(known))
-        if self._setting:  # it runs on; where only its last evaluation is left, no other snapshot comes
-            self._last = self._written = self._answered = _Snapshot(
-                server_round=found.server_round, is_over=found.is_over, state=self._run.state, arrays=found.model
-            )
-        self.went_on = True
 
     def ledger(self) -> Path | None:
         """Return the path of the ledger beside the checkpoints; for a new run it is made. None without a place.
@@ -163,62 +141,31 @@ class RunCheckpoints:
             )
         return path
 
-    @property
-    def next_round(self) -> int:
-        """The round with which the run goes on: every round is charged once, whether it was finished or not."""
-        return max(self._run.rules.training.num_charged, 0 if self.found is None else self.found.server_round) + 1
-
-    # What is not finished
-
-    @contextmanager
-    def unfinished(self, charge: Charge) -> Iterator[None]:
-        """Count a charge that is made in this context among those that are not finished, before the next snapshot."""
-        self._charges.append(charge)
-        try:
-            yield
-        except Exception:  # an interruption is none: then the charge may have been made
-            self._charges.pop()
-            raise
-
-    def _leave(self, charges: Iterable[Charge]) -> None:
-        run = self._run
-        releases = {release.name: release for release in run.releases}
-        rounds: dict[str, list[int]] = {name: [] for name in releases}
-        for charge in charges:
-            release = releases.get(charge.release)
-            if release is None:
-                raise CheckpointError(
-                    f"{charge.release} was charged in round {charge.server_round}, and is no release of this strategy"
-                )
-            if charge.number > release.num_charged:
-                release.take(charge)
-                run.charged(release, charge.server_round)
-            if release is run.rules.training:
-                run.rules.unfinished(charge)
-            rounds[release.name].append(charge.server_round)
-        for name, numbers in rounds.items():
-            what = "" if name == run.rules.training.name else "the evaluation of "
-            for first, last in _ranges(numbers):
-                which = f"round {first} was" if first == last else f"rounds {first} to {last} were"
-                run.note(incidents=(*run.record.incidents, f"{what}{which} charged and not finished"))
-
-    def go_back(self, *, evaluates: bool) -> None:
-        """Go back to the last round with a reply. What was charged since stays charged, and its noise is in no model.
+    def noise(self, run: str, charged: Mapping[str, int], secret: Mapping[str, Any]) -> None:
+        """Write the secret state of noise; it is on the disk when this returns, before the messages of its round leave.
 
         Args:
-            evaluates: whether private evaluations go on; those that have ended stay so, as the statement says.
+            run: the run's id.
+            charged: how often each release was charged, this round included.
+            secret: the state, by release.
+
+        Raises:
+            OSError: if it can't be written; nothing may be sent then, for noise could be drawn twice.
         """
-        if self._answered is None:
-            return
-        charges, self._charges, self._unanswered = [*self._unanswered, *self._charges], [], []
-        names = ("rounds", "model", "method", "optimizer", *["unanswered_evaluations"] * evaluates)
-        self._run.state = replace(self._run.state, **{name: getattr(self._answered.state, name) for name in names})
-        self._leave(charges)
-        self._last = replace(self._answered, state=self._run.state)
+        if self.place is not None:
+            self._folder.write_noise(DrawnNoise(run=run, charged=charged, secret=secret))
+
+    def went_on_with(self, state: RunState) -> None:
+        """Note that the run has gone on from the checkpoint that was found, with this state."""
+        if self._setting and (found := self.found) is not None:  # where only its last evaluation is left, no other snapshot comes
+            self.last = self._written = self.answered = Snapshot(
+                server_round=found.server_round, is_over=found.is_over, state=_stored(state), arrays=found.model
+            )
+        self.went_on = True
 
     # Snapshots
 
-    def keep(self, server_round: int, arrays: ArrayRecord, *, is_over: bool) -> None:
+    def keep(self, server_round: int, arrays: ArrayRecord, state: RunState, *, is_over: bool) -> None:
         """Take a snapshot after a round; what was charged before is part of it.
 
         Raises:
@@ -227,46 +174,48 @@ class RunCheckpoints:
         """
         if self.found is not None and not self.went_on:
             raise CheckpointError(f"{self._folder.path}: the run there can't go on: {OWN_LOOP}; a new run needs another folder")
-        self._take(_Snapshot(server_round=server_round, is_over=is_over, state=self._run.state, arrays=arrays))
+        self._take(Snapshot(server_round=server_round, is_over=is_over, state=state, arrays=arrays))
         if is_over and time.monotonic() >= self._due:
             error = self._write(ended=False)
             if error is not None and self._folder.is_empty:
                 raise CheckpointError(f"no checkpoint can be written in {self._folder.path}: {error}") from error
 
-    def evaluated(self) -> None:
+    def evaluated(self, state: RunState) -> None:
         """Clients have evaluated the model of the last snapshot: its state has changed, and their charge is finished."""
-        if self._last is not None:
-            self._take(replace(self._last, state=self._run.state))
+        if self.last is not None:
+            self._take(replace(self.last, state=state))
 
-    def close(self, result: Any, *, failed: bool) -> None:
+    def went_back(self, state: RunState) -> None:
+        """Take the snapshot of a run that went back to the last round with a reply, with what was charged since."""
+        if self.answered is not None:
+            self.last = replace(self.answered, state=_stored(state))
+
+    def close(self, result: Any, state: RunState, *, failed: bool) -> None:
         """Write the last checkpoint: of a run that has ended with its result, of one that has not the last snapshot."""
-        if self._last is not None and not failed:
+        if self.last is not None and not failed:
             self.result = result if isinstance(result, Result) else None
-            arrays = self._last.arrays if self.result is None else self.result.arrays
-            self._take(replace(self._last, is_over=True, state=self._run.state, arrays=arrays))
-        if self._last is not self._written:
+            arrays = self.last.arrays if self.result is None else self.result.arrays
+            self._take(replace(self.last, is_over=True, state=state, arrays=arrays))
+        if self.last is not self._written:
             self._write(ended=not failed)
-        self._leave(self._charges)
 
-    def _take(self, snapshot: _Snapshot) -> None:
-        if snapshot.state.unanswered:
-            self._unanswered += self._charges
-        else:
-            self._answered, self._unanswered = snapshot, []
-        self._last, self._charges = snapshot, []
+    def _take(self, snapshot: Snapshot) -> None:
+        self.last = replace(snapshot, state=_stored(snapshot.state))
+        if not snapshot.state.unanswered:
+            self.answered = self.last
 
     def _write(self, *, ended: bool) -> OSError | None:
         """Write the last snapshot; return why it could not be written."""
-        if self.place is None or self._last is None:
+        if self.place is None or self.last is None:
             return None
-        now, started = self._last, time.monotonic()
+        now, started = self.last, time.monotonic()
         checkpoint = Checkpoint(
             setting=self._setting,
             server_round=now.server_round,
             is_over=now.is_over,
             state=now.state,
             arrays=numpy_arrays(now.arrays, limit=_LARGEST_ARRAY),
-            run=self._run.log.run if isinstance(self._run.log, StoreLog) else "",
+            run=self.run,
             elapsed=started - self._began,
             ended=ended,
         )
@@ -283,12 +232,6 @@ class RunCheckpoints:
         return failed
 
 
-def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and the last number of every range without a gap."""
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return found
+def _stored(state: RunState) -> RunState:
+    """Return a state without its charges, of which the ledger has the record."""
+    return replace(state, charges=Charges())

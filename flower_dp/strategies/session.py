@@ -1,0 +1,391 @@
+"""One run of a method: the one thing that changes. Steps are functions (`run`); here are their effects, in one order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
+
+from flower_dp import wire
+from flower_dp.core.noise import Generator, noise_generator
+from flower_dp.privacy.charges import Charges
+from flower_dp.privacy.device_store import REPEATED
+from flower_dp.privacy.private_file import LedgerError
+from flower_dp.strategies import diagnostics, run
+from flower_dp.strategies.checkpoint import Checkpoint
+from flower_dp.strategies.evaluation import Evaluation
+from flower_dp.strategies.exchange import Asked, Exchange, Letter
+from flower_dp.strategies.exchange.stream import Replies
+from flower_dp.strategies.log import ChargeLog, MemoryLog
+from flower_dp.strategies.population.client_manager import KnownClients
+from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.own_replies import OwnReplies
+from flower_dp.strategies.releases.release import Release, Round
+from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.rules import Rules, evaluation_of
+from flower_dp.strategies.run_state import RunState
+from flower_dp.strategies.server_optimizer import ServerOptimizer
+from flower_dp.strategies.writer import Writer
+
+log = logging.getLogger("flwr")
+
+_SEEDED = "replies with noise from a fixed seed were refused: for the clients that sent them nothing is stated against the server"
+
+# One device may say so falsely: it is told, and ends no run.
+_OLDER = (
+    "a device says that it was asked again for a reply that it had counted: the server's ledger is an older copy, and more was "
+    "released than is stated here, or a message came twice"
+)
+
+
+class Session:
+    """One run at a time: its state, its log, and what was asked and not answered yet.
+
+    The effects of a round come in one order: its charge is in the log, the secret state of its noise is on the disk, its messages
+    leave; then its result is released, and a snapshot is taken. So a crash overstates the cost, and nothing is drawn or released
+    twice.
+
+    Attributes:
+        rules: the method, of this run's clients and rounds as far as they are known.
+        asked: by the name of a release: what was asked, until the replies are added up. It belongs to this process alone.
+        log: the charges, where a crash does not reach them.
+        writer: of checkpoints, from which the run can go on.
+
+    Args:
+        rules: the method.
+        exchange: how rows get to the server as one sum.
+        optimizer: moves the model by what was released; None: the method itself does.
+        noise_seed: for tests only: fixed noise and sampling.
+    """
+
+    def __init__(self, rules: Rules, exchange: Exchange, optimizer: ServerOptimizer | None, noise_seed: int | None) -> None:
+        self.rules, self._rules, self.exchange, self.noise_seed = rules, rules, exchange, noise_seed
+        self._optimizer = optimizer
+        self._own = RunState()
+        self._initial = replace(self._own, optimizer=None if optimizer is None else optimizer.state)
+        self.asked: dict[str, Asked] = {}
+        self.log: ChargeLog = MemoryLog(private=not self.seeded_noise)
+        self.writer = Writer()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but what was asked: a round is charged once, and of several copies only the original releases it."""
+        return {**vars(self), "asked": {}}
+
+    def begin(self) -> None:
+        """Begin a new run."""
+        self.asked = {}
+        self._set(self._initial, self._rules)
+
+    def open(self, names: tuple[str, ...] | None = None, num_rounds: int | None = None) -> None:
+        """Take the clients of the run, and how many rounds it has; what is None stays as it is.
+
+        Raises:
+            ValueError: if the method can't be run by them, or for so long.
+        """
+        planned = self._own.planned_rounds if num_rounds is None else num_rounds
+        self.rules = self.rules.opened(self._own.names if names is None else names, planned)
+        # Of methods that have terms for the clients of their start.
+        known = tuple(self.training.terms) if isinstance(self.training, OwnReplies) else ()
+        self._own = replace(self._own, names=known, planned_rounds=planned)
+
+    @property
+    def current(self) -> RunState:
+        """The state with the charges of the log, as steps take it."""
+        return replace(self._own, charges=self.log.charges)
+
+    @property
+    def state(self) -> RunState:
+        """All that this run needs to go on, as one value. Setting an earlier one continues from there.
+
+        Raises:
+            RuntimeError: if a round is open: another state would lack its charge.
+            LedgerError: if this run has other charges than the state: its statement would lack them.
+            ValueError: if another strategy made the state: its charges would get another cost.
+        """
+        optimizer = None if self._optimizer is None else self._optimizer.state
+        return replace(self.current, optimizer=optimizer)
+
+    @state.setter
+    def state(self, state: RunState) -> None:
+        for name, asked in self.asked.items():
+            raise RuntimeError(
+                f"state: round {asked.now.server_round} of {name} is open, and another state would lack its charge: finish the "
+                "round with its replies, or with none, before you set a state; begin() begins a new run"
+            )
+        same = (state.names, state.planned_rounds) == (self._own.names, self._own.planned_rounds)
+        rules = self.rules if same else self._rules.opened(state.names, state.planned_rounds)
+        run.check_goes_on(rules, state.charges)
+        self.log.check_state(state.charged, state.charges)
+        self._set(state, rules)
+
+    def _set(self, state: RunState, rules: Rules) -> None:
+        self.rules, self._own = rules, replace(state, charges=Charges())
+        if self._optimizer is not None and state.optimizer is not None:
+            self._optimizer.state = state.optimizer
+
+    def go_on(self, found: Checkpoint) -> None:
+        """Go on from a checkpoint. What was charged after it stays charged, and is not released a second time.
+
+        Raises:
+            ValueError: if the run had other releases: its charges would get another cost.
+        """
+        rules = self._rules.opened(found.state.names, found.state.planned_rounds)
+        run.check_goes_on(rules, self.log.charges)
+        state = run.resumed(rules, found.state, self.log.beyond(found.state.charged))
+        self.log.check_state(state.charged, self.log.charges)
+        self._set(state, rules)
+        self.writer.went_on_with(self.state)
+
+    @property
+    def record(self) -> RunState:
+        """The state without charges and the state of the optimiser: reports, incidents, results."""
+        return self._own
+
+    def note(self, **changes: Any) -> None:
+        """Change fields of the state."""
+        self._own = replace(self._own, **changes)
+
+    @property
+    def training(self) -> Release:
+        """The release of every round."""
+        return self.rules.releases[0]
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """Private evaluations; None without them."""
+        return evaluation_of(self.rules)
+
+    @property
+    def secret_cohort(self) -> bool:
+        """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
+        return any(release.secret_cohort for release in self.rules.releases)
+
+    @property
+    def seeded_noise(self) -> bool:
+        """Whether noise or sampling comes from a fixed seed."""
+        return self.noise_seed is not None
+
+    @property
+    def epsilon(self) -> float:
+        """An upper bound of the cost of all that was charged so far, quick to compute."""
+        private = not (self.seeded_noise or self._own.not_private)
+        return self.rules.numbers(self.current, None)["epsilon"] if private else np.inf
+
+    def generator(self, *purpose: object) -> Generator:
+        """Return a fresh generator for one draw of noise or of a cohort; no copy of the strategy can repeat it."""
+        return noise_generator(self.noise_seed, "server", *purpose)
+
+    # A round of a release
+
+    def drawn(
+        self, release: Release, known_clients: KnownClients, *purpose: object
+    ) -> tuple[RunState, dict[int, tuple[str, ...]]]:
+        """Draw the cohort of the next round of a release; return the state after that, which `ask` takes, and the cohort."""
+        return run.drawn(release, self.current, known_clients, self.generator(*purpose))
+
+    def ask(
+        self,
+        release: Release,
+        server_round: int,
+        drawn: tuple[RunState, dict[int, tuple[str, ...]]],
+        *,
+        size: int,
+        model: wire.Model,
+        known_clients: KnownClients,
+        arrays: ArrayRecord,
+        config: Mapping[str, Any],
+        grid: Grid,
+        **fields: Any,
+    ) -> list[Message]:
+        """Charge a release for its cohort, and return the messages that ask the cohort: none leaves before the charge.
+
+        Args:
+            release: what is asked.
+            server_round: 1, 2, ...
+            drawn: state and cohort, by nodes: see `drawn`.
+            size: of a client's update, or of its metrics.
+            model: the model that is sent.
+            known_clients: who is there.
+            arrays: the model as it is sent.
+            config: sent with it.
+            grid: through which the messages are sent.
+            fields: further fields of the instruction.
+
+        Raises:
+            ValueError: if the method can't run with a model of this size; nothing is charged then.
+            BudgetSpentError: if the ledger's budget does not cover the charge; nothing is charged then.
+            LedgerError: if the charge can't be written down; the run has not been charged then.
+        """
+        state, cohort = drawn
+        if (number := self.log.charges.number(release.name)) != state.charged.get(release.name, 0):
+            raise LedgerError(
+                f"state: {release.name} was charged {number} times in this run, and the state has "
+                f"{state.charged.get(release.name, 0)} of them: it is an older one, or a copy of this strategy has gone on; "
+                "begin() begins a new run"
+            )
+        state, charge, now = run.asked(
+            release,
+            state,
+            server_round,
+            size=size,
+            model=model,
+            cohort=cohort,
+            known_clients=known_clients,
+            run=self.log.run,
+            rng=self.generator("begin", release.name, server_round),
+        )
+        self.log.append(charge)
+        if secret := state.secret:
+            self.writer.noise(self.log.run, state.charged, secret)
+        self._own = replace(state, charges=Charges(), not_private=state.not_private or self.seeded_noise)
+        letter = Letter(record_names=known_clients.record_names, arrays=arrays, config=config, fields=fields)
+        messages = list(self.exchange.messages(now, letter))  # Flower's own grid reads them twice
+        now = replace(now, bytes_down=sum(wire.content_bytes(message.content) for message in messages))
+        self.asked[release.name] = Asked(
+            now=now,
+            limits=release.limits(now),
+            sent=tuple(message.metadata for message in messages),
+            number=charge.number,
+            letter=letter,
+            grid=grid,
+        )
+        return messages
+
+    @property
+    def next_round(self) -> int:
+        """The round with which the run goes on: every round is charged once, whether it was finished or not."""
+        found = self.writer.found
+        return max(self.log.charges.number(self.training.name), 0 if found is None else found.server_round) + 1
+
+    def was_charged(self, release: Release, server_round: int) -> bool:
+        """Return whether this round of a release, or a later one, was charged before."""
+        last = self.log.charges.last.get(("", release.name))
+        return last is not None and server_round <= last.server_round
+
+    def waits(self, release: Release, server_round: int) -> bool:
+        """Return whether clients were asked in this round, and their replies were not added up yet."""
+        asked = self.asked.get(release.name)
+        return asked is not None and asked.now.server_round == server_round
+
+    def total(self, release: Release, replies: Any) -> tuple[Round, Collected]:
+        """Check the replies to what was asked and add them up, once.
+
+        Raises:
+            RuntimeError: if the log has other charges than when it was asked: a copy of the strategy has gone on.
+        """
+        asked = self.asked.pop(release.name)
+        if (number := self.log.charges.number(release.name)) != asked.number:
+            raise RuntimeError(
+                f"state: {release.name} has {number} charges, and round {asked.now.server_round} was charge {asked.number}: "
+                "the run has gone on while the round was open, and the round is not released"
+            )
+        more = replies.more if isinstance(replies, Replies) else Replies(asked.grid).more
+        collected = self.exchange.total(asked, replies, more, seeded=self.seeded_noise)
+        repeated = any(reason.startswith(REPEATED) for reason in collected.refused.values())
+        for seen, incident in ((collected.seeded_clients, _SEEDED), (repeated, _OLDER)):
+            # Told once, and not where it tells who was in a cohort.
+            if seen and incident not in self._own.incidents and not self.secret_cohort:
+                self._own = self._own.happened(incident)
+        return asked.now, collected
+
+    def learn(self, server_round: int, replies: Any) -> tuple[Round, Collected, np.ndarray]:
+        """Learn from the replies to a round, once: return it, what came, and the next global model [d], float32.
+
+        The model is the last one if the round is left out, although it was charged.
+
+        Raises:
+            RuntimeError: if the round was not asked; or no client has sent a usable update in enough rounds in a row: the run is
+                then as after the last round with one, and what it was charged since stays charged.
+            LedgerError: if what the model costs besides can't be written down; nothing is released then.
+        """
+        release = self.training
+        if not self.waits(release, server_round):
+            raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
+        now, collected = self.total(release, replies)
+        if not any(report.replies for report in self._own.rounds):
+            diagnostics.log_constants(now, collected)
+        state, made = run.learnt(self.rules, self.current, now, collected, self.generator("noise", server_round))
+        vector = now.vector
+        if made is not None:
+            for charge in made.charges:
+                self.log.append(charge)
+            try:
+                vector = self._moved(now, made.vector)
+            except RoundLeftOut as why:
+                state = run.left_out(state, now, why)
+        if state.incidents != self._own.incidents:
+            log.warning("%s", state.incidents[-1])
+        state = run.reported(self.rules, release, state, now, collected, vector)
+        self._own = replace(state, charges=Charges())
+        try:
+            diagnostics.check_usable_updates(self._own, self.rules.about.num_clients)
+        except RuntimeError:
+            self._go_back()
+            raise
+        return now, collected, vector
+
+    def _moved(self, now: Round, vector: np.ndarray) -> np.ndarray:
+        """Return the next model [d], float32: the method's, or that of the server's optimiser."""
+        if self._optimizer is not None:
+            kept = self._optimizer.state
+            try:
+                vector = self._optimizer.step(now.server_round, now.layout, now.vector, vector)
+                self._check_range(now, vector)
+            except RoundLeftOut:
+                self._optimizer.state = kept  # else what is not finite would leave out all later rounds as well
+                raise
+        self._check_range(now, vector)
+        return vector.astype(np.float32)
+
+    @staticmethod
+    def _check_range(now: Round, vector: np.ndarray) -> None:
+        if names := now.layout.overflows(vector):
+            raise RoundLeftOut(f"array {names[0]!r} would leave the range of its dtype")
+
+    def evaluate(self, server_round: int, replies: Any) -> dict[str, float] | None:
+        """Record and return value and standard error of every metric of a private evaluation; None where there is none."""
+        evaluation = self.evaluation
+        if evaluation is None or not self.waits(evaluation, server_round):
+            return None
+        now, collected = self.total(evaluation, replies)
+        rng = self.generator("evaluation", server_round)
+        state, noised = run.evaluated(self.rules, evaluation, self.current, now, collected, rng)
+        self._own = replace(state, charges=Charges())
+        self.writer.evaluated(self.state)
+        return noised
+
+    def _go_back(self) -> None:
+        """Go back to the last round with a reply."""
+        if (answered := self.writer.answered) is None:
+            return
+        evaluates = not diagnostics.why_no_evaluation(self._own, self.rules.about.num_clients)
+        state = run.gone_back(self.state, answered.state, evaluates=evaluates)
+        # Told as what was charged after that round, which it was.
+        told = run.resumed(self.rules, replace(state, charged=answered.state.charged), self.log.beyond(answered.state.charged))
+        self._set(told, self.rules)
+        self.writer.went_back(self.state)
+
+    def stop(self, server_round: int, reason: str) -> list[Message]:
+        """Record, once, that this round and all later ones are not run; return no messages.
+
+        Raises:
+            ValueError: if no round was run before: the model would be the initial one.
+        """
+        self.asked.pop(self.training.name, None)
+        if not self._own.ended_before:
+            self._own = replace(self._own.happened(f"ended before round {server_round}: {reason}"), ended_before=server_round)
+            log.info("%s", self._own.incidents[-1])
+        if not self._own.rounds:
+            raise ValueError(f"no round was run: {self._own.incidents[-1]}")
+        return []
+
+    def unfinished(self) -> None:
+        """Tell, at the end of the run, of what was charged and not finished."""
+        last = self.writer.last
+        charged = {} if last is None else last.state.charged
+        self._own = run.resumed(self.rules, replace(self._own, charged=charged), self.log.beyond(charged))
