@@ -266,7 +266,7 @@ def test_an_evaluation_that_was_charged_and_not_finished_is_not_made_again(when,
     # The process that is killed has nothing to say; the next one has.
     assert "the evaluation of round 2 was charged and not finished" in first.incidents
     strategy = case.start()
-    assert strategy.rules.evaluation.num_charged == 2
+    assert strategy.charges.number("evaluation") == 2
     assert list(strategy.evaluations) == [4]
     assert case.grid.rounds_sent("evaluate") == ([2, 4] if when == "pull" else [4])
     lost = ["round 2 was charged and not finished"] if when == "kill -9" else []
@@ -283,7 +283,7 @@ def test_nor_is_it_made_again_for_one_that_is_still_owed(tmp_path):
     strategy = case.start()
     assert case.grid.rounds_sent("evaluate") == [2, 3, 4]
     assert list(strategy.evaluations) == [3, 4]
-    assert strategy.rules.evaluation.num_charged == 3
+    assert strategy.charges.number("evaluation") == 3
 
 
 def test_in_turn_everyone_has_a_turn_whatever_is_lost(tmp_path):

@@ -95,7 +95,7 @@ def test_every_preset_makes_a_strategy_and_a_client_that_agree(name):
     if isinstance(node, LocalDPClient):
         # The server's terms for a client, and the client's own.
         strategy.plan(run.settings.num_rounds)
-        strategy.rules.open(tuple(run.settings.client_names()))
+        strategy._session.open(tuple(run.settings.client_names()))
         first = run.settings.client_names()[0]
         assert strategy.rules.books.terms[first].text == node.recipe.terms(first, node.clients[first]).text
 

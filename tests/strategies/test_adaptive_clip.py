@@ -25,6 +25,7 @@ from flower_dp.strategies.releases.release import Round
 from flower_dp.wire import Ask, Indicator, Instruction, Model, Promise
 from tests.adversaries.fuzzing import THOROUGH
 from tests.asks import forged, replace, table_of
+from tests.charges import charge
 from tests.grids import LocalGrid
 from tests.limits import accepted
 from tests.stock import arrays, stock_app
@@ -77,7 +78,7 @@ def test_epsilon_is_that_of_a_fixed_clip_to_the_last_digit(kind: Any, sampling: 
     for clip_norm in (0.5, CLIP, replace(CLIP, count_noise_std=1.2)):
         strategy = kind(**WORDS | {"clip_norm": clip_norm, "sampling": sampling})
         for _ in range(7):
-            strategy.rules.training.take(strategy.rules.training.next_charge(NAMES[:20]))
+            charge(strategy, NAMES[:20])
         answer.append(
             (strategy.epsilon, strategy.statement.epsilon, strategy.rules.outside_ledger(strategy.charges).cost(1e-3).epsilon)
         )

@@ -25,6 +25,7 @@ from flower_dp.strategies import (
 from flower_dp.strategies.forecast import forecast
 from flower_dp.strategies.releases.replies import Collected
 from tests.adversaries.fuzzing import THOROUGH
+from tests.charges import charge
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -56,15 +57,16 @@ def evaluation(sampling):
 def spent(strategy, num_rounds=ROUNDS):
     """The statement after rounds that are drawn and charged as in a run; none of them is refused."""
     strategy.plan(num_rounds)
+    strategy._session.open(NAMES)
     rules, rng = strategy.rules, np.random.default_rng(3)
-    rules.open(NAMES)
     for number in range(1, num_rounds + 1):
-        assert rules.why_stop(number, None) is None
-        cohort = [NAMES[place] for place in rules.training.cohort(NAMES, rng)]
-        assert rules.why_stop(number, len(cohort)) is None
-        rules.training.take(rules.training.next_charge(cohort))
-        if rules.evaluation is not None and rules.evaluation.due(number):
-            rules.evaluation.take(rules.evaluation.next_charge([NAMES[place] for place in rules.evaluation.cohort(NAMES, rng)]))
+        assert rules.why_stop(strategy.state, number, None) is None
+        cohort = [NAMES[place] for place in rules.training.cohort(strategy.state, NAMES, rng)[0]]
+        assert rules.why_stop(strategy.state, number, len(cohort)) is None
+        charge(strategy, cohort)
+        if rules.evaluation is not None and rules.evaluation.due(strategy.charges, number):
+            asked = [NAMES[place] for place in rules.evaluation.cohort(strategy.state, NAMES, rng)[0]]
+            charge(strategy, asked, release=rules.evaluation)
     assert strategy.statement.num_rounds == num_rounds
     return strategy.statement
 
@@ -166,9 +168,13 @@ def test_a_run_of_another_length_is_refused_before_any_client_is_asked():
 def test_a_loop_of_ones_own_never_passes_epsilon():
     strategy = DPFedAvg(**COMMON, epsilon=2.0, num_rounds=5, sampling=FullSampling())
     for number in range(1, 6):
-        assert strategy.rules.why_stop(number, None) is strategy.rules.why_stop(number, CLIENTS) is None
-        strategy.rules.training.take(strategy.rules.training.next_charge(NAMES))
-    assert strategy.rules.why_stop(6, None) == "it would pass target_epsilon=2"
+        assert (
+            strategy.rules.why_stop(strategy.state, number, None)
+            is strategy.rules.why_stop(strategy.state, number, CLIENTS)
+            is None
+        )
+        charge(strategy, NAMES)
+    assert strategy.rules.why_stop(strategy.state, 6, None) == "it would pass target_epsilon=2"
 
 
 REFUSED = [
@@ -265,9 +271,9 @@ def test_a_budget_is_the_epsilon_of_the_statement(method, epsilon):
 
 
 def test_nbafl_adds_no_noise_on_the_server_for_a_proved_epsilon_and_broadcasts_cost_no_more():
-    rules = LOCAL["nbafl"](3.0).rules
-    rules.plan(100)
-    assert rules.downlink_noise_std == 0
+    strategy = LOCAL["nbafl"](3.0)
+    strategy.plan(100)
+    assert strategy.rules.downlink_noise_std == 0
     terms = NbAFLTerms(clip_norm=2.0, epsilon=3.0, delta=1e-3, min_records=20, num_records=31, num_replies=ROUNDS).terms()
     assert rules.uplink_noise_std == terms.release.noise_scale
     assert rules.statement(LOCAL["nbafl"](3.0).facts).paper is None
@@ -327,14 +333,16 @@ def test_the_forecast_of_nbafl_counts_its_broadcasts(cohort_size, budget, num_re
         return NbAFL(**arguments, **budget, cohort_size=cohort_size, aggregation="data-size")
 
     strategy = make()
+    strategy.plan(ROUNDS, NAMES)
     rules = strategy.rules
-    rules.plan(ROUNDS)
-    rules.open(NAMES)
     asked = NAMES[: rules.cohort_size]
-    for _ in range(ROUNDS):
-        rules.training.take(rules.training.next_charge(asked))
+    for number in range(1, ROUNDS + 1):
+        charge(strategy, asked)
         replied = list(asked) if num_replying == 8 else list(asked[:num_replying])
-        rules.learn(None, Collected(total=np.zeros(3), clients=replied), strategy._session.generator("noise"))
+        now, collected = SimpleNamespace(server_round=number), Collected(total=np.zeros(3), clients=replied)
+        made = rules.learn(strategy.state, now, collected, strategy._session.generator("noise"))
+        strategy._session.log.append(made.charges[0])
+        strategy._session.note(own=made.own)
     costs, found = (
         {one.name: one.epsilon for one in statement.adversaries}
         for statement in (strategy.statement, forecast(make(), num_rounds=ROUNDS, names=NAMES))

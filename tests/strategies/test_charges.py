@@ -23,7 +23,7 @@ def shared(sampling):
 
 def local():
     strategy = DPPASGD(**STEPS, num_local_steps=1, learning_rate=0.1)
-    strategy.rules.open(NAMES)
+    strategy._session.open(NAMES)
     return strategy
 
 

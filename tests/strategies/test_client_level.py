@@ -19,6 +19,7 @@ from flower_dp.clients import DPClient, TensorRecords, Training, client_app, mod
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP
+from tests.charges import charge
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -616,7 +617,7 @@ def test_placement_means_the_same_for_every_noised_sum(strategy_class, trusted):
     made, sam = strategy_class(**arguments), DPFedSAM(**arguments)
     assert made.rules.noise == sam.rules.noise
     for strategy in (made, sam):
-        strategy.rules.training.take(strategy.rules.training.next_charge([f"client-{number}" for number in range(8)]))
+        charge(strategy, [f"client-{number}" for number in range(8)])
     said, other = made.statement, sam.statement
     assert said.method in ("DP-FedAvg", "Fed-SMP-rand_k")
     assert (said.epsilon, said.adversary, said.assumptions) == (other.epsilon, other.adversary, other.assumptions)

@@ -19,6 +19,7 @@ from flower_dp.privacy import accounting
 from flower_dp.privacy import fedsgd_dpc as terms
 from flower_dp.privacy.fedsgd_dpc import laplace_scale
 from flower_dp.strategies import FedSGDDPC
+from tests.charges import charge
 from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, one_reply, records, start, vector_of
 
 FOUR = {name: records(name) for name in NAMES[:4]}
@@ -648,9 +649,9 @@ def test_gaussian_statement_meets_the_budget_and_paper_needs_its_constant():
 def test_a_small_budget_over_many_replies_is_stated_within_it():
     arguments = GAUSSIAN | {"epsilon": 0.05, "sampling_rate": 0.01}
     strategy, _ = pair(1, server={"num_replies": 1000}, **arguments)
-    strategy.rules.open(("c0", "c1", "c2", "c3"))
+    strategy._session.open(("c0", "c1", "c2", "c3"))
     for _ in range(1000):
-        strategy.rules.training.take(strategy.rules.training.next_charge(("c0",)))
+        charge(strategy, ("c0",))
     assert 0.99 * 0.05 < strategy.rules.books.cost(strategy.rules.ledgers(strategy.charges)["c0"]).epsilon <= 0.05
 
 

@@ -308,8 +308,8 @@ def test_the_joint_epsilon_of_local_runs_is_the_worst_clients(path):
     for changes in ({}, {"num_steps": 2}):
         strategy = local(path, **changes, evaluation=evaluation)
         strategy._manager = None
-        strategy.rules.plan(2)
-        strategy.rules.open(tuple(f"c{place}" for place in range(4)))
+        strategy.plan(2)
+        strategy._session.open(tuple(f"c{place}" for place in range(4)))
         with Store(path) as ledger:
             name = ledger.begin(method=strategy.rules.about.title, delta=1e-3)
             for names in (("c0", "c1"), ("c1", "c2")):

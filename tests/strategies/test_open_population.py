@@ -13,6 +13,7 @@ from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, TensorRe
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, PrivateEvaluation
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
+from tests.charges import charge
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -259,6 +260,6 @@ def test_in_turn_a_run_goes_on_with_the_clients_and_the_order_with_which_it_bega
 
 def test_charges_in_turn_without_their_order_are_not_gone_on_from():
     strategy = DPFedAvg(**WORDS | {"sampling": RoundRobinSampling(cohort_size=1)})
-    strategy.rules.training.take(strategy.rules.training.next_charge(("a",)))
+    charge(strategy, ("a",))
     with pytest.raises(ValueError, match="in the same order"):
-        strategy.rules.open(("a", "b", "c"))
+        strategy._session.open(("a", "b", "c"))

@@ -21,6 +21,7 @@ from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPStrategy, EvaluationBudget, LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.noised_sum import SumState
+from tests.charges import charge
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -61,13 +62,13 @@ def test_a_ledger_goes_on_where_the_stored_one_has_ended():
     """Evaluations as well: what is stored is charged, and a target that was spent stays so."""
     evaluation = PrivateEvaluation(noise_multiplier=2.0, sampling=FullSampling(), every=2)
     strategy = DPFedAvg(**WORDS, evaluation=evaluation)
-    strategy.rules.training.take(strategy.rules.training.next_charge(("a",) * 4))
-    strategy.rules.training.take(strategy.rules.training.next_charge(("a",) * 4))
-    strategy.rules.evaluation.take(strategy.rules.evaluation.next_charge(("a",) * 4))
+    charge(strategy, ("a",) * 4)
+    charge(strategy, ("a",) * 4)
+    charge(strategy, ("a",) * 4, release=strategy.rules.evaluation)
     other = moved(DPFedAvg(**WORDS, evaluation=evaluation), strategy.state)
     assert other.rules.ledger(other.charges).lines() == strategy.rules.ledger(strategy.charges).lines() != []
     assert other.rules.outside_ledger(other.charges).lines() == strategy.rules.outside_ledger(strategy.charges).lines()
-    assert other.rules.evaluation.num_charged == 1
+    assert other.charges.number("evaluation") == 1
     assert not other.rules.evaluation.due(2)
 
 
@@ -76,8 +77,8 @@ def test_charges_keep_their_cost_a_run_goes_on_with_the_same_releases_alone():
     evaluation = PrivateEvaluation(noise_multiplier=2.0, sampling=FullSampling())
     strategy = DPFedAvg(**WORDS, evaluation=evaluation)
     fresh = strategy.state
-    strategy.rules.training.take(strategy.rules.training.next_charge(("a",) * 4))
-    strategy.rules.evaluation.take(strategy.rules.evaluation.next_charge(("a",) * 4))
+    charge(strategy, ("a",) * 4)
+    charge(strategy, ("a",) * 4, release=strategy.rules.evaluation)
     for changed in ({"noise_multiplier": 2.0}, {"sampling": PoissonSampling(sampling_rate=0.5)}, {"num_clients": 5}):
         with pytest.raises(ValueError, match="state: what was charged is"):
             moved(DPFedAvg(**WORDS | changed, evaluation=evaluation), strategy.state)
@@ -101,9 +102,9 @@ def test_replies_keep_their_cost_a_run_goes_on_by_the_same_terms_alone():
     arguments |= {"num_local_steps": 1, "learning_rate": 0.1}
     evaluation = LocalEvaluation(budget=EvaluationBudget(epsilon=0.5, num_evaluations=2))
     strategy = DPPASGD(**arguments, evaluation=evaluation)
-    strategy.rules.open(("a", "b"))
-    strategy.rules.training.take(strategy.rules.training.next_charge(("a",)))
-    strategy.rules.evaluation.take(strategy.rules.evaluation.next_charge(("b",)))
+    strategy._session.open(("a", "b"))
+    charge(strategy, ("a",))
+    charge(strategy, ("b",), release=strategy.rules.evaluation)
     same_terms = moved(DPPASGD(**arguments, evaluation=evaluation), strategy.state)
     assert same_terms.rules.evaluation.replies("b") == 1
     for changed in ({"epsilon": 1.0}, {"batch_size": 2}, {"num_steps": 8}):
@@ -123,7 +124,7 @@ def test_in_turn_the_next_cohort_follows_from_the_stored_state():
     for _ in range(4):
         strategy = moved(DPFedAvg(**arguments), strategy.state)
         drawn.extend(strategy.rules.training.cohort(names, strategy._session.generator("cohort")))
-        strategy.rules.training.take(strategy.rules.training.next_charge(names[:1]))
+        charge(strategy, names[:1])
     assert sorted(drawn) == [0, 1, 2, 3]
 
 
@@ -140,13 +141,13 @@ def test_a_run_that_has_ended_stays_so():
 def test_a_run_of_local_ledgers_does_not_go_on_with_clients_that_it_did_not_begin_with():
     arguments = {"num_clients": 2, "batch_size": 4, "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3, "num_steps": 4}
     strategy = DPPASGD(**arguments, num_local_steps=1, learning_rate=0.1)
-    strategy.rules.open(("a", "b"))
-    strategy.rules.training.take(strategy.rules.training.next_charge(("a",)))
+    strategy._session.open(("a", "b"))
+    charge(strategy, ("a",))
     other = moved(DPPASGD(**arguments, num_local_steps=1, learning_rate=0.1), strategy.state)
     other.rules.open(("b",))  # a client that is not there yet
     assert (other.rules.training.replies("a"), other.rules.training.replies("b")) == (1, 0)
     with pytest.raises(ValueError, match="'c' was not there when this run began"):
-        other.rules.open(("a", "c"))
+        other._session.open(("a", "c"))
 
 
 PRIVATE = {name: value for name, value in WORDS.items() if name != "noise_seed"}

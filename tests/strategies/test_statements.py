@@ -187,7 +187,7 @@ def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
     names = tuple(f"c{index}" for index in range(400))
     strategy.plan(3)
     for _ in range(3):
-        strategy.rules.training.take(strategy.rules.training.next_charge(names))
+        charge(strategy, names)
     statement = strategy.statement
     assert bool(relies(statement, "the cohort of a round is known to nobody")) == relied
     fixed = isinstance(sampling, FixedSizeSampling)
@@ -306,7 +306,7 @@ def test_the_papers_epsilon_is_valid_where_its_assumptions_hold(arguments, fault
     strategy.plan(2)
     names = tuple(f"c{index}" for index in range(400))
     for _ in range(2):
-        strategy.rules.training.take(strategy.rules.training.next_charge(names))
+        charge(strategy, names)
     paper = strategy.statement.paper
     assert paper.valid == (fault is None)
     assert fault is None or fault in paper.reason
@@ -331,8 +331,8 @@ def test_one_client_without_noise_makes_a_run_not_private():
     assert (statement.clients, statement.adversaries, statement.parts, statement.adversary) == (None, (), {}, "nobody")
     waiting = FedSGDDPC(**SGD | {"epsilon": budgets}, mechanism="laplace", num_records=8)
     waiting.plan(3)
-    waiting.rules.open(NAMES)
-    waiting.rules.training.take(waiting.rules.training.next_charge(("c0", "c2")))
+    waiting._session.open(NAMES)
+    charge(waiting, ("c0", "c2"))
     assert not waiting.statement.private  # before the one without noise has sent anything
     pasgd = stated(DPPASGD(**PASGD | {"epsilon": budgets}, batch_size=4, learning_rate=0.25))
     assert (pasgd.private, pasgd.paper) == (False, None)
