@@ -190,8 +190,8 @@ def test_every_strategy_has_an_entry():
 @every_method
 def test_an_entry_says_what_its_strategy_says(method):
     rules = method.strategy(Words()).rules
-    assert (rules.training.name, rules.title) == (method.name, method.title)
-    assert (rules.stock_refusal is None) == method.stock
+    assert (rules.training.name, rules.about.title) == (method.name, method.title)
+    assert (rules.about.stock_refusal is None) == method.stock
 
 
 # Replies

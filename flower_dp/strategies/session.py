@@ -140,6 +140,8 @@ class Session:
         self.open_ledger()
         self._manager, known = first_query(grid, self.rules, on_shared_ledger=self.ledger is not None, **limits)
         self.open(known.names)
+        for release in self.rules.releases:  # refuses clients whom a release can't draw from, before anybody is charged
+            release.cohort(self.current, known.names, self.generator("check", release.name))
         return known
 
     def open(self, names: tuple[str, ...] | None = None, num_rounds: int | None = None) -> None:
@@ -429,10 +431,17 @@ class Session:
             return None
         now, collected = self.total(evaluation, replies)
         rng = self.generator("evaluation", server_round)
-        state, noised = run.evaluated(self.rules, evaluation, self.current, now, collected, rng)
+        state, found = run.evaluated(self.rules, evaluation, self.current, now, collected, rng)
+        if isinstance(found, RoundLeftOut):
+            refusal = next((f"; {reason}" for reason in collected.refused.values()), "")
+            log.warning("the evaluation of round %s was left out: %s%s", server_round, found, refusal)
+        if not diagnostics.why_no_evaluation(self._own, self.rules.about.num_clients) and (
+            diagnostics.why_no_evaluation(state, self.rules.about.num_clients)
+        ):
+            log.warning("%s; training goes on", state.incidents[-1])
         self._own = replace(state, charges=Charges())
         self.writer.evaluated(self.state)
-        return noised
+        return None if isinstance(found, RoundLeftOut) else found
 
     def _go_back(self) -> None:
         """Go back to the last round with a reply."""
