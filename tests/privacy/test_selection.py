@@ -83,20 +83,6 @@ def test_the_exact_cost_of_the_best_of_k_is_within_the_bound(event, law, number,
         assert worst <= delta * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("number", "generating"), LAWS, ids=IDS)
-def test_the_exact_cost_is_well_above_that_of_one_run(number, generating):
-    # Choosing does cost: otherwise the test above would accept a bound that ignores it.
-    without, shifted = cells(lambda x: stats.laplace.cdf(x / 1.5), 1.0)
-    one_run = accounting.epsilon(Laplace(1.5), delta=1e-5, relation=ADD).epsilon
-    exact = 0.0
-    for order in orders(without, shifted):
-        pair = best_of(without[order], generating), best_of(shifted[order], generating)
-        for one, other in (pair, pair[::-1]):
-            exact = max(exact, optimize.brentq(lambda e, a, b: hockey_stick(a, b, e) - 1e-5, 0.0, 20.0, args=(one, other)))
-    bound = selection.epsilon([Laplace(1.5)], number, delta=1e-5, relation=ADD).epsilon
-    assert 1.5 * one_run < exact <= bound < 3 * exact
-
-
 @pytest.mark.parametrize("order", [1.5, 5.0])
 @pytest.mark.parametrize(("number", "generating"), LAWS, ids=IDS)
 def test_the_librarys_theorems_hold_for_randomised_response(number, generating, order):
@@ -268,19 +254,6 @@ def test_what_nothing_bounds_is_refused(event, delta, relation):
         selection.epsilon([event], GEOMETRIC, delta=delta, relation=relation)
 
 
-def test_sampling_of_a_fixed_number_is_accounted():
-    event = dp.SelfComposedDpEvent(dp.SampledWithoutReplacementDpEvent(600, 120, Gaussian(4.0)), 18)
-    one_run = accounting.epsilon(event, delta=1e-4, relation=REPLACE).epsilon
-    assert one_run < selection.epsilon([event], GEOMETRIC, delta=1e-4, relation=REPLACE).epsilon < 3 * one_run
-
-
-def test_a_divergence_that_no_number_is_proves_nothing(monkeypatch):
-    curve = renyi.curve_of([(Gaussian(4.0), 1)], ADD).copy()
-    curve[-1] = math.nan
-    monkeypatch.setattr(renyi, "curve_of", lambda *_: curve)
-    assert selection.rdp_epsilon([Gaussian(4.0)], GEOMETRIC, delta=1e-5, relation=ADD) is None
-
-
 @pytest.mark.parametrize("number", [GEOMETRIC, POISSON])
 @pytest.mark.parametrize("event", [Gaussian(1e9), Laplace(1e9), dp.PoissonSampledDpEvent(1e-7, Gaussian(10.0))])
 def test_a_divergence_that_rounding_has_made_next_to_0_proves_nothing(event, number):
@@ -331,15 +304,3 @@ def test_k_has_its_law(number, generating):
     for most in (0, 1, 3, 10):
         expected = float(np.sum(coefficients[: most + 1]))
         assert abs(np.mean(drawn <= most) - expected) < 4.5 * math.sqrt(max(expected * (1 - expected), 1e-9) / draws)
-
-
-def test_a_large_shape_and_mean_are_drawn():
-    number = TruncatedNegativeBinomial(mean=10_000, shape=100)
-    rng = np.random.default_rng(3)
-    # The standard deviation of K is about mean / sqrt(shape).
-    assert np.mean([number.sample(rng) for _ in range(100)]) == pytest.approx(10_000, rel=0.05)
-
-
-def test_a_shape_without_end_is_poisson():
-    assert selection.number_of_runs(10, math.inf) == Poisson(mean=10)
-    assert selection.number_of_runs(10, 1) == TruncatedNegativeBinomial(mean=10, shape=1)
