@@ -6,7 +6,7 @@ for a small one.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -59,7 +59,9 @@ def case_of(name: str, config: Mapping[str, Any]) -> Case:
     return case
 
 
-def noised_sum(label: str, *, method: str, top_k: bool = False, lossy: bool = False, **words: Any) -> Case:
+def noised_sum(
+    label: str, *, method: str | Callable[..., DPStrategy], top_k: bool = False, lossy: bool = False, **words: Any
+) -> Case:
     """Return the case of a method with one noised sum: two clients, one of which is the unit; four where they share the noise.
 
     Under add-or-remove-one the unit does not answer in the neighbouring input; where who answers may be known, it answers with an
@@ -73,7 +75,7 @@ def noised_sum(label: str, *, method: str, top_k: bool = False, lossy: bool = Fa
 
     Args:
         label: of the case.
-        method: its name.
+        method: its name, or a strategy that is no method of this package.
         top_k: whether the largest coordinates are left of the noised sum or shares.
         lossy: whether something else is left out after the noise.
         words: all settings: `clip_norm` is the first one if it is adaptive; `noise_multiplier` counts unless there is an
@@ -84,7 +86,8 @@ def noised_sum(label: str, *, method: str, top_k: bool = False, lossy: bool = Fa
         ValueError: if there is no noise.
     """
     words = {**_DEFAULTS, "epsilon": 0.0, "noise_multiplier": 0.4, "sampling": "full", **words}
-    make, own = METHODS[method].load("strategy"), {key: words[key] for key in _PASSED if words.get(key)}
+    make = METHODS[method].load("strategy") if isinstance(method, str) else method
+    own = {key: words[key] for key in _PASSED if words.get(key)}
     central = own.get("placement", "central" if make is DPFedAvg else "distributed") == "central"
     trusted, post_processed = central or words.get("trusted_server", True), top_k or lossy
     if not central:
@@ -118,7 +121,7 @@ def noised_sum(label: str, *, method: str, top_k: bool = False, lossy: bool = Fa
 
     return Case(
         label=label,
-        method=method,
+        method=strategy().rules.training.name,
         strategy=strategy,
         client=None if words.get("stock") else client,
         present=(1.0, *others),

@@ -123,13 +123,6 @@ class TestCurvature:
         assert constants.smoothness == pytest.approx(2.0 + L2, rel=1e-12)
         assert np.linalg.eigvalsh(hessian(theta, client))[-1] == pytest.approx(2.0 + L2, rel=1e-6)
 
-    def test_wide_and_tall_data_agree(self):
-        x = np.random.default_rng(3).standard_normal((6, 9))
-        wide = estimate([(x, np.arange(6) % 2)], l2=L2, num_classes=2).smoothness
-        assert wide == pytest.approx(np.linalg.norm(x, 2) ** 2 / 6 / 2 + L2, rel=1e-12)
-        tall = estimate([(x.T, np.arange(9) % 2)], l2=L2, num_classes=2).smoothness
-        assert tall == pytest.approx(np.linalg.norm(x, 2) ** 2 / 9 / 2 + L2, rel=1e-12)
-
 
 class TestGradients:
     def test_at_the_start_by_hand(self):

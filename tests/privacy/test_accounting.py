@@ -95,12 +95,6 @@ def test_gaussian_releases_are_never_below_the_closed_form(
     assert second - 1e-10 * second - 1e-11 <= got <= second * (1 + 1e-8) + 1e-8
 
 
-def test_gaussian_by_rdp() -> None:
-    assert rdp_epsilon(Gaussian(1.0), delta=1e-5, relation=ADD) == pytest.approx(4.7285, abs=1e-4)
-    assert rdp_epsilon(Gaussian(4.530877117), delta=1e-6, relation=ADD) == pytest.approx(1.0, abs=1e-6)
-    assert rdp_epsilon(Gaussian(2.0), delta=1e-5, relation=REPLACE) == rdp_epsilon(Gaussian(1.0), delta=1e-5, relation=ADD)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("multiplier", "rate", "rounds", "delta", "golden", "tolerance"),
@@ -680,20 +674,6 @@ def test_extremes_take_little_work_and_are_finite(event: dp.DpEvent, delta: floa
 
 
 @pytest.mark.parametrize(
-    "event",
-    [
-        Gaussian(1e-6),
-        Repeat(Poisson(0.1, Gaussian(1e-4)), 100),
-        Poisson(0.1, Laplace(1e-3)),
-        Gaussian(1e-200),
-        Gaussian(1e200),
-    ],
-)
-def test_absurd_multipliers_have_a_cost_too(event: dp.DpEvent) -> None:
-    assert epsilon(event, delta=1e-5, relation=ADD).epsilon >= 0
-
-
-@pytest.mark.parametrize(
     ("scale", "rounds", "delta", "most"),
     [
         (1, 1000, 1e-8, 1.001),
@@ -711,13 +691,6 @@ def test_pld_is_an_upper_bound_of_the_closed_form_and_close(scale: float, rounds
     got = pld.epsilon_of(leaves, delta, ADD, pld.GRID, accounting._gaussian_exact(leaves, delta, ADD))
     second = gaussian_epsilon(1 / scale, delta)
     assert second <= got <= most * second
-
-
-def test_long_sparse_runs_under_replace_one_stay_below_twice_as_far_apart() -> None:
-    """A tiny rate's replacement costs about two changes in opposite directions: far less than without sampling."""
-    event = Repeat(Poisson(0.001, Gaussian(1.0)), 10**7)
-    one = epsilon(event, delta=1e-5, relation=ADD).epsilon
-    assert one < epsilon(event, delta=1e-5, relation=REPLACE).epsilon < 3 * one
 
 
 @dataclass(frozen=True)

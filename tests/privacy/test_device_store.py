@@ -174,6 +174,13 @@ def test_a_file_of_another_user_pays_nothing(path, monkeypatch):
     assert replies(path) == 0
 
 
+def test_a_locked_file_pays_nothing(path, monkeypatch):
+    monkeypatch.setattr(device_store, "_LOCK_SECONDS", 0.05)
+    with store.Store(path), pytest.raises(LedgerError, match="is in use: another process writes to it"):
+        pay(path, {"a": terms()})
+    assert pay(path, {"a": terms()}) == ({}, {"a": 1})
+
+
 def test_a_reply_waits_for_another_process(path, monkeypatch):
     monkeypatch.setattr(store, "_LOCK_SECONDS", 0.0)
     held = store.Store(path)
@@ -358,6 +365,13 @@ def test_runs_and_clients_are_counted_apart(path):
         assert [charged(path, run, number, name) for run in ("r", "s") for name in ("a", "b")] == [None] * 4
     assert charged(path, "r", 2) is not None
     assert {name: entry.runs for name, entry in DeviceLedger(path).read().items()} == {name: {"r": 2, "s": 2} for name in "ab"}
+
+
+def test_who_is_refused_for_its_budget_keeps_no_number(path):
+    for number in (1, 2):
+        refused, _ = DeviceLedger(path).charge({"a": terms(1)}, {"a": Numbered(run="r", number=number)})
+    assert "its budget is spent" in refused["a"].public
+    assert DeviceLedger(path).read()["a"].runs == {"r": 1}
 
 
 def test_a_refused_number_beside_a_charge_is_not_charged(path):
