@@ -17,11 +17,13 @@ from points import LOOKS, Measured, Point, Row, config_of, difference, panels, s
 from scipy.optimize import least_squares
 
 from flower_dp.apps.pilot import pilot
-from flower_dp.planning.fedsgd_dpc import Plan, num_replies, plan
+from flower_dp.planning.fedsgd_dpc import Candidate, Problem, num_replies, plan
+from flower_dp.planning.planner import Plan
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import FedSGDDPC
 from flower_dp.strategies.strategy import DPStrategy
 
+Answer = Plan[Problem, Candidate]
 PRESET = "mnist-fedsgd-dpc-laplace-full"
 EPSILONS = (5.0, 10.0)
 COHORTS = (1, 5, 10)
@@ -67,7 +69,7 @@ def table_problem(constants: tuple[float, float, float], epsilon: float, num_rec
     }
 
 
-def plans_of_data(num_records: int, data_dir: str) -> dict[float, Plan]:
+def plans_of_data(num_records: int, data_dir: str) -> dict[float, Answer]:
     """Return the plan from the constants of the clients' data (seed 0), with the noise of a dimension-7,840 model."""
     config = config_of(PRESET, {"records-per-client": num_records, "data-dir": data_dir})
     values = pilot("fedsgd-dpc", config).values
@@ -75,7 +77,7 @@ def plans_of_data(num_records: int, data_dir: str) -> dict[float, Plan]:
 
 
 def points(
-    num_records: int, most_replies: int, plans: dict[float, Plan], estimated: dict[float, Plan]
+    num_records: int, most_replies: int, plans: dict[float, Answer], estimated: dict[float, Answer]
 ) -> tuple[list[Point], list[str]]:
     """Return the points, each epsilon's plan first, and what was left out for its number of replies."""
     chosen, left_out = [], []

@@ -52,7 +52,7 @@ def test_the_noise_multipliers_are_the_same():
     [
         ({"sampling": "poisson", "sampling_rate": 0.01}, 0.72),
         ({"sampling": "fixed-size", "cohort_size": 10, "num_clients": 1000}, 6.64),
-        ({"sampling": "none"}, 91.8),
+        ({"sampling": "full"}, 91.8),
     ],
 )
 def test_the_numbers(arguments, epsilon):

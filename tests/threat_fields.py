@@ -36,7 +36,7 @@ from flower_dp.privacy import charges, ledger_tables, statement
 from flower_dp.privacy.budget import JointBudget
 from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, Scope
 from flower_dp.privacy.device_store import Entry
-from flower_dp.privacy.mark import Mark
+from flower_dp.privacy.private_file import Mark
 from flower_dp.privacy.store import LedgerRun, Store
 from flower_dp.running import launched, run_folder, trackers
 from flower_dp.running.apps import flatten

@@ -133,10 +133,8 @@ def audit(
         claim = Claim.of(runs.statement, runs.ledger)
     if not math.isfinite(claim.epsilon):
         raise ValueError(f"{case.label}: claims no privacy, so there is nothing to audit")
-    scores: dict[str, Scores] = {
-        name: (np.array([one[name] for one in found[False]]), np.array([one[name] for one in found[True]]))
-        for name in found[True][0]
-    }
+    of = {name: [np.array([one[name] for one in found[present]]) for present in (False, True)] for name in found[True][0]}
+    scores: dict[str, Scores] = {name: (absent, present) for name, (absent, present) in of.items()}
     estimator = estimator_of(case, claim)
     errors = errors_of(scores, estimator, confidence=confidence)
     strength = lower_bound(errors, estimator, confidence=confidence)

@@ -233,11 +233,10 @@ def _vector(arrays: ArrayRecord) -> np.ndarray:
 
 def _message(sent: Sent | None) -> np.ndarray:
     """Return the row that a node has sent, read as the server reads it; zeros for none."""
-    if sent is None or sent.reply.has_error():
-        why = "" if sent is None else f": {sent.reply.error.reason}"
-        if why:
-            raise RuntimeError(f"a client of the audit does not reply{why}")
+    if sent is None:
         return np.zeros(2)
+    if sent.reply.has_error():
+        raise RuntimeError(f"a client of the audit does not reply: {sent.reply.error.reason}")
     config = next(record for record in sent.message.content.config_records.values() if wire.KEY in record)
     arrays = wire.numpy_arrays(wire.arrays_of(sent.message.content), limit=1000)
     instruction = wire.instruction_of(config, list(arrays.values()))

@@ -13,25 +13,24 @@ from typing import Any
 
 from torch import nn
 
+from flower_dp import clients
 from flower_dp.audit import worst_case
 from flower_dp.audit.case import Case
-from flower_dp.clients import BLUR, LUS, DPClient, LocalDPClient, Training
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.methods import METHODS
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.privacy.events import Relation
 from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPStrategy
 
-DELTA = 1e-3
-_EPSILON = 8.0
 CLIP_NORM = 1.0
+# Settings of a case, where it has no others.
+_DEFAULTS: Mapping[str, Any] = {"clip_norm": CLIP_NORM, "epsilon": 8.0, "delta": 1e-3, "rounds": 1}
 # With shares of noise / n in the place of noise / sqrt(n), a participant among n clients meets noise that is sqrt(n) times too
 # small with the unit, and sqrt(n / 2) times without it: among two that is none at all without it, for the server adds its share.
 _SHARING = 4
-TRAINING = Training(learning_rate=1.0, batch_size=1, loss=worst_case.loss)
-BLURS = replace(TRAINING, regularizers=(BLUR(strength=0.1, bound=0.01),), sparsifier=LUS(keep_ratio=0.5))
+TRAINING = clients.Training(learning_rate=1.0, batch_size=1, loss=worst_case.loss)
+BLURS = replace(TRAINING, regularizers=(clients.BLUR(strength=0.1, bound=0.01),), sparsifier=clients.LUS(keep_ratio=0.5))
 # Settings that a strategy with one noised sum takes under the same name, if they are not empty.
 _PASSED = ("keep_ratio", "quantization_levels", "mask", "random_ratio", "placement", "relation")
 
@@ -61,106 +60,7 @@ def case_of(name: str, config: Mapping[str, Any]) -> Case:
 
 
 def noised_sum(
-    label: str,
-    *,
-    method: str,
-    clip_norm: float = CLIP_NORM,
-    noise_multiplier: float = 0.4,
-    epsilon: float = 0.0,
-    delta: float = DELTA,
-    sampling: str = "full",
-    rounds: int = 1,
-    stock: bool = False,
-    top_k: bool = False,
-    lossy: bool = False,
-    **words: Any,
-) -> Case:
-    """Return the case of the settings of a method with one noised sum.
-
-    Args:
-        label: of the case.
-        method: its name.
-        clip_norm: the setting; the first one if it is adaptive.
-        noise_multiplier: the setting, unless there is an epsilon.
-        epsilon: the setting, for all rounds of the settings; 0 for none.
-        delta: the setting; 0 for the default of as many clients as there are.
-        sampling: the setting.
-        rounds: of a run.
-        stock: whether the clients are stock ones.
-        top_k: whether the largest coordinates are left of the noised sum or shares.
-        lossy: whether something else is left out after the noise.
-        words: all other settings.
-
-    Raises:
-        ValueError: if there is no noise.
-    """
-    make, passed = METHODS[method].load("strategy"), {key: words[key] for key in _PASSED if words.get(key)}
-    if passed.get("placement") == "distributed":
-        passed |= {"trusted_server": words.get("trusted_server", True)}
-    delta = delta or words["num_clients"] ** -1.1
-    if epsilon:
-        run: Any = make(  # the noise of the whole run
-            clip_norm=clip_norm,
-            epsilon=epsilon,
-            num_rounds=words["num_rounds"],
-            sampling=_sampler(sampling, words),
-            num_clients=words["num_clients"],
-            delta=delta,
-            **passed,
-        )
-        noise_multiplier = run.rules.release.mechanism.noise_multiplier
-    if not noise_multiplier:
-        raise ValueError(f"{label}: is not private, so there is nothing to audit")
-    training = BLURS if words.get("blur_strength") or words.get("update_keep_ratio", 1.0) < 1 else TRAINING
-    num_clients = clients_of(central=_is_central(make, passed), lossy=lossy or top_k)
-    sampled = _sampler(sampling, {**words, "cohort_size": num_clients // 2})
-    clips = AdaptiveClip(initial=clip_norm, smallest=clip_norm / 1000, largest=clip_norm * 1000)
-    return client_level(
-        label,
-        make,
-        noise_multiplier=noise_multiplier,
-        clip_norm=clips if words.get("clip_quantile") else clip_norm,
-        delta=delta,
-        sampling=FullSampling() if isinstance(sampled, RoundRobinSampling) else sampled,
-        num_rounds=rounds,
-        training=None if stock else replace(training, sam_radius=words.get("sam_radius", 0.0)),
-        inputs=0.0 if top_k or training.sparsifier else 1.0,
-        post_processed=lossy or top_k,
-        **passed,
-    )
-
-
-def dp_fedsam(label: str, **words: Any) -> Case:
-    """Return the case of DP-FedSAM's settings, whose noised sum or shares may be compressed."""
-    top_k, lossy = words.get("keep_ratio", 1.0) < 1, bool(words.get("quantization_levels"))
-    return noised_sum(label, top_k=top_k, lossy=lossy, **words)
-
-
-def _sampler(kind: str, words: Mapping[str, Any]) -> Sampler:
-    if kind == "full":
-        return FullSampling()
-    if kind in ("", "poisson"):
-        return PoissonSampling(sampling_rate=words["sampling_rate"])
-    return (FixedSizeSampling if kind == "fixed-size" else RoundRobinSampling)(cohort_size=words["cohort_size"])
-
-
-def _is_central(make: Callable[..., DPStrategy], own: Mapping[str, Any]) -> bool:
-    return bool(own.get("placement", "central" if make is DPFedAvg else "distributed") == "central")
-
-
-def client_level(
-    label: str,
-    make: Callable[..., DPStrategy],
-    *,
-    noise_multiplier: float,
-    clip_norm: float | AdaptiveClip = CLIP_NORM,
-    delta: float = DELTA,
-    sampling: Sampler | None = None,
-    num_rounds: int = 1,
-    training: Training | None = TRAINING,
-    inputs: float = 1.0,
-    post_processed: bool = False,
-    **own: Any,
+    label: str, *, method: str | Callable[..., DPStrategy], top_k: bool = False, lossy: bool = False, **words: Any
 ) -> Case:
     """Return the case of a method with one noised sum: two clients, one of which is the unit; four where they share the noise.
 
@@ -175,68 +75,82 @@ def client_level(
 
     Args:
         label: of the case.
-        make: the strategy.
-        noise_multiplier: noise std / clip norm.
-        clip_norm: L2 bound.
-        delta: of the claim.
-        sampling: who takes part; None: everybody.
-        num_rounds: of a run.
-        training: the clients' recipe; None: stock clients.
-        inputs: which parameters are pushed.
-        post_processed: see `Case`.
-        own: further arguments of the strategy.
+        method: its name, or a strategy that is no method of this package.
+        top_k: whether the largest coordinates are left of the noised sum or shares.
+        lossy: whether something else is left out after the noise.
+        words: all settings: `clip_norm` is the first one if it is adaptive; `noise_multiplier` counts unless there is an
+            `epsilon`, for all rounds of the settings; a `delta` of 0 is the default of as many clients as there are; `rounds` are
+            those of a run of the case, and with `stock` its clients are stock ones.
+
+    Raises:
+        ValueError: if there is no noise.
     """
-    sampling = FullSampling() if sampling is None else sampling
-    replaced = own.get("relation") == "replace-one" or (not own.get("relation") and isinstance(sampling, FixedSizeSampling))
-    central = _is_central(make, own)
+    words = {**_DEFAULTS, "epsilon": 0.0, "noise_multiplier": 0.4, "sampling": "full", **words}
+    make = METHODS[method].load("strategy") if isinstance(method, str) else method
+    own = {key: words[key] for key in _PASSED if words.get(key)}
+    central = own.get("placement", "central" if make is DPFedAvg else "distributed") == "central"
+    trusted, post_processed = central or words.get("trusted_server", True), top_k or lossy
+    if not central:
+        own |= {"trusted_server": trusted} if trusted else {"trusted_server": False, "min_reply_ratio": 1.0}
+    clip_norm, noise_multiplier = words["clip_norm"], words["noise_multiplier"]
+    common = {"delta": words["delta"] or words["num_clients"] ** -1.1, **own}
+    if words["epsilon"]:  # the noise of the whole run
+        of_run = {name: words[name] for name in ("clip_norm", "epsilon", "num_rounds", "num_clients")}
+        run: Any = make(**of_run, sampling=_sampler(words), **common)
+        noise_multiplier = run.rules.release.mechanism.noise_multiplier
+    if not noise_multiplier:
+        raise ValueError(f"{label}: is not private, so there is nothing to audit")
+    num_clients = 2 if central or post_processed else _SHARING
+    sampling = _sampler({**words, "cohort_size": num_clients // 2})
+    if isinstance(sampling, RoundRobinSampling):
+        sampling = FullSampling()
+    clip = AdaptiveClip(initial=clip_norm, smallest=clip_norm / 1000, largest=clip_norm * 1000)
+    common |= {"clip_norm": clip if words.get("clip_quantile") else clip_norm, "noise_multiplier": noise_multiplier}
+    training = BLURS if words.get("blur_strength") or words.get("update_keep_ratio", 1.0) < 1 else TRAINING
     full = isinstance(sampling, FullSampling)
-    shows = not central and (not own.get("trusted_server", True) or post_processed)
+    replaced = own.get("relation") == "replace-one" or (not own.get("relation") and isinstance(sampling, FixedSizeSampling))
     without = -1.0 if replaced else 0.0
-    num_clients = clients_of(central=central, lossy=post_processed)
-    if not central and not own.get("trusted_server", True):
-        own = {"min_reply_ratio": 1.0, **own}
     others = (-1.0, *(num_clients - 2) * (0.0,)) if full else (num_clients - 1) * (without,)
 
     def strategy() -> DPStrategy:
-        return make(
-            clip_norm=clip_norm, noise_multiplier=noise_multiplier, sampling=sampling, num_clients=num_clients, delta=delta, **own
-        )
+        made: DPStrategy = make(sampling=sampling, num_clients=num_clients, **common)
+        return made
 
-    def client(**node: Any) -> DPClient:
-        assert training is not None  # noqa: S101 (else clients are stock ones)
-        return DPClient(**node, training=training, device="cpu")
+    def client(**node: Any) -> clients.DPClient:
+        return clients.DPClient(**node, training=replace(training, sam_radius=words.get("sam_radius", 0.0)), device="cpu")
 
     return Case(
         label=label,
         method=strategy().rules.releases[0].name,
         strategy=strategy,
-        client=None if training is None else client,
+        client=None if words.get("stock") else client,
         present=(1.0, *others),
         absent=(without, *others),
-        silent=not replaced and not shows,
+        silent=not replaced and (central or (trusted and not post_processed)),
         view="outsider" if central else "participant",
-        num_rounds=num_rounds if full else 1,
-        inputs=inputs,
+        num_rounds=words["rounds"] if full else 1,
+        inputs=0.0 if top_k or training.sparsifier else 1.0,
         post_processed=post_processed,
     )
 
 
-def clients_of(*, central: bool, lossy: bool) -> int:
-    """Return how many clients a case of a noised sum has: two, or more where they share its noise."""
-    return 2 if central or lossy else _SHARING
+def dp_fedsam(label: str, **words: Any) -> Case:
+    """Return the case of DP-FedSAM's settings, whose noised sum or shares may be compressed."""
+    top_k, lossy = words.get("keep_ratio", 1.0) < 1, bool(words.get("quantization_levels"))
+    return noised_sum(label, top_k=top_k, lossy=lossy, **words)
 
 
-def local(
-    label: str,
-    method: str,
-    recipe: Mapping[str, Any],
-    strategy: Mapping[str, Any],
-    *,
-    rounds: int = 1,
-    num_records: int = 1,
-    without: float = -1.0,
-    inputs: float = 1.0,
-    post_processed: bool = False,
+def _sampler(words: Mapping[str, Any]) -> Sampler:
+    kind = words["sampling"]
+    if kind == "full":
+        return FullSampling()
+    if kind in ("", "poisson"):
+        return PoissonSampling(sampling_rate=words["sampling_rate"])
+    return (FixedSizeSampling if kind == "fixed-size" else RoundRobinSampling)(cohort_size=words["cohort_size"])
+
+
+def _local(
+    label: str, method: str, recipe: Mapping[str, Any], strategy: Mapping[str, Any], *, without: float = -1.0, **words: Any
 ) -> Case:
     """Return the case of a method whose messages are private one by one: one client, whose messages the server sees.
 
@@ -245,85 +159,44 @@ def local(
         method: the method's name.
         recipe: arguments of the client's recipe, which is made once, when the first client is: it may calibrate its noise.
         strategy: arguments of the strategy.
-        rounds: of a run.
-        num_records: of the client.
         without: what the unit pushes in the neighbouring input: -1 where it is replaced, 0 where it is left out.
-        inputs: which parameters are pushed.
-        post_processed: see `Case`.
+        words: of `Case`.
     """
     made = cache(lambda: METHODS[method].load("recipe")(**recipe))
 
     def client(**node: Any) -> NodeClient:
-        return LocalDPClient(**node, recipe=made(), device="cpu")
+        return clients.LocalDPClient(**node, recipe=made(), device="cpu")
 
-    return Case(
-        label=label,
-        method=method,
-        strategy=lambda: METHODS[method].load("strategy")(**strategy, num_clients=1),
-        client=client,
-        present=(1.0,),
-        absent=(without,),
-        view="server",
-        num_rounds=rounds,
-        num_records=num_records,
-        inputs=inputs,
-        post_processed=post_processed,
-    )
+    def server() -> DPStrategy:
+        made: DPStrategy = METHODS[method].load("strategy")(**strategy, num_clients=1)
+        return made
+
+    inputs = {"present": (1.0,), "absent": (without,), "view": "server"}
+    return Case(label=label, method=method, strategy=server, client=client, **inputs, **words)  # type: ignore[arg-type]
 
 
-def fedsgd_dpc(
-    label: str,
-    *,
-    method: str = "fedsgd-dpc",
-    mechanism: str,
-    epsilon: float = _EPSILON,
-    clip_norm: float = CLIP_NORM,
-    delta: float = DELTA,
-    record_sampling_rate: float = 1.0,
-    relation: Relation = "replace-one",
-    rounds: int = 1,
-    **_: Any,
-) -> Case:
+def fedsgd_dpc(label: str, *, method: str = "fedsgd-dpc", **words: Any) -> Case:
     """Return the case of FedSGD-DPC's settings: one client with one record."""
-    shared: dict[str, Any] = {
-        "mechanism": mechanism,
-        "clip_norm": clip_norm,
-        "epsilon": epsilon,
-        "delta": 0.0 if mechanism == "laplace" else delta,
-        "num_records": 1,
-        "num_replies": rounds,
-        "sampling_rate": record_sampling_rate,
-        "relation": relation,
-    }
-    return local(
-        label,
-        method,
-        {**shared, "loss": worst_case.loss},
-        {**shared, "cohort_size": 1, "learning_rate": 1.0},
-        rounds=rounds,
-        without=-1.0 if relation == "replace-one" else 0.0,
-        inputs=0.0 if mechanism == "laplace" else 1.0,  # in L1 the worst change is that of one coordinate
-    )
+    words = {**_DEFAULTS, "record_sampling_rate": 1.0, "relation": "replace-one", **words}
+    laplace = words["mechanism"] == "laplace"
+    shared = _some(words, "mechanism", "clip_norm", "epsilon", "relation")
+    shared |= {"delta": 0.0 if laplace else words["delta"], "sampling_rate": words["record_sampling_rate"]}
+    shared |= {"num_records": 1, "num_replies": words["rounds"]}
+    recipe, strategy = {**shared, "loss": worst_case.loss}, {**shared, "cohort_size": 1, "learning_rate": 1.0}
+    without = -1.0 if words["relation"] == "replace-one" else 0.0
+    # In L1 the worst change is that of one coordinate.
+    return _local(label, method, recipe, strategy, num_rounds=words["rounds"], without=without, inputs=0.0 if laplace else 1.0)
 
 
-def local_steps(
-    label: str,
-    *,
-    method: str = "dp-fedpaq",
-    epsilon: float = _EPSILON,
-    clip_norm: float = CLIP_NORM,
-    delta: float = DELTA,
-    quantization_levels: int = 0,
-    sensitivity: str = "clip-update",
-    rounds: int = 1,
-    **_: Any,
-) -> Case:
+def local_steps(label: str, *, method: str = "dp-fedpaq", **words: Any) -> Case:
     """Return the case of the settings of DP-FedPAQ or SCAFFOLD.
 
     With an update clip it is one that a single record can reach, in two local steps. The other proofs of the sensitivity have
     the clip of records alone: in one step a record reaches what they prove.
     """
-    rate, clipped, convex = 0.5, sensitivity == "clip-update", sensitivity == "convex-glm"
+    words = {**_DEFAULTS, "sensitivity": "clip-update", "quantization_levels": 0, **words}
+    rate, clip_norm, sensitivity = 0.5, words["clip_norm"], words["sensitivity"]
+    clipped, convex, rounds = sensitivity == "clip-update", sensitivity == "convex-glm", words["rounds"]
     steps = FedPAQSteps(
         learning_rate=rate,
         num_local_steps=2 if clipped else 1,
@@ -335,63 +208,35 @@ def local_steps(
         smoothness=2 / rate if convex else None,  # of the squared error of features up to 1, with a bias
         decay_iterations=None,
     )
-    shared = {"steps": steps, "epsilon": epsilon, "delta": delta, "num_replies": rounds}
-    shared |= {"quantization_levels": quantization_levels or None}
-    return local(
-        label,
-        method,
-        {**shared, "loss": nn.functional.mse_loss if convex else worst_case.loss},
-        {**shared, "sampling": FullSampling(), "num_records": steps.num_records},
-        rounds=rounds,
-        num_records=steps.num_records,
-        post_processed=bool(quantization_levels),
-    )
+    levels, size = words["quantization_levels"], steps.num_records
+    shared = _some(words, "epsilon", "delta") | {"steps": steps, "num_replies": rounds, "quantization_levels": levels or None}
+    recipe = {**shared, "loss": nn.functional.mse_loss if convex else worst_case.loss}
+    strategy = {**shared, "sampling": FullSampling(), "num_records": size}
+    return _local(label, method, recipe, strategy, num_rounds=rounds, num_records=size, post_processed=bool(levels))
 
 
-def dp_pasgd(
-    label: str,
-    *,
-    method: str = "dp-pasgd",
-    num_local_steps: int,
-    epsilon: float = _EPSILON,
-    clip_norm: float = CLIP_NORM,
-    delta: float = DELTA,
-    batch_sampling: str = "fixed-size",
-    rounds: int = 1,
-    **_: Any,
-) -> Case:
+def dp_pasgd(label: str, *, method: str = "dp-pasgd", **words: Any) -> Case:
     """Return the case of DP-PASGD's settings; with one local step it is DP-SGD."""
-    num_records = 2 if batch_sampling == "poisson" else 1
-    shared: dict[str, Any] = {
-        "batch_size": 1,
-        "clip_norm": clip_norm,
-        "epsilon": epsilon,
-        "delta": delta,
-        "num_steps": rounds * num_local_steps,
-        "num_local_steps": num_local_steps,
-        "learning_rate": 0.5,
-        "batch_sampling": batch_sampling,
-    }
+    words = {**_DEFAULTS, "batch_sampling": "fixed-size", **words}
+    num_records = 2 if words["batch_sampling"] == "poisson" else 1
+    shared = _some(words, "clip_norm", "epsilon", "delta", "num_local_steps", "batch_sampling")
+    shared |= {"batch_size": 1, "num_steps": words["rounds"] * words["num_local_steps"], "learning_rate": 0.5}
     recipe, strategy = {**shared, "loss": worst_case.loss}, {**shared, "num_records": num_records}
-    return local(label, method, recipe, strategy, rounds=rounds, num_records=num_records)
+    return _local(label, method, recipe, strategy, num_rounds=words["rounds"], num_records=num_records)
 
 
-def nbafl(
-    label: str,
-    *,
-    method: str = "nbafl",
-    epsilon: float = _EPSILON,
-    paper_epsilon: float = 0.0,
-    clip_norm: float = CLIP_NORM,
-    delta: float = DELTA,
-    rounds: int = 1,
-    **_: Any,
-) -> Case:
+def nbafl(label: str, *, method: str = "nbafl", **words: Any) -> Case:
     """Return the case of NbAFL's settings: the unit is the client. With the paper's epsilon, the proved one is audited."""
-    paper = None if epsilon else paper_epsilon
-    shared: dict[str, Any] = {"clip_norm": clip_norm, "epsilon": epsilon or None, "paper_epsilon": paper, "delta": delta}
+    words = {**_DEFAULTS, "paper_epsilon": 0.0, **words}
+    rounds, paper = words["rounds"], None if words["epsilon"] else words["paper_epsilon"]
+    shared = _some(words, "clip_norm", "delta") | {"epsilon": words["epsilon"] or None, "paper_epsilon": paper}
     shared |= {"num_replies": rounds, "uplink_exposures": None if paper is None else rounds}
-    return local(label, method, {**shared, "training": TRAINING, "min_records": 1}, {**shared, "num_records": 1}, rounds=rounds)
+    recipe, strategy = {**shared, "training": TRAINING, "min_records": 1}, {**shared, "num_records": 1}
+    return _local(label, method, recipe, strategy, num_rounds=rounds)
+
+
+def _some(words: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: words[name] for name in names}
 
 
 def _all() -> dict[str, Case]:

@@ -1,8 +1,8 @@
 """The one-run audit of a run of flower-dp's app: real data, real training, canaries among clients or records."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flwr.app import ArrayRecord
@@ -57,15 +57,30 @@ def audit_run(
         raise ValueError(f"method={run.settings.method!r}: has no canaries; {others} have")
     clients = own_module("records").deal(own_module("records").config_of(run_config)).clients
     strategy: DPStrategy = run.strategy(lambda: {name: len(records) for name, records in clients.items()})
-    audited = _clients if canaries == "clients" else _records
-    return audited(run, strategy, clients, coins(num_canaries, seed), confidence=confidence, rng=np.random.default_rng(seed))
+    choices, plant = coins(num_canaries, seed), _clients if canaries == "clients" else _records
+    planted = plant(run, strategy, clients, choices, np.random.default_rng(seed))
+    strategy.start(planted.grid, model_arrays(run.model()), num_rounds=run.settings.num_rounds, evaluate_fn=planted.watch)
+    lacks = replace(strategy.missing, declined=0)  # canaries that are not there decline
+    if lacks.total:
+        raise ValueError(f"the run is not what was to be audited: it lacks updates, {lacks}")
+    statement = strategy.statement
+    words: dict[str, Any] = {"unit": planted.unit, "sees": planted.sees, "relation": statement.relation}
+    words |= {"claimed": statement.epsilon, "delta": statement.delta, "confidence": confidence}
+    return OneRunAudit.of(planted.scores, choices, **words)
 
 
-def _clients(
-    run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, *, confidence: float, rng: np.random.Generator
-) -> OneRunAudit:
+class _Planted(NamedTuple):
+    """Clients with canaries among them, and what the auditor makes of their run."""
+
+    grid: LocalGrid
+    watch: Callable[[int, ArrayRecord], None]
+    scores: Callable[[], np.ndarray]
+    unit: str
+    sees: str
+
+
+def _clients(run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, rng: np.random.Generator) -> _Planted:
     rules: Any = strategy.rules
-    model = run.model()
     like = run.client(run.model(), clients, dict)
     canaries = ClientCanaries.drawn(
         tuple(clients), choices, relation=rules.release.relation, dimension=like.model.layout.size, rng=rng
@@ -76,10 +91,7 @@ def _clients(
     def watch(server_round: int, arrays: ArrayRecord) -> None:
         models.append(wire.Model.of(arrays).vector)
 
-    grid = LocalGrid(client_app(lambda context: client), 1)
-    strategy.start(grid, model_arrays(model), num_rounds=run.settings.num_rounds, evaluate_fn=watch)
     cohort = rules.release.expected_cohort
-
     # Where others' parts in a round tell nothing of a canary's, the auditor may know them.
     apart = isinstance(rules.release.sampler, PoissonSampling | FullSampling)
 
@@ -89,53 +101,26 @@ def _clients(
         scales = [clip / cohort for clip in clips]
         return canaries.score(models, others=others, scales=scales, sampling_rate=cohort / strategy.num_clients)
 
-    return _result(strategy, scores, choices, confidence, unit="client", sees=_MODELS)
+    return _Planted(LocalGrid(client_app(lambda context: client), 1), watch, scores, "client", _MODELS)
 
 
-def _records(
-    run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, *, confidence: float, rng: np.random.Generator
-) -> OneRunAudit:
-    labels = sorted(set(run.task().train_labels.tolist()))
-    canaries = planted(clients, choices, labels=labels, clip_norm=run.own.clip_norm, rng=rng)
+def _records(run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, rng: np.random.Generator) -> _Planted:
+    labels, clip_norm = sorted(set(run.task().train_labels.tolist())), run.own.clip_norm
+    canaries = planted(clients, choices, labels=labels, clip_norm=clip_norm, rng=rng)
     sizes = {name: len(records) for name, records in clients.items()}
-    hosts = [
-        run.client(run.model(), {name: canaries[name].records if name in canaries else records}, lambda: sizes)
-        for name, records in clients.items()
-    ]
+    own = {name: {name: canaries[name].records if name in canaries else records} for name, records in clients.items()}
+    hosts = [run.client(run.model(), hosted, lambda: sizes) for hosted in own.values()]
     grid = LocalGrid(client_app(lambda context: hosts[int(context.node_config["partition-id"])]), len(hosts))
     model, recipe = FlatModel(run.model()), hosts[0].recipe
-    replies = Replies(
-        names=dict(zip(grid.get_node_ids(), clients, strict=True)),
-        length=model.layout.size,
-        drift=recipe.steps if isinstance(recipe, ScaffoldRecipe) else None,
-    )
-    scores = RecordScores(
-        canaries=canaries, model=model, loss=recipe.loss, clip_norm=run.own.clip_norm, scores=np.zeros(len(choices))
-    )
+    names, drift = dict(zip(grid.get_node_ids(), clients, strict=True)), isinstance(recipe, ScaffoldRecipe)
+    replies = Replies(names=names, length=model.layout.size, drift=recipe.steps if drift else None)
+    seen = RecordScores(canaries=canaries, model=model, loss=recipe.loss, clip_norm=clip_norm, scores=np.zeros(len(choices)))
     sent = [wire.Model.of(model_arrays(run.model())).vector]
 
     def watch(server_round: int, arrays: ArrayRecord) -> None:
         for name, row in replies.rows(grid.exchanged).items():
-            scores.see(sent[-1], name, row)
+            seen.see(sent[-1], name, row)
         grid.exchanged.clear()
         sent[:] = [wire.Model.of(arrays).vector]
 
-    strategy.start(grid, model_arrays(run.model()), num_rounds=run.settings.num_rounds, evaluate_fn=watch)
-    return _result(strategy, lambda: scores.scores, choices, confidence, unit="record", sees=_REPLIES)
-
-
-def _result(strategy: DPStrategy, scores: Any, choices: np.ndarray, confidence: float, *, unit: str, sees: str) -> OneRunAudit:
-    lacks = replace(strategy.missing, declined=0)  # canaries that are not there decline
-    if lacks.total:
-        raise ValueError(f"the run is not what was to be audited: it lacks updates, {lacks}")
-    statement = strategy.statement
-    return OneRunAudit.of(
-        scores,
-        choices,
-        claimed=statement.epsilon,
-        delta=statement.delta,
-        confidence=confidence,
-        unit=unit,
-        relation=statement.relation,
-        sees=sees,
-    )
+    return _Planted(grid, watch, lambda: seen.scores, "record", _REPLIES)

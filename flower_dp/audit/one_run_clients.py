@@ -62,11 +62,8 @@ class ClientCanaries:
         places = rng.permutation(len(population))[: len(choices)]
         directions = rng.integers(0, 2, (len(choices), dimension), dtype=np.int8).astype(np.float32) * 2 - 1
         directions /= np.float32(np.sqrt(dimension))
-        return cls(
-            names=tuple(population[place] for place in places),
-            directions=directions,
-            contributions=choices if relation == "replace-one" else (choices + 1) // 2,
-        )
+        names, both = tuple(population[place] for place in places), relation == "replace-one"
+        return cls(names=names, directions=directions, contributions=choices if both else (choices + 1) // 2)
 
     def updates(self, clip_norm: float) -> dict[str, np.ndarray | None]:
         """Return every canary's update [d] before the clip; None of one that is not there."""
@@ -158,17 +155,9 @@ class CanaryClient(DPClient):
     """
 
     def __init__(self, like: DPClient, canaries: Mapping[str, np.ndarray | None]) -> None:
-        super().__init__(
-            model=like.model.module,
-            clients=like.clients,
-            training=like.training,
-            policy=like.policy,
-            device=like.model.device,
-            seed=like.seed,
-            engine=like.engine,
-            group_size=like.group_size,
-            metrics=like.metrics,
-        )
+        same = ("clients", "training", "policy", "seed", "engine", "group_size", "metrics")
+        own = {name: getattr(like, name) for name in same}
+        super().__init__(model=like.model.module, device=like.model.device, **own)
         self._canaries = dict(canaries)
         self.others: dict[int, np.ndarray] = {}
 

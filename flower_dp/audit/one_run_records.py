@@ -23,6 +23,7 @@ from flower_dp.core.clipping import clip_l2
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.simulation.local_grid import Sent
 
+Random = np.random.Generator
 # The length of a canary's inputs in clip norms: the gradient is longer than the clip. Much longer inputs would be fitted at once,
 # by chance, and have no gradient then.
 _LENGTH = 3.0
@@ -47,12 +48,7 @@ class RecordCanaries:
 
 
 def planted(
-    clients: Mapping[str, TensorRecords],
-    choices: np.ndarray,
-    *,
-    labels: Sequence[int],
-    clip_norm: float,
-    rng: np.random.Generator,
+    clients: Mapping[str, TensorRecords], choices: np.ndarray, *, labels: Sequence[int], clip_norm: float, rng: Random
 ) -> dict[str, RecordCanaries]:
     """Put canaries in the place of clients' records; how many records a client has, and so the claim, stays what it is.
 
@@ -73,25 +69,18 @@ def planted(
     places = sorted((place, name) for name, size in sizes.items() for place in range(size))
     owners = [name for _, name in places[: len(choices)]]
     dealt = {name: np.array([coin for coin, one in enumerate(owners) if one == name]) for name in dict.fromkeys(owners)}
-    return {name: _planted(clients[name], own, choices[own], labels, clip_norm, rng) for name, own in dealt.items()}
 
+    def among(records: TensorRecords, own: np.ndarray) -> RecordCanaries:
+        inputs, targets = (one.clone() for one in records.batch(torch.arange(len(records)), torch.device("cpu")))
+        signs = torch.from_numpy(2 * rng.integers(0, 2, (len(own), *inputs.shape[1:])) - 1).to(inputs.dtype)
+        made = signs * (_LENGTH * clip_norm / math.sqrt(signs[0].numel()))
+        under = torch.from_numpy(rng.choice(np.asarray(labels), len(own))).to(targets.dtype)
+        places = torch.from_numpy(rng.permutation(len(records))[: len(own)])
+        coin = torch.from_numpy(choices[own]).to(inputs.dtype).view(-1, *[1] * (inputs.ndim - 1))
+        inputs[places], targets[places] = coin * made, under
+        return RecordCanaries(coins=own, records=TensorRecords(inputs=inputs, targets=targets), inputs=made, labels=under)
 
-def _planted(
-    records: TensorRecords,
-    own: np.ndarray,
-    choices: np.ndarray,
-    labels: Sequence[int],
-    clip_norm: float,
-    rng: np.random.Generator,
-) -> RecordCanaries:
-    inputs, targets = (one.clone() for one in records.batch(torch.arange(len(records)), torch.device("cpu")))
-    signs = torch.from_numpy(2 * rng.integers(0, 2, (len(own), *inputs.shape[1:])) - 1).to(inputs.dtype)
-    made = signs * (_LENGTH * clip_norm / math.sqrt(signs[0].numel()))
-    under = torch.from_numpy(rng.choice(np.asarray(labels), len(own))).to(targets.dtype)
-    places = torch.from_numpy(rng.permutation(len(records))[: len(own)])
-    coin = torch.from_numpy(choices).to(inputs.dtype).view(-1, *[1] * (inputs.ndim - 1))
-    inputs[places], targets[places] = coin * made, under
-    return RecordCanaries(coins=own, records=TensorRecords(inputs=inputs, targets=targets), inputs=made, labels=under)
+    return {name: among(clients[name], own) for name, own in dealt.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ of the joint fit, start and end included.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -239,22 +239,16 @@ def _fit(part: _Part, start: Floats) -> list[Floats]:
     """Return the iterates of the fit, from the start to the optimum."""
     shape, path = start.shape, [start]
 
-    def flat(function: Callable[..., Floats]) -> Callable[..., Floats]:
-        return lambda *vectors: function(*(vector.reshape(shape) for vector in vectors)).ravel()
-
-    def remember(vector: Floats) -> None:
-        path.append(vector.reshape(shape).copy())
-
     scale = _gradient_scale(part, start)
     if scale == 0:
         return path
     result: Any = minimize(
         lambda vector: part.loss(vector.reshape(shape)),
         start.ravel(),
-        jac=flat(part.gradient),
-        hessp=flat(part.curvature),
+        jac=lambda vector: part.gradient(vector.reshape(shape)).ravel(),
+        hessp=lambda vector, way: part.curvature(vector.reshape(shape), way.reshape(shape)).ravel(),
         method="trust-ncg",
-        callback=remember,
+        callback=lambda vector: path.append(vector.reshape(shape).copy()),
         options={"gtol": _TOLERANCE * scale, "maxiter": 1000},
     )
     last = np.asarray(result.x).reshape(shape)

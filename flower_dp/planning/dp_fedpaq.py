@@ -9,7 +9,7 @@ The bound is Theorem 1 (eq. 19) with eq. 12, on the expected squared distance to
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -65,11 +65,9 @@ class Problem(planner.Problem):
             checks.integer("num_local_steps", self.num_local_steps, at_least=1, at_most=self._most_local_steps())
         least, most = self._least_local_steps(), self.num_local_steps or self._most_local_steps()
         if least > most:
-            raise BadValue(
-                "delta",
-                f"delta={self.delta!r}: the noise formula needs delta <= E b / n_i, the part of a client's records that a round"
-                f" draws; that is num_local_steps >= {least}, and the problem allows {most}",
-            )
+            needs = "the noise formula needs delta <= E b / n_i, the part of a client's records that a round draws"
+            allows = f"that is num_local_steps >= {least}, and the problem allows {most}"
+            raise BadValue("delta", f"delta={self.delta!r}: {needs}; {allows}")
         with np.errstate(all="ignore"):
             cube = np.float64(self.strong_convexity) ** 3
             finite("strong_convexity", float(self.smoothness / cube), "smoothness / strong_convexity^3")
@@ -152,9 +150,8 @@ class Problem(planner.Problem):
         """The mean over clients of ln(1.25 E b / (n_i delta)) / (n_i epsilon_i)^2."""
         records = np.asarray(self.num_records, dtype=np.float64)
         weights = (records * self.epsilon) ** -2.0
-        return np.asarray(
-            np.log(1.25 * steps * self.batch_size / self.delta) * np.mean(weights) - np.mean(weights * np.log(records))
-        )
+        logs = np.log(1.25 * steps * self.batch_size / self.delta)
+        return np.asarray(logs * np.mean(weights) - np.mean(weights * np.log(records)))
 
     def _most_local_steps(self) -> int:
         return min(self.num_iterations, min(self.num_records) // self.batch_size)
@@ -168,6 +165,7 @@ class Problem(planner.Problem):
 class Candidate(planner.Candidate):
     """A feasible point of whole numbers that was compared."""
 
+    LETTERS: ClassVar[Mapping[str, str]] = {"num_local_steps": "E", "cohort_size": "M", "quantization_levels": "s"}
     num_local_steps: int
     cohort_size: int
     quantization_levels: int
@@ -178,15 +176,9 @@ class Candidate(planner.Candidate):
     scaled_bound: float
     """Theorem 1 with the noise term over mu^2; see `Problem.scaled_bound`."""
 
-    @property
-    def place(self) -> str:
-        """The point in the paper's letters."""
-        return f"E={self.num_local_steps}, M={self.cohort_size}, s={self.quantization_levels}"
-
     def shown(self) -> str:
         """Return the point and its bound for a reader."""
-        point = f"E={self.num_local_steps} M={self.cohort_size} s={self.quantization_levels} K={self.num_rounds}"
-        return f"{point}  bound {self.bound:.6g}  bits {self.bits_used:.6g}"
+        return f"{self.at(' ')} K={self.num_rounds}  bound {self.bound:.6g}  bits {self.bits_used:.6g}"
 
 
 def _run(problem: Problem, point: Candidate) -> dict[str, Any]:
@@ -209,19 +201,10 @@ def _run(problem: Problem, point: Candidate) -> dict[str, Any]:
         sensitivity="per-step",
         decay_iterations=4.0 * e,
     )
-    own = {
-        "epsilon": epsilon,
-        "delta": delta,
-        "calibration": "paper",
-        "clip-norm": steps.clip_norm,
-        "num-local-steps": e,
-        "sensitivity": steps.sensitivity,
-        "update-clip-norm": 0.0,
-        "smoothness": 0.0,
-        "decay-iterations": steps.decay_iterations,
-        "quantization-levels": s,
-        "num-replies": 0,
-    }
+    fields = ("clip_norm", "num_local_steps", "sensitivity", "update_clip_norm", "smoothness", "decay_iterations")
+    own: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "calibration": "paper"}
+    own |= {name.replace("_", "-"): getattr(steps, name) or 0.0 for name in fields}
+    own |= {"quantization-levels": s, "num-replies": 0}
     settings = {
         "method": problem.METHOD,
         "num-clients": clients,
@@ -240,9 +223,8 @@ def _run(problem: Problem, point: Candidate) -> dict[str, Any]:
         sent = messages * compression.qsgd(rng.standard_normal(problem.dimension), s, rng).num_bytes
     sizes = sorted(set(problem.num_records))
     for size in sizes if len(sizes) <= _MOST_SIZES else ():
-        terms = update_terms(
-            steps=steps, epsilon=epsilon, delta=delta, num_replies=replies, num_records=size, calibration="paper"
-        )
+        budget: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "num_replies": replies, "calibration": "paper"}
+        terms = update_terms(steps=steps, num_records=size, **budget)
         event = accounting.repeated(terms.event, replies)
         costs.append(accounting.epsilon(event, delta=delta, relation=terms.release.relation).epsilon)
     return {
@@ -309,7 +291,6 @@ def plan(values: Mapping[str, object]) -> Plan:
         details={
             "smallest_bits_budget": smallest,
             "bound_parts": best and problem.parts(best.num_local_steps, best.cohort_size, best.quantization_levels),
-            "candidates": [asdict(candidate) for candidate in candidates],
         },
         candidates=candidates,
         reasons=(),
@@ -390,72 +371,51 @@ def _best(problem: Problem, name: str, bound: Bound) -> Candidate | None:
 
 
 def _reasons(problem: Problem, best: Candidate, *others: Candidate) -> list[str]:
-    reasons = [f"{best.place} has the least bound, {best.bound:.4g}"]
-    reasons += [
-        f"{other.name}: {other.place} with {other.bound:.4g}, {share_above(other.bound, best.bound)}"
-        for other in others[1:]
-        if other.place != best.place and best.bound > 0
-    ]
+    reasons = [f"{best.at()} has the least bound, {best.bound:.4g}"]
+    worse = [other for other in others[1:] if other.at() != best.at() and best.bound > 0]
+    reasons += [f"{one.name}: {one.at()} with {one.bound:.4g}, {share_above(one.bound, best.bound)}" for one in worse]
     parts = problem.parts(best.num_local_steps, best.cohort_size, best.quantization_levels)
     reasons.append(in_parts(parts, best.bound))
     run = best.num_rounds * best.num_local_steps
     if run < problem.num_iterations:
-        reasons.append(
-            f"{best.num_rounds} rounds of {best.num_local_steps} steps are {run} iterations;"
-            f" the bound counts {problem.num_iterations}"
-        )
+        rounds = f"{best.num_rounds} rounds of {best.num_local_steps} steps"
+        reasons.append(f"{rounds} are {run} iterations; the bound counts {problem.num_iterations}")
     if problem.strong_convexity != 1:
-        scaled = others[0]
-        reasons.append(
-            f"the noise term of Theorem 1 lacks a factor 1/mu^2; with it the bound is {best.scaled_bound:.4g} here,"
-            f" and least at {scaled.place} with {scaled.scaled_bound:.4g}"
-        )
+        least = f"least at {others[0].at()} with {others[0].scaled_bound:.4g}"
+        lacks = "the noise term of Theorem 1 lacks a factor 1/mu^2"
+        reasons.append(f"{lacks}; with it the bound is {best.scaled_bound:.4g} here, and {least}")
     q = float(problem.variance(best.quantization_levels))
     if q > 1:
         reasons.append(f"QSGD has q = {q:.4g} at s={best.quantization_levels}; Assumption 4 is stated for q in [0, 1]")
     rate = best.num_local_steps * problem.batch_size / max(problem.num_records)
     ratio = float(np.max(problem.epsilon)) / (2 * rate)
     if ratio > 1:
-        reasons.append(
-            f"the paper's noise takes the classical Gaussian formula at epsilon / (2 gamma) = {ratio:.4g} > 1,"
-            " where it is not proved"
-        )
+        formula = f"the classical Gaussian formula at epsilon / (2 gamma) = {ratio:.4g} > 1"
+        reasons.append(f"the paper's noise takes {formula}, where it is not proved")
     if best.num_rounds > 1:
-        reasons.append(
-            f"epsilon and delta are those of one round; a client takes part in up to {best.num_rounds},"
-            " and the paper does not compose them"
-        )
+        several = f"a client takes part in up to {best.num_rounds}, and the paper does not compose them"
+        reasons.append(f"epsilon and delta are those of one round; {several}")
     if best.bound >= problem.initial_distance:
-        reasons.append(
-            f"the bound is not below initial_distance={problem.initial_distance:g}, the distance before training:"
-            " it ranks the points, it does not promise that training helps"
-        )
+        reasons.append(planner.no_promise("initial_distance", problem.initial_distance))
     return reasons
 
 
 def _panels(problem: Problem, best: Candidate) -> tuple[Panel, ...]:
     """Return the bound over E, over s at the best E, and over M there, the rest chosen as well as the budget allows."""
     e, s, m, free = best.num_local_steps, best.quantization_levels, best.cohort_size, replace(problem, num_local_steps=None)
-    steps, levels = free.local_steps(), problem.max_quantization_levels
-    last_steps = max(min(steps[-1], max(4 * e, 20)), e)
+    steps = free.local_steps()
+    last_steps, last_levels = planner.last_shown(e, steps[-1]), planner.last_shown(s, problem.max_quantization_levels)
 
-    def panel(title: str, variable: str, places: tuple[int, int, int], at: Callable[[int], tuple[Problem, int]]) -> Panel:
-        first, optimum, last = places
-        curve = {"Theorem 1": lambda values: np.asarray([_least(*at(int(value))) for value in values])}
-        return Panel(title=title, variable=variable, first=first, last=last, curves=curve, optimum=(optimum, best.bound))
+    def curve(at: Callable[[int], tuple[Problem, int]]) -> Mapping[str, Callable[[Floats], Floats]]:
+        return {"Theorem 1": lambda values: np.asarray([_least(*at(int(value))) for value in values])}
 
-    def at_levels(one: int) -> tuple[Problem, int]:
-        return replace(problem, quantization_levels=one), e
-
+    by_steps = curve(lambda one: (free, one))
+    by_levels = curve(lambda one: (replace(problem, quantization_levels=one), e))
+    by_cohort = curve(lambda one: (replace(problem, cohort_size=one), e))
     return (
-        panel("DP-FedPAQ, best M and s", "local steps E", (steps[0], e, last_steps), lambda one: (free, one)),
-        panel(f"at E = {e}, best M", "quantization levels s", (1, s, min(levels, max(4 * s, 20))), at_levels),
-        panel(
-            f"at E = {e}, best s",
-            "cohort size M",
-            (1, m, problem.num_clients),
-            lambda one: (replace(problem, cohort_size=one), e),
-        ),
+        Panel("DP-FedPAQ, best M and s", "local steps E", by_steps, last_steps, (e, best.bound), steps[0]),
+        Panel(f"at E = {e}, best M", "quantization levels s", by_levels, last_levels, (s, best.bound)),
+        Panel(f"at E = {e}, best s", "cohort size M", by_cohort, problem.num_clients, (m, best.bound)),
     )
 
 

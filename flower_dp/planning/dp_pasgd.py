@@ -9,7 +9,7 @@ The bound is Theorem 1 with Section 7, on the expected gap E[L(theta*) - L*] of 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -172,6 +172,7 @@ class Problem(planner.Problem):
 class Candidate(planner.Candidate):
     """A point of whole numbers, or the paper's relaxed point, that was compared; `feasible` tells whether it can be run."""
 
+    LETTERS: ClassVar[Mapping[str, str]] = {"num_steps": "K", "steps_per_round": "tau"}
     num_steps: float
     steps_per_round: float
     bound: float
@@ -183,17 +184,11 @@ class Candidate(planner.Candidate):
 
     def shown(self) -> str:
         """Return the point and its bound for a reader."""
-        point = f"K={self.num_steps:.6g} tau={self.steps_per_round:.6g} bound {self.bound:.6g} cost {self.cost:.6g}"
+        point = f"{self.at(' ')} bound {self.bound:.6g} cost {self.cost:.6g}"
         return point if self.feasible else f"{point}  (infeasible)"
 
 
-class Plan(planner.Plan[Problem, Candidate]):
-    """The answer of DP-PASGD's planner."""
-
-    __slots__ = ()
-
-
-def plan(values: Mapping[str, object]) -> Plan:
+def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Candidate]:
     """Return the best point for a problem (a mapping with the fields of `Problem` as keys).
 
     The point has the least Theorem 1 bound of all whole numbers of rounds and tau whose cost is at most max_cost and for
@@ -212,12 +207,12 @@ def plan(values: Mapping[str, object]) -> Plan:
     size = min(noise, key=lambda one: noise[one] * one)
     tight = tight_epsilon(noise_std=noise[size], batch_size=size, **costs)
     paper = max(paper_epsilon(noise_std=std, batch_size=size, **costs) for size, std in noise.items())
-    each = [noise[size] for size in problem.batch_size]
+    each, stds = [noise[size] for size in problem.batch_size], f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
     several = isinstance(values["batch_size"], list | tuple | np.ndarray)
     candidates = _candidates(problem, (rounds, tau))
     best = candidates[0]
     with_delta = f"exact composition, delta {delta_in_words(problem.delta)}"
-    return Plan(
+    return planner.Plan(
         problem=problem,
         head=f"{problem.METHOD}, {problem.num_clients} clients",
         best=best,
@@ -225,18 +220,13 @@ def plan(values: Mapping[str, object]) -> Plan:
             Row("num_steps", rounds * tau),
             Row("steps_per_round", tau),
             Row("num_rounds", rounds),
-            Row(
-                "noise_std",
-                each if several else each[0],
-                "on every coordinate of a mini-batch gradient",
-                f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}",
-            ),
+            Row("noise_std", each if several else each[0], "on every coordinate of a mini-batch gradient", stds),
             Row("bound", best.bound, "expected gap of the loss"),
             Row("cost", best.cost, f"of {problem.max_cost:.6g}"),
             Row("epsilon", paper, "the paper's formula", digits_in_words(paper, 6)),
             Row("epsilon_tight", tight, with_delta, digits_in_words(tight, 6)),
         ),
-        details={"bound_parts": problem.parts(rounds * tau, tau), "candidates": [asdict(candidate) for candidate in candidates]},
+        details={"bound_parts": problem.parts(rounds * tau, tau)},
         candidates=candidates,
         reasons=tuple(_reasons(problem, candidates)),
         panels=_panels(problem, rounds, tau, best.bound),
@@ -270,11 +260,8 @@ def _best(problem: Problem, bound: Bound) -> Place:
     least = float(bound(best[0] * best[1], best[1]))
     last = problem.last_step(least)
     if last > MOST_STEPS:
-        raise ProblemError(
-            "max_cost",
-            f"max_cost={problem.max_cost!r}: allows {last:.3g} steps, and neither costs nor noise rule them out;"
-            f" at most {MOST_STEPS:.0e} can be searched",
-        )
+        allows = f"allows {last:.3g} steps, and neither costs nor noise rule them out; at most {MOST_STEPS:.0e} can be searched"
+        raise ProblemError("max_cost", f"max_cost={problem.max_cost!r}: {allows}")
     for first in range(1, last + 1, _CHUNK):
         steps = np.arange(first, min(first + _CHUNK, last + 1), dtype=np.float64)
         tau = problem.least_steps_per_round(steps)
@@ -360,35 +347,24 @@ def _reasons(problem: Problem, candidates: tuple[Candidate, ...]) -> list[str]:
     best, alone, corrected = candidates[:3]
     reasons = []
     if best.steps_per_round == 1:
-        reasons.append(
-            "tau = 1, which is DP-SGD: the costs allow a round for each of these steps, and every larger tau raises the bound"
-        )
+        costs = "the costs allow a round for each of these steps, and every larger tau raises the bound"
+        reasons.append(f"tau = 1, which is DP-SGD: {costs}")
     else:
-        reasons.append(
-            f"{_at(best)} has the least bound, {best.bound:.4g}; with tau = 1 the costs allow no better than"
-            f" {_at(alone)} with {alone.bound:.4g}"
-        )
+        other = f"with tau = 1 the costs allow no better than {alone.at()} with {alone.bound:.4g}"
+        reasons.append(f"{best.at()} has the least bound, {best.bound:.4g}; {other}")
     reasons.append(in_parts(problem.parts(int(best.num_steps), int(best.steps_per_round)), best.bound))
-    reasons.append(
-        "in Theorem 1 the term of the initial gap falls like (1 - eta lambda)^K / K, which its proof does not give;"
-        f" the proved bound, B + (1 - eta lambda) alpha / (eta lambda K), is {best.mean_bound:.4g} here"
-        f" and least at {_at(corrected)} with {corrected.mean_bound:.4g}"
-    )
+    falls = "in Theorem 1 the term of the initial gap falls like (1 - eta lambda)^K / K, which its proof does not give"
+    proved = f"the proved bound, B + (1 - eta lambda) alpha / (eta lambda K), is {best.mean_bound:.4g} here"
+    reasons.append(f"{falls}; {proved} and least at {corrected.at()} with {corrected.mean_bound:.4g}")
     if best.mean_bound >= problem.initial_gap:
-        reasons.append(
-            f"the proved bound is not below initial_gap={problem.initial_gap:g}, the gap before training:"
-            " the bound ranks the points, it does not promise that training helps"
-        )
+        words = {"bound": "the proved bound", "ranks": "the bound ranks the points"}
+        reasons.append(planner.no_promise("initial_gap", problem.initial_gap, **words))
     relaxed = candidates[-1]
     if relaxed.name != corrected.name and not relaxed.feasible:
-        reasons.append(
-            f"the paper rounds K={relaxed.num_steps:.6g}, tau={relaxed.steps_per_round:.6g} to the nearest whole numbers,"
-            " which may cost too much, and tau may not divide K; here whole numbers were compared"
-        )
-    reasons.append(
-        "eq. 23 as printed has a wrong sign and far too little noise; noise_std solves eq. 9"
-        + _needed(problem.epsilon, problem.delta)
-    )
+        why = "which may cost too much, and tau may not divide K; here whole numbers were compared"
+        reasons.append(f"the paper rounds {relaxed.at()} to the nearest whole numbers, {why}")
+    wrong = "eq. 23 as printed has a wrong sign and far too little noise; noise_std solves eq. 9"
+    reasons.append(wrong + _needed(problem.epsilon, problem.delta))
     if len(set(problem.batch_size)) > 1:
         reasons.append("every device has the noise of its own batch size; the bound takes the mean of their variances")
     return reasons
@@ -401,16 +377,8 @@ def _needed(epsilon: float, delta: float) -> str:
         needed = accounting.calibrate(dp.GaussianDpEvent, epsilon=epsilon, delta=delta, relation="replace-one")
     except ValueError:  # out of the accountant's reach
         return ""
-    planned = math.sqrt(2 / zcdp_budget(epsilon=epsilon, delta=delta))
-    return (
-        f"; exact composition needs {100 * (1 - needed / planned):.0f} % less noise for the same epsilon"
-        if needed < planned
-        else ""
-    )
-
-
-def _at(point: Candidate) -> str:
-    return f"K={point.num_steps:.6g}, tau={point.steps_per_round:.6g}"
+    less = 1 - needed / math.sqrt(2 / zcdp_budget(epsilon=epsilon, delta=delta))
+    return f"; exact composition needs {100 * less:.0f} % less noise for the same epsilon" if less > 0 else ""
 
 
 def _panels(problem: Problem, rounds: int, tau: int, bound: float) -> tuple[Panel, Panel]:
@@ -418,21 +386,17 @@ def _panels(problem: Problem, rounds: int, tau: int, bound: float) -> tuple[Pane
     reach, steps = problem.most_steps_per_round(), rounds * tau
     if problem.cost_per_step > 0:
         reach = min(reach, int((problem.max_cost - problem.cost_per_aggregation) / problem.cost_per_step))
+    last_tau, last_steps = planner.last_shown(tau, reach), planner.last_shown(steps, problem.last_step(math.inf))
+
+    def by_tau(taus: Floats) -> Floats:
+        return np.asarray([_least(problem, int(one), rounds) for one in taus])
+
+    def by_steps(numbers: Floats) -> Floats:
+        return problem.bound(numbers, _relaxed_steps_per_round(problem, numbers))
+
     return (
-        Panel(
-            title="DP-PASGD, best number of rounds",
-            variable="steps per round tau",
-            last=max(min(reach, max(4 * tau, 20)), tau),
-            curves={"feasible": lambda taus: np.asarray([_least(problem, int(one), rounds) for one in taus])},
-            optimum=(tau, bound),
-        ),
-        Panel(
-            title="DP-PASGD, least tau that the costs allow",
-            variable="steps K",
-            last=max(min(problem.last_step(float("inf")), max(4 * steps, 20)), steps),
-            curves={"relaxed": lambda steps: problem.bound(steps, _relaxed_steps_per_round(problem, steps))},
-            optimum=(steps, bound),
-        ),
+        Panel("DP-PASGD, best number of rounds", "steps per round tau", {"feasible": by_tau}, last_tau, (tau, bound)),
+        Panel("DP-PASGD, least tau that the costs allow", "steps K", {"relaxed": by_steps}, last_steps, (steps, bound)),
     )
 
 

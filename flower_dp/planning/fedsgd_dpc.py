@@ -10,7 +10,7 @@ Sections V-B (Laplace) and VI-B (Gaussian), are on the expected squared distance
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -19,20 +19,7 @@ import numpy as np
 from flower_dp.core import checks
 from flower_dp.core.checks import BadValue
 from flower_dp.planning import planner
-from flower_dp.planning.planner import (
-    Data,
-    Floats,
-    Inputs,
-    Panel,
-    ProblemError,
-    Row,
-    finite,
-    in_parts,
-    real,
-    share_above,
-    whole,
-    word,
-)
+from flower_dp.planning.planner import Floats, Panel, ProblemError, Row, finite, in_parts, real, share_above, whole
 
 # Beyond this many rounds a float64 no longer counts exactly, and no one trains that long.
 LONGEST = 10**15
@@ -90,7 +77,7 @@ class Problem(planner.Problem):
 
     METHOD: ClassVar[str] = "fedsgd-dpc"
 
-    mechanism: str = word("laplace", "gaussian")
+    mechanism: str = planner.word("laplace", "gaussian")
     # The bound divides by N - 1.
     num_clients: int = whole(at_least=2)  # N
     num_records: tuple[int, ...] = whole(at_most=10**12, each=True)  # d_i
@@ -202,6 +189,7 @@ def num_replies(num_clients: int, cohort_size: int, num_rounds: int) -> int:
 class Candidate(planner.Candidate):
     """A point of whole numbers that was compared, and the continuous point that it rounds, if any."""
 
+    LETTERS: ClassVar[Mapping[str, str]] = {"cohort_size": "b", "num_rounds": "T"}
     cohort_size: int
     num_rounds: int
     bound: float
@@ -211,20 +199,14 @@ class Candidate(planner.Candidate):
 
     def shown(self) -> str:
         """Return the point and its bound for a reader."""
-        point = f"b={self.cohort_size} T={self.num_rounds} bound {self.bound:.6g}"
+        point = f"{self.at(' ')} bound {self.bound:.6g}"
         if self.continuous_bound is None:
             return point
         where = f"b={self.continuous_cohort_size:.6g} T={self.continuous_num_rounds:.6g}"
         return f"{point}  (continuous: {where} bound {self.continuous_bound:.6g})"
 
 
-class Plan(planner.Plan[Problem, Candidate]):
-    """The answer of FedSGD-DPC's planner."""
-
-    __slots__ = ()
-
-
-def plan(values: Mapping[str, object]) -> Plan:
+def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Candidate]:
     """Return the best number of rounds and cohort size for a problem (its keys are the fields of `Problem`).
 
     Laplace: where both are free, the continuous candidates are b = 1 and b = N with their T*, T = 0, and T = max_rounds
@@ -251,7 +233,7 @@ def plan(values: Mapping[str, object]) -> Plan:
     for candidate in candidates:
         finite("epsilon", candidate.bound, "the bound")
     replies = num_replies(problem.num_clients, best.cohort_size, best.num_rounds)
-    return Plan(
+    return planner.Plan(
         problem=problem,
         head=f"{problem.METHOD}, {problem.mechanism} mechanism, {problem.num_clients} clients",
         best=best,
@@ -265,7 +247,6 @@ def plan(values: Mapping[str, object]) -> Plan:
             "mechanism": problem.mechanism,
             "continuous_optimum": _continuous_optimum(candidates),
             "bound_parts": problem.parts(best.num_rounds, best.cohort_size),
-            "candidates": [asdict(candidate) for candidate in candidates],
         },
         candidates=tuple(candidates),
         reasons=tuple(_reasons(problem, bound, best, candidates)),
@@ -273,7 +254,7 @@ def plan(values: Mapping[str, object]) -> Plan:
     )
 
 
-def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
+def from_data(data: planner.Data, given: Mapping[str, object]) -> planner.Inputs:
     """Return the keys that the clients' data determine, for the Laplace mechanism unless `given` names the Gaussian."""
     gaussian = given.get("mechanism") == "gaussian"
     values = data.constants.fedsgd_dpc(mechanism="gaussian" if gaussian else "laplace", optima="joint")
@@ -283,7 +264,7 @@ def from_data(data: Data, given: Mapping[str, object]) -> Inputs:
     notes = ["heterogeneity and initial_distance are as the bound defines them, from the joint optimum"]
     if "clip_norm" not in given:
         notes.append(planner.PILOTS_CLIP_NORM)
-    return Inputs(values=values, notes=tuple(notes))
+    return planner.Inputs(values=values, notes=tuple(notes))
 
 
 def _continuous_optimum(candidates: list[Candidate]) -> dict[str, float | None] | None:
@@ -359,13 +340,11 @@ def _cohorts_at(bound: Bound, num_rounds: int, num_clients: int, name: str) -> l
 
 def _reasons(problem: Problem, bound: Bound, best: Candidate, candidates: list[Candidate]) -> list[str]:
     reasons = []
-    others = [other for other in candidates if (other.cohort_size, other.num_rounds) != (best.cohort_size, best.num_rounds)]
-    if others:
+    if others := [other for other in candidates if other.at() != best.at()]:
         second = min(others, key=lambda candidate: candidate.bound)
-        reasons.append(
-            f"{_point(best)} has the least bound, {best.bound:.4g}; next comes {_point(second)} with {second.bound:.4g}"
-            + (f", {share_above(second.bound, best.bound)}" if best.bound > 0 else "")
-        )
+        more = f", {share_above(second.bound, best.bound)}" if best.bound > 0 else ""
+        least = f"{best.at()} has the least bound, {best.bound:.4g}"
+        reasons.append(f"{least}; next comes {second.at()} with {second.bound:.4g}{more}")
     if best.name == _ANYWHERE:
         reasons.append("T* at b = 1 and b = N is so far from a whole number that another cohort size does better")
     if problem.mechanism == "gaussian" and problem.num_rounds is None:
@@ -383,10 +362,8 @@ def _reasons(problem: Problem, bound: Bound, best: Candidate, candidates: list[C
     if replies != expected:
         reasons.append(f"the bound takes {expected:.6g} replies of a client; the noise must be calibrated to the most, {replies}")
     if best.bound >= problem.initial_distance:
-        reasons.append(
-            f"the bound is not below initial_distance={problem.initial_distance:g}, the distance before training:"
-            " it ranks the candidates, it does not promise that training helps"
-        )
+        ranks = "it ranks the candidates"
+        reasons.append(planner.no_promise("initial_distance", problem.initial_distance, ranks=ranks))
     if len(set(problem.num_records)) > 1:
         reasons.append("the paper's analysis assumes that all clients have equally many records; here they have not")
     unused = [key for key in _GAUSSIAN if getattr(problem, key) is not None]
@@ -395,28 +372,14 @@ def _reasons(problem: Problem, bound: Bound, best: Candidate, candidates: list[C
     return reasons
 
 
-def _point(candidate: Candidate) -> str:
-    return f"b={candidate.cohort_size}, T={candidate.num_rounds}"
-
-
 def _panels(problem: Problem, bound: Bound, best: Candidate, candidates: list[Candidate]) -> tuple[Panel, ...]:
     """Return the bound over the rounds, and over the cohort size at the best number of rounds."""
     rounds = max(point.num_rounds for point in candidates)
-    by_rounds = Panel(
-        title=f"FedSGD-DPC, {problem.mechanism}",
-        variable="rounds T",
-        first=0,
-        last=min(max(2 * rounds, 10), problem.max_rounds or LONGEST),
-        curves={f"b = {b}": partial(bound.value, cohort_size=b) for b in sorted({1, problem.num_clients, best.cohort_size})},
-        optimum=(best.num_rounds, best.bound),
-    )
-    if best.num_rounds == 0:
-        return (by_rounds,)
-    by_cohort = Panel(
-        title=f"at T = {best.num_rounds}",
-        variable="cohort size b",
-        last=problem.num_clients,
-        curves={f"T = {best.num_rounds}": partial(bound.value, best.num_rounds)},
-        optimum=(best.cohort_size, best.bound),
-    )
-    return by_rounds, by_cohort
+    last = min(max(2 * rounds, 10), problem.max_rounds or LONGEST)
+    by_rounds = {f"b = {b}": partial(bound.value, cohort_size=b) for b in sorted({1, problem.num_clients, best.cohort_size})}
+    panels = [Panel(f"FedSGD-DPC, {problem.mechanism}", "rounds T", by_rounds, last, (best.num_rounds, best.bound), first=0)]
+    if best.num_rounds:
+        at = f"T = {best.num_rounds}"
+        curve, optimum = {at: partial(bound.value, best.num_rounds)}, (best.cohort_size, best.bound)
+        panels.append(Panel(f"at {at}", "cohort size b", curve, problem.num_clients, optimum))
+    return tuple(panels)

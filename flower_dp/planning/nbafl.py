@@ -20,14 +20,7 @@ import numpy as np
 from flower_dp.core import checks
 from flower_dp.planning import planner
 from flower_dp.planning.planner import Data, Floats, Inputs, Panel, ProblemError, Row, finite, keys_of, real, whole
-from flower_dp.privacy.nbafl import (
-    downlink_noise_std,
-    gaussian_c,
-    log_argument,
-    rounds_without_downlink_noise,
-    sampled_log,
-    uplink_noise_std,
-)
+from flower_dp.privacy import nbafl as paper
 
 _OF_THE_UPLINK = ("uplink_exposures", "epsilon", "delta", "clip_norm", "min_records")
 
@@ -104,7 +97,7 @@ class Bounds(Problem):
         alpha_0 = 2 * rho * k / n + rho
         alpha_1 = 1 + 2 * rho * b / mu + 2 * rho * b * np.sqrt(k) / (mu * n)
         with np.errstate(all="ignore"):
-            noise = self._noise() / (-k * sampled_log(n, k, t, self.epsilon))
+            noise = self._noise() / (-k * paper.sampled_log(n, k, t, self.epsilon))
             price = noise * alpha_1 * self.lipschitz * math.sqrt(2 / math.pi) + noise**2 * alpha_0
             bound = q**t * self.initial_gap + (1 - q**t) / (1 - q) * price
         return np.asarray(np.where((q > 0) & (q < 1), bound, np.nan))
@@ -130,7 +123,7 @@ class Bounds(Problem):
 
     def _noise(self) -> float:
         """Return c C / m."""
-        return gaussian_c(self.delta) * self.clip_norm / self.min_records
+        return paper.gaussian_c(self.delta) * self.clip_norm / self.min_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,13 +148,7 @@ class Point(planner.Candidate):
         return f"K={self.cohort_size}{until} T={self.num_rounds}  {value}"
 
 
-class Plan(planner.Plan[Problem, Point]):
-    """The answer of NbAFL's planner."""
-
-    __slots__ = ()
-
-
-def plan(values: Mapping[str, object]) -> Plan:
+def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Point]:
     """Return a problem's noise, and the optima of the bounds if the problem gives their constants.
 
     best_num_rounds is the least T of least Theorem 2 bound in 1..max_rounds with all clients taking part;
@@ -174,8 +161,8 @@ def plan(values: Mapping[str, object]) -> Plan:
     """
     problem = (Problem if set(values) <= set(keys_of(Problem)) else Bounds).from_mapping(values)
     noise = {key: getattr(problem, key) for key in keys_of(Problem)}
-    downlink = downlink_noise_std(**noise)
-    uplink = uplink_noise_std(**{key: noise[key] for key in _OF_THE_UPLINK})
+    downlink = paper.downlink_noise_std(**noise)
+    uplink = paper.uplink_noise_std(**{key: noise[key] for key in _OF_THE_UPLINK})
     bounds = problem if isinstance(problem, Bounds) else None
     try:
         candidates = _candidates(bounds) if bounds is not None else ()
@@ -192,9 +179,7 @@ def plan(values: Mapping[str, object]) -> Plan:
         places = {"best_num_rounds": (by_rounds, by_rounds.num_rounds), "best_cohort_size": (by_cohort, by_cohort.cohort_size)}
         for name, (point, place) in places.items():
             found = point.bound is not None
-            rows.append(
-                Row(name, place if found else None, f"bound {point.bound:.6g}" if found else "", "" if found else "infeasible")
-            )
+            rows.append(Row(name, place, f"bound {point.bound:.6g}") if found else Row(name, None, text="infeasible"))
         details = {
             "best_num_rounds_bound": by_rounds.bound,
             "best_cohort_size_bound": by_cohort.bound,
@@ -203,7 +188,7 @@ def plan(values: Mapping[str, object]) -> Plan:
         }
         if not by_rounds.feasible and not by_cohort.feasible:
             infeasible = f"nothing is feasible: num_rounds: {by_rounds.reason}; cohort_size: {by_cohort.reason}"
-    return Plan(
+    return planner.Plan(
         problem=problem,
         head=f"{problem.METHOD}, {problem.cohort_size} of {problem.num_clients} clients, {problem.num_rounds} rounds",
         rows=tuple(rows),
@@ -282,43 +267,33 @@ def _runs(bounds: Bounds, by_cohort: Floats) -> list[Point]:
 
 def _panels(bounds: Bounds, best_t: Point, best_k: Point) -> tuple[Panel, Panel]:
     """Return Theorem 2 over the rounds, and Theorem 3 over the cohort size."""
+    n, most, t = bounds.num_clients, bounds.max_rounds, best_t.num_rounds
+    last = most if best_t.bound is None else planner.last_shown(t, most, 10)
+    by_rounds = None if best_t.bound is None else (t, best_t.bound)
+    by_cohort = None if best_k.bound is None else (best_k.cohort_size, best_k.bound)
+    of_cohorts = f"NbAFL, K of {n} clients, T = {bounds.num_rounds}"
     return (
-        Panel(
-            title="NbAFL, all clients",
-            variable="rounds T",
-            last=bounds.max_rounds if best_t.bound is None else min(bounds.max_rounds, max(4 * best_t.num_rounds, 10)),
-            curves={"Theorem 2": bounds.all_clients},
-            optimum=None if best_t.bound is None else (best_t.num_rounds, best_t.bound),
-        ),
-        Panel(
-            title=f"NbAFL, K of {bounds.num_clients} clients, T = {bounds.num_rounds}",
-            variable="cohort size K",
-            last=bounds.num_clients,
-            curves={"Theorem 3": bounds.sampled_clients},
-            optimum=None if best_k.bound is None else (best_k.cohort_size, best_k.bound),
-        ),
+        Panel("NbAFL, all clients", "rounds T", {"Theorem 2": bounds.all_clients}, last, by_rounds),
+        Panel(of_cohorts, "cohort size K", {"Theorem 3": bounds.sampled_clients}, n, by_cohort),
     )
 
 
 def _reasons_for_noise(problem: Problem) -> list[str]:
     n, k, t, exposures = problem.num_clients, problem.cohort_size, problem.num_rounds, problem.uplink_exposures
-    quiet = rounds_without_downlink_noise(n, k, exposures, problem.epsilon)
+    quiet = paper.rounds_without_downlink_noise(n, k, exposures, problem.epsilon)
     what = "L sqrt(N)" if k == n else "epsilon/gamma"
     more = "more than" if t > quiet else "not more than"
     needed = "the server adds downlink noise" if t > quiet else "the uplink noise covers the broadcasts and the server adds none"
     reasons = [f"T={t} is {more} {what} = {quiet:.4g}: {needed}"]
     argument = _log_argument(problem, k)
     if argument <= 0 and k < n:
-        reasons.append(
-            f"the log argument of b and of Theorem 3 is {argument:.4g} <= 0: by the paper, sampling alone gives this"
-            " epsilon, with no noise at all; that holds in one direction of the privacy loss only, so do not rely on"
-            " downlink_noise_std = 0"
-        )
-    if problem.epsilon / exposures >= 1:
-        reasons.append(
-            f"epsilon/uplink_exposures = {problem.epsilon / exposures:.4g} >= 1: the classical Gaussian formula is not"
-            " proved there, so this is the paper's noise and not a proof of the paper's privacy"
-        )
+        alone = "by the paper, sampling alone gives this epsilon, with no noise at all"
+        only = "that holds in one direction of the privacy loss only, so do not rely on downlink_noise_std = 0"
+        reasons.append(f"the log argument of b and of Theorem 3 is {argument:.4g} <= 0: {alone}; {only}")
+    if (ratio := problem.epsilon / exposures) >= 1:
+        why = "the classical Gaussian formula is not proved there"
+        proof = "so this is the paper's noise and not a proof of the paper's privacy"
+        reasons.append(f"epsilon/uplink_exposures = {ratio:.4g} >= 1: {why}, {proof}")
     return reasons
 
 
@@ -327,30 +302,24 @@ def _reasons_for_optima(bounds: Bounds, candidates: tuple[Point, ...]) -> list[s
     n, k, t, reasons = bounds.num_clients, bounds.cohort_size, bounds.num_rounds, []
     if best_t.bound is not None and given_t.bound is not None:
         limit = " = max_rounds, the bound still falls there" if best_t.num_rounds == bounds.max_rounds > 1 else ""
-        reasons.append(
-            f"all clients: T={best_t.num_rounds}{limit}, bound {best_t.bound:.4g};"
-            f" T={t} as given has {given_t.bound:.4g} (P = {bounds.contraction():.4g})"
-        )
+        given = f"T={t} as given has {given_t.bound:.4g} (P = {bounds.contraction():.4g})"
+        reasons.append(f"all clients: T={best_t.num_rounds}{limit}, bound {best_t.bound:.4g}; {given}")
         start = bounds.initial_gap * bounds.contraction() ** best_t.num_rounds
-        reasons.append(
-            f"at T={best_t.num_rounds}, {start:.4g} of the bound is the rest of the initial gap,"
-            f" {best_t.bound - start:.4g} comes from noise"
-        )
+        rest = f"{start:.4g} of the bound is the rest of the initial gap, {best_t.bound - start:.4g} comes from noise"
+        reasons.append(f"at T={best_t.num_rounds}, {rest}")
     if best_k.bound is not None:
         given = f"has {given_k.bound:.4g}" if given_k.bound is not None else "has no bound"
         least = best_k.cohort_size
         reasons.append(f"K of N at T={t}: K={least}, bound {best_k.bound:.4g}; K={k} as given {given}")
         if 1 < least < n and _log_argument(bounds, least - 1) <= 0:
-            reasons.append(
-                f"K={least} is the least K whose logarithm is defined, and the paper's noise goes to 0 there: this optimum may be"
-                " an artefact of the formula"
-            )
+            zero = "and the paper's noise goes to 0 there: this optimum may be an artefact of the formula"
+            reasons.append(f"K={least} is the least K whose logarithm is defined, {zero}")
     return reasons
 
 
 def _log_argument(problem: Problem, cohort_size: int) -> float:
     n, t, epsilon = problem.num_clients, problem.num_rounds, problem.epsilon
-    return log_argument(num_clients=n, cohort_size=cohort_size, num_rounds=t, epsilon=epsilon)
+    return paper.log_argument(num_clients=n, cohort_size=cohort_size, num_rounds=t, epsilon=epsilon)
 
 
 def _vacuous(letter: str, value: float, hint: str) -> str:

@@ -4,7 +4,7 @@ import difflib
 import math
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -171,8 +171,13 @@ def in_parts(parts: Mapping[str, float], bound: float) -> str:
     return "parts of the bound: " + ", ".join(f"{name} {100 * share:.0f} %" for share, name in shares)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+def no_promise(key: str, before: float, *, bound: str = "the bound", ranks: str = "it ranks the points") -> str:
+    """Return the reason for a reader that a bound is not below what `key` says of the start of training."""
+    what = f"{bound} is not below {key}={before:g}, the {key.removeprefix('initial_')} before training"
+    return f"{what}: {ranks}, it does not promise that training helps"
+
+
+class Panel(NamedTuple):
     """One diagram: the bound over a whole-numbered variable, and the optimum on it.
 
     A curve takes whole numbers as float64 [n] and returns the bound [n], NaN where there is none.
@@ -180,21 +185,31 @@ class Panel:
 
     title: str
     variable: str
-    last: int
     curves: Mapping[str, Callable[[Floats], Floats]]
+    last: int
     optimum: tuple[int, float] | None
     first: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A point that was compared; a subclass has its place and its bound."""
+    """A point that was compared; a subclass has its place, whose fields `LETTERS` has with the paper's letters, and its bound."""
 
+    LETTERS: ClassVar[Mapping[str, str]] = {}
     name: str
+
+    def at(self, between: str = ", ") -> str:
+        """Return the place in the paper's letters."""
+        return between.join(f"{letter}={_shown(getattr(self, name))}" for name, letter in self.LETTERS.items())
 
     def shown(self) -> str:
         """Return the point and its bound for a reader."""
         raise NotImplementedError
+
+
+def last_shown(optimum: int, limit: float, least: int = 20) -> int:
+    """Return where a diagram ends that shows an optimum: four times as far, if the variable goes there."""
+    return max(int(min(limit, max(4 * optimum, least))), optimum)
 
 
 class Row(NamedTuple):
@@ -207,8 +222,12 @@ class Row(NamedTuple):
 
     def shown(self) -> str:
         """Return the value for a reader, a float with six digits."""
-        text = self.text or (f"{self.value:.6g}" if isinstance(self.value, float) else str(self.value))
+        text = self.text or _shown(self.value)
         return f"{text}  ({self.note})" if self.note else text
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +263,8 @@ class Plan(Generic[P, C]):
     def to_dict(self) -> dict[str, object]:
         """Return the answer as plain values that JSON can hold; null where nothing is feasible."""
         numbers = {row.name: row.value for row in self.rows}
-        return {"method": self.problem.METHOD, **numbers, **self.details, "reasons": list(self.reasons)}
+        points = {"candidates": [asdict(point) for point in self.candidates]}
+        return {"method": self.problem.METHOD, **numbers, **points, **self.details, "reasons": list(self.reasons)}
 
     def lines(self) -> list[str]:
         """Return the answer for a reader, without the reasons."""

@@ -13,18 +13,8 @@ from functools import lru_cache, partial
 import numpy as np
 
 from flower_dp.core import checks, dp
-from flower_dp.privacy import pld
-from flower_dp.privacy.events import (
-    LARGEST_MULTIPLIER,
-    RELATIONS,
-    Leaves,
-    Relation,
-    UnsupportedEventError,
-    effective,
-    example_of,
-    inner_of,
-    leaves_of,
-)
+from flower_dp.privacy import events, pld
+from flower_dp.privacy.events import RELATIONS, Leaves, Relation, UnsupportedEventError, inner_of, leaves_of
 
 _SEARCH_GRID = 1e-3
 # In parts of a run's epsilon: a progress on this grid is right in its first four digits.
@@ -94,7 +84,7 @@ def check(event: dp.DpEvent, *, relation: Relation) -> None:
     checks.one_of("relation", relation, RELATIONS)
     leaves = [leaf for leaf, _ in leaves_of(event)]
     if leaves and not any(isinstance(leaf, dp.NonPrivateDpEvent) for leaf in leaves):
-        kinds = tuple((kind, 1) for kind in dict.fromkeys(map(example_of, leaves)))
+        kinds = tuple((kind, 1) for kind in dict.fromkeys(map(events.example_of, leaves)))
         # A probe of each kind; any delta will do, except that 0 allows only pure epsilon.
         if _least(kinds, 1e-5, relation, 1e-2) is None:
             raise UnsupportedEventError(f"event {event}: no accountant bounds it under relation={relation!r}")
@@ -136,13 +126,13 @@ def calibrate(
     # The root finder needs finite costs, and few steps where they are huge.
     cap = max(1e6, min(10 * target, 1e308))
 
-    def excess(
-        log_multiplier: float, grid: float = min(_SEARCH_GRID, max(10 * target * _SEARCH_GRID, pld.GRID * pld.FINEST))
-    ) -> float:
+    coarse = min(_SEARCH_GRID, max(10 * target * _SEARCH_GRID, pld.GRID * pld.FINEST))
+
+    def excess(log_multiplier: float, grid: float = coarse) -> float:
         cost = _epsilon(make_event(math.exp(log_multiplier)), delta=delta, relation=relation, grid=grid)
         return min(cost.epsilon, cap) - target
 
-    least = math.log(1e-4 if target <= 1e6 else 1 / LARGEST_MULTIPLIER)
+    least = math.log(1e-4 if target <= 1e6 else 1 / events.LARGEST_MULTIPLIER)
     low, high = math.log(0.5), math.log(1.0)
     while excess(high) > 0:
         low, high = high, high + 1.0
@@ -309,7 +299,7 @@ def _gaussian_exact(leaves: Leaves, delta: float, relation: Relation) -> float:
         if not isinstance(inner, dp.GaussianDpEvent) or (without and relation != "replace-one"):
             return math.nan
         norms.append(math.sqrt(count) / inner.noise_multiplier)
-    multiplier = effective(1 / math.hypot(*norms), relation)
+    multiplier = events.effective(1 / math.hypot(*norms), relation)
     # The root finder's answer may lie below the root by its tolerance.
     with renyi.without_warnings():
         return float(get_epsilon_gaussian(multiplier, delta, tol=1e-12)) * (1 + 1e-12) + 1e-11

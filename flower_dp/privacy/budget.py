@@ -96,10 +96,12 @@ class Remaining:
     def _num_affordable(self, history: History, event: dp.DpEvent) -> int:
         """Return how many more of an event a history affords; a lower bound above 0, or 0."""
         budget = self.budget
-        if budget.fully_adaptive:
+        if budget.renyi_order is not None:
             from flower_dp.privacy import renyi_filter  # noqa: PLC0415  (slow to import)
 
-            return renyi_filter.num_affordable(history.event, event, budget, history.relation)
+            order = budget.renyi_order
+            allowed = renyi_filter.allowance(budget.epsilon, budget.delta, order)
+            return renyi_filter.num_affordable(history.event, event, allowed=allowed, order=order, relation=history.relation)
         ahead = max(_AHEAD, history.counts.get(event, 0))
         while ahead:  # a few more than one need no exact number
             whole = dp.ComposedDpEvent([history.event, dp.SelfComposedDpEvent(event, ahead)])

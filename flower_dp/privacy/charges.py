@@ -90,9 +90,7 @@ class Charge:
         if len(set(self.owners)) < len(self.owners) or (EVERY_CLIENT in self.owners and len(self.owners) > 1):
             raise ValueError(f"owners: charges nobody twice at once, and no client of the name {EVERY_CLIENT!r}")
         if self.scope.view or "" in self.views:  # else it would count for less, or not at all
-            raise ValueError(
-                f"scope={self.scope!r}: `events` are the strongest adversary's; those of others are in `views`, by name"
-            )
+            raise ValueError(f"scope={self.scope!r}: `events` are the strongest adversary's; those of others are in `views`")
         object.__setattr__(self, "events", tuple(map(frozen, self.events)))
         object.__setattr__(self, "views", {view: tuple(map(frozen, events)) for view, events in self.views.items()})
         if any(len(events) != len(self.events) for events in self.views.values()):

@@ -17,6 +17,7 @@ from flower_dp.core import checks, dp
 from flower_dp.core.sampling import Sampler
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
+from flower_dp.privacy.mechanisms import Mechanism
 from flower_dp.privacy.release import Release
 
 # By how much the noise of terms may differ from that of the terms on which an account was opened. Noise that is calibrated anew
@@ -24,7 +25,7 @@ from flower_dp.privacy.release import Release
 _LESS_NOISE, _MORE_NOISE = 1e-9, 1e-3
 _NOISE = ", noise_multiplier="
 
-SEEN_BY = "the server, and everyone who sees a client's messages or any model made from them"
+_SEEN_BY = "the server, and everyone who sees a client's messages or any model made from them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +77,9 @@ class Terms:
         """All but the noise multiplier, as one line; different terms have different lines."""
         release = self.release
         each = "" if self.num_releases == 1 else f" of {self.num_releases} releases"
-        return (
-            f"{self.num_replies} replies{each}, {type(release.mechanism).__name__}, clip_norm={float(release.clip_norm)!r}, "
-            f"{release.unit}, {release.relation}, {release.sampler!r} of {release.num_clients}"
-        )
+        noise = f"{type(release.mechanism).__name__}, clip_norm={float(release.clip_norm)!r}"
+        units = f"{release.unit}, {release.relation}, {release.sampler!r} of {release.num_clients}"
+        return f"{self.num_replies} replies{each}, {noise}, {units}"
 
     @property
     def text(self) -> str:
@@ -177,6 +177,21 @@ def budget(epsilon: float, field: str = "epsilon") -> float:
     return math.inf if epsilon == math.inf else checks.number(field, epsilon, above=0)
 
 
+def own_release(what: str, mechanism: Mechanism, sampler: Sampler, *, clip_norm: float, num_units: int, **words: Any) -> Release:
+    """Return the release of a client whose every message is private on its own; of records, and under replace-one by default.
+
+    Args:
+        what: the quantity released, in words.
+        mechanism: its noise.
+        sampler: which of the client's units take part.
+        clip_norm: bound on the norm of one unit's contribution.
+        num_units: how many the sampler draws from.
+        words: unit and relation, where they are others.
+    """
+    shared = {"seen_by": _SEEN_BY, "unit": "record", "relation": "replace-one", "mechanism": mechanism, "sampler": sampler}
+    return Release(**shared | words, what=what, clip_norm=clip_norm, num_clients=num_units)  # type: ignore[arg-type]
+
+
 @lru_cache(maxsize=1024)
 def least_gaussian_multiplier(
     sampler: Sampler, *, epsilon: float, delta: float, num_releases: int, relation: Relation, num_units: int = 1
@@ -196,9 +211,8 @@ def least_gaussian_multiplier(
     """
     if math.isinf(epsilon):
         return 0.0
-    return accounting.calibrate(
-        lambda multiplier: accounting.repeated(sampler.event(dp.GaussianDpEvent(multiplier), 1, num_units), num_releases),
-        epsilon=epsilon,
-        delta=delta,
-        relation=relation,
-    )
+
+    def event(multiplier: float) -> dp.DpEvent:
+        return accounting.repeated(sampler.event(dp.GaussianDpEvent(multiplier), 1, num_units), num_releases)
+
+    return accounting.calibrate(event, epsilon=epsilon, delta=delta, relation=relation)

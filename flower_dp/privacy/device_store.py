@@ -94,14 +94,8 @@ class Entry:
             raise LedgerError(f"is damaged: reply {charge.number} of {charge.release} repeats a number of the server")
         if self.terms not in (None, charge.kind):
             raise LedgerError(f"is damaged: reply {charge.number} of {charge.release} has other terms")
-        return replace(
-            self,
-            replies=charge.number,
-            terms=charge.kind,
-            relation=charge.scope.relation,
-            counts={**self.counts, event: self.counts.get(event, 0) + 1},
-            runs={**self.runs, run: charge.server_round},
-        )
+        counts, runs = {**self.counts, event: self.counts.get(event, 0) + 1}, {**self.runs, run: charge.server_round}
+        return Entry(replies=charge.number, terms=charge.kind, relation=charge.scope.relation, counts=counts, runs=runs)
 
 
 class DeviceLedger:
@@ -170,8 +164,8 @@ class DeviceLedger:
         """
         refused: dict[str, Spent] = {}
         counts: dict[str, int] = {}
-        # Accounts that are charged alike share one charge.
-        alike: dict[tuple[str, Charge], list[str]] = {}
+        # By run: accounts that are charged alike share one charge.
+        alike: dict[str, dict[Charge, list[str]]] = {}
         with Store(self.path, seconds=_LOCK_SECONDS) as store:
             entries = _entries(store)
             with naming(self.path):
@@ -181,23 +175,20 @@ class DeviceLedger:
                         raise LedgerError(f"has no account of client {account!r}; it is the ledger of {names}")
                     replies, known = entries.get(account, _EMPTY).replies, (at_least or {}).get(account, 0)
                     if replies < known:
-                        raise LedgerError(
-                            f"counts {replies} replies of client {account!r}: it is an older copy, for there were {known}"
-                        )
+                        older = f"it is an older copy, for there were {known}"
+                        raise LedgerError(f"counts {replies} replies of client {account!r}: {older}")
             for account, terms in asked.items():
                 entry, of = entries.get(account, _EMPTY), numbered[account]
                 if reason := entry.why_repeated(of) or terms.why_not(entry.replies, entry.terms):
                     refused[account] = reason
                     continue
                 counts[account] = entry.replies + 1
-                alike.setdefault((of.run, _charge(account, terms, entry, of.number)), []).append(owner_of(account))
-            for run in dict.fromkeys(run for run, _ in alike):
+                charge = _charge(account, terms, entry, of.number)
+                alike.setdefault(of.run, {}).setdefault(charge, []).append(owner_of(account))
+            for run, charges in alike.items():
                 if run not in store.runs:
                     store.begin(run)
-                charges = [
-                    replace(one, owners=tuple(owners), which=()) for (of_run, one), owners in alike.items() if of_run == run
-                ]
-                store.append(run, *charges)
+                store.append(run, *(replace(one, owners=tuple(owners), which=()) for one, owners in charges.items()))
         return refused, counts
 
 

@@ -12,9 +12,8 @@ from functools import lru_cache
 
 from flower_dp.core import checks, noise
 from flower_dp.core.sampling import FixedSizeSampling
-from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget, least_gaussian_multiplier
+from flower_dp.privacy.client_terms import Terms, budget, least_gaussian_multiplier, own_release
 from flower_dp.privacy.mechanisms import Gaussian
-from flower_dp.privacy.release import Release
 
 # How the sensitivity of an update is proved, under replace-one.
 SENSITIVITIES = ("clip-update", "per-step", "convex-glm")
@@ -91,15 +90,11 @@ class FedPAQSteps:
                 raise ValueError(f"{field}={value!r}: is read with sensitivity={owner!r} only; must be None")
         longest = self.num_local_steps * self.learning_rate * self.clip_norm
         if self.update_clip_norm is not None and self.update_clip_norm > longest * (1 + 1e-9):
-            raise ValueError(
-                f"update_clip_norm={self.update_clip_norm:g}: no update is longer than num_local_steps x learning_rate x "
-                f"clip_norm = {longest:g}; must be at most that, or use sensitivity='per-step'"
-            )
+            most = f"num_local_steps x learning_rate x clip_norm = {longest:g}, which no update is longer than"
+            raise checks.bad("update_clip_norm", self.update_clip_norm, f"at most {most}; or use sensitivity='per-step'")
         if self.smoothness is not None and self.learning_rate > 2 / self.smoothness:
-            raise ValueError(
-                f"learning_rate={self.learning_rate:g}: must be at most 2 / smoothness = {2 / self.smoothness:g} for "
-                "sensitivity='convex-glm'"
-            )
+            most = f"2 / smoothness = {2 / self.smoothness:g}"
+            raise checks.bad("learning_rate", self.learning_rate, f"at most {most} for sensitivity='convex-glm'")
 
     @property
     def num_records(self) -> int:
@@ -219,10 +214,8 @@ def update_terms(
     """
     size = checks.integer("num_records", num_records, at_least=1)
     if size < steps.num_records:
-        raise ValueError(
-            f"num_records={size}: a round takes num_local_steps x batch_size = {steps.num_records} of a client's records, "
-            "without replacement; use fewer steps or smaller batches"
-        )
+        takes = f"a round takes num_local_steps x batch_size = {steps.num_records} of a client's records, without replacement"
+        raise ValueError(f"num_records={size}: {takes}; use fewer steps or smaller batches")
     checks.one_of("calibration", calibration, CALIBRATIONS)
     sampler = FixedSizeSampling(cohort_size=steps.num_records)
     replies = checks.integer("num_replies", num_replies, at_least=1)
@@ -233,16 +226,8 @@ def update_terms(
         multiplier = least_gaussian_multiplier(
             sampler, epsilon=budget(epsilon), delta=delta, num_releases=replies, relation="replace-one", num_units=size
         )
-    release = Release(
-        what="the noised update of some local steps, in every reply",
-        seen_by=SEEN_BY,
-        unit="record",
-        relation="replace-one",
-        clip_norm=steps.sum_norm,
-        mechanism=Gaussian(noise_multiplier=multiplier),
-        sampler=sampler,
-        num_clients=size,
-    )
+    what, mechanism = "the noised update of some local steps, in every reply", Gaussian(noise_multiplier=multiplier)
+    release = own_release(what, mechanism, sampler, clip_norm=steps.sum_norm, num_units=size)
     # Eq. 17 bounds one reply, if that: nobody has proved that all replies cost no more than this epsilon.
     return Terms(release=release, num_replies=replies, epsilon=epsilon if calibration == "exact" else math.inf)
 
@@ -301,9 +286,8 @@ def violated_conditions(epsilon: float, sampled_part: float) -> list[str]:
     base = epsilon / (2 * sampled_part)
     faults = []
     if base > _LARGEST_AMPLIFIED:
-        faults.append(
-            f"2 gamma epsilon bounds the amplified one up to a base epsilon of {_LARGEST_AMPLIFIED}, which is {base:.4g} here"
-        )
+        bounds = f"2 gamma epsilon bounds the amplified one up to a base epsilon of {_LARGEST_AMPLIFIED}"
+        faults.append(f"{bounds}, which is {base:.4g} here")
     if base >= 1:
         faults.append(f"the classical Gaussian formula needs a base epsilon < 1, which is {base:.4g} here")
     return faults

@@ -11,9 +11,8 @@ from functools import lru_cache
 from flower_dp.core import checks, dp
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
-from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget, least_gaussian_multiplier
+from flower_dp.privacy.client_terms import Terms, budget, least_gaussian_multiplier, own_release
 from flower_dp.privacy.mechanisms import Gaussian
-from flower_dp.privacy.release import Release
 
 BATCH_SAMPLINGS = ("fixed-size", "poisson")
 CALIBRATIONS = ("exact", "zcdp")
@@ -128,9 +127,8 @@ def step_terms(
     if checks.integer("num_records", num_records, at_least=1) < batch_size:
         raise ValueError(f"batch_size={batch_size}: must be at most the number of records, {num_records}")
     poisson = batch_sampling == "poisson" and batch_size < num_records
-    sampler: FullSampling | PoissonSampling = (
-        PoissonSampling(sampling_rate=batch_size / num_records) if poisson else FullSampling()
-    )
+    sampler: FullSampling | PoissonSampling
+    sampler = PoissonSampling(sampling_rate=batch_size / num_records) if poisson else FullSampling()
     if calibration == "zcdp":
         if batch_sampling == "poisson":
             raise ValueError("calibration='zcdp': must be 'exact' with batch_sampling='poisson'; eq. 9 has no amplification")
@@ -141,17 +139,10 @@ def step_terms(
         multiplier = least_gaussian_multiplier(
             sampler, epsilon=budget(epsilon), delta=delta, num_releases=total, relation="replace-one"
         )
-    release = Release(
-        what="the noised mean of per-record clipped gradients of a mini-batch, in every local step",
-        seen_by=SEEN_BY,
-        unit="record",
-        relation="replace-one",
-        clip_norm=clip_norm,
-        mechanism=Gaussian(noise_multiplier=multiplier),
-        sampler=sampler,
-        # A batch of fixed size: its records are all that take part.
-        num_clients=num_records if poisson else batch_size,
-    )
+    what = "the noised mean of per-record clipped gradients of a mini-batch, in every local step"
+    # A batch of fixed size: its records are all that take part.
+    units = num_records if poisson else batch_size
+    release = own_release(what, Gaussian(noise_multiplier=multiplier), sampler, clip_norm=clip_norm, num_units=units)
     return Terms(release=release, num_replies=total // tau, num_releases=tau, num_records=num_records, epsilon=epsilon)
 
 

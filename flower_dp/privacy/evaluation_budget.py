@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flower_dp.core import checks
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.client_terms import SEEN_BY, Terms, value_of, values_in
+from flower_dp.privacy.client_terms import Terms, own_release, value_of, values_in
 from flower_dp.privacy.mechanisms import Laplace
-from flower_dp.privacy.release import Release
 
 # Noise is that much larger than its budget asks, so that a sum of float64 shares never exceeds the budget.
 _ROUNDING = 2.0**-40
@@ -60,14 +60,7 @@ class EvaluationBudget:
         sensitivity = 2.0 if release.relation == "replace-one" else 1.0
         # Of Laplace noise of scale b, one evaluation costs sensitivity / b.
         scale = sensitivity * self.num_evaluations / epsilon * (1 + _ROUNDING)
-        own = Release(
-            what="the client's metrics of the global model with noise, in every evaluation",
-            seen_by=SEEN_BY,
-            unit=release.unit,
-            relation=release.relation,
-            clip_norm=1.0,
-            mechanism=Laplace(noise_multiplier=scale),
-            sampler=FullSampling(),
-            num_clients=training.num_records or release.num_clients,
-        )
+        what, units = "the client's metrics of the global model with noise, in every evaluation", training.num_records
+        protects: dict[str, Any] = {"num_units": units or release.num_clients, "unit": release.unit, "relation": release.relation}
+        own = own_release(what, Laplace(noise_multiplier=scale), FullSampling(), clip_norm=1.0, **protects)
         return Terms(release=own, num_replies=self.num_evaluations)

@@ -61,6 +61,15 @@ def least_noise_multiplier(event: dp.DpEvent) -> float:
     return min((float(getattr(one, "noise_multiplier", 0.0)) for one in inner), default=math.inf)
 
 
+def around(leaf: dp.DpEvent, inner: dp.DpEvent) -> dp.DpEvent:
+    """Return another plain release, sampled as a leaf is."""
+    if isinstance(leaf, dp.PoissonSampledDpEvent):
+        return dp.PoissonSampledDpEvent(leaf.sampling_probability, inner)
+    if isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
+        return dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, inner)
+    return inner
+
+
 def example_of(leaf: dp.DpEvent) -> dp.DpEvent:
     """Return a quick release of the same kind: which accountants bound a release depends on its kind alone."""
     inner, rate = inner_of(leaf)
@@ -146,7 +155,7 @@ def _joined(leaf: dp.DpEvent) -> dp.DpEvent:
     if not parts or not all(isinstance(part, dp.GaussianDpEvent) for part, _ in parts):
         raise UnsupportedEventError(f"event {leaf}: of several releases on one sample only Gaussian ones can be accounted")
     inverse = math.hypot(*(math.sqrt(count) / part.noise_multiplier for part, count in parts))
-    return dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, dp.GaussianDpEvent(1 / inverse))
+    return around(leaf, dp.GaussianDpEvent(1 / inverse))
 
 
 def _validate(leaf: dp.DpEvent) -> None:
@@ -173,9 +182,4 @@ def _in_range(leaf: dp.DpEvent) -> dp.DpEvent:
         return leaf
     if inner.noise_multiplier < 1:
         return dp.NonPrivateDpEvent()
-    less = type(inner)(LARGEST_MULTIPLIER)
-    if isinstance(leaf, dp.PoissonSampledDpEvent):
-        return dp.PoissonSampledDpEvent(leaf.sampling_probability, less)
-    if isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
-        return dp.SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, less)
-    return less
+    return around(leaf, type(inner)(LARGEST_MULTIPLIER))

@@ -5,14 +5,14 @@ The unit of privacy is one record; every message is private on its own.
 
 import math
 from functools import lru_cache
+from typing import Any
 
 from flower_dp.core import checks
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
-from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget, least_gaussian_multiplier
+from flower_dp.privacy.client_terms import Terms, budget, least_gaussian_multiplier, own_release
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.mechanisms import Gaussian, Laplace, Mechanism
-from flower_dp.privacy.release import Release
 
 MECHANISMS = ("laplace", "gaussian")
 # Laplace noise is larger by this factor than the budget needs, so that a sum of epsilons in float64 never exceeds the budget.
@@ -94,28 +94,16 @@ def gradient_terms(
     else:
         checks.number("delta", delta, above=0, below=1)
         checks.number("sampling_rate", sampling_rate, above=0, at_most=1)
-    sampler: FullSampling | PoissonSampling = (
-        FullSampling() if sampling_rate == 1 else PoissonSampling(sampling_rate=sampling_rate)
-    )
+    sampler: FullSampling | PoissonSampling
+    sampler = FullSampling() if sampling_rate == 1 else PoissonSampling(sampling_rate=sampling_rate)
     noise: Mechanism
     if mechanism == "laplace":
         noise = Laplace(noise_multiplier=_laplace_multiplier(epsilon, num_replies, relation))
     else:
-        noise = Gaussian(
-            noise_multiplier=least_gaussian_multiplier(
-                sampler, epsilon=epsilon, delta=delta, num_releases=num_replies, relation=relation
-            )
-        )
-    release = Release(
-        what="the noised mean of per-record clipped gradients, in every reply",
-        seen_by=SEEN_BY,
-        unit="record",
-        relation=relation,
-        clip_norm=clip_norm,
-        mechanism=noise,
-        sampler=sampler,
-        num_clients=checks.integer("num_records", num_records, at_least=1),
-    )
+        all_replies: dict[str, Any] = {"delta": delta, "num_releases": num_replies, "relation": relation}
+        noise = Gaussian(noise_multiplier=least_gaussian_multiplier(sampler, epsilon=epsilon, **all_replies))
+    what, size = "the noised mean of per-record clipped gradients, in every reply", _records(num_records)
+    release = own_release(what, noise, sampler, clip_norm=clip_norm, num_units=size, relation=relation)
     return Terms(release=release, num_replies=num_replies, epsilon=epsilon)
 
 

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from flower_dp.core import checks, dp
+from flower_dp.privacy import accounting
 from flower_dp.privacy.charges import Charge, Scope
-from flower_dp.privacy.events import RELATIONS, Relation, as_json
-from flower_dp.privacy.mark import Lock
-from flower_dp.privacy.private_file import BudgetSpentError, LedgerError, check_folder, create_private, sync_folder
+from flower_dp.privacy.events import as_json
+from flower_dp.privacy.private_file import BudgetSpentError, LedgerError, Lock, check_folder, create_private, sync_folder
 
 APPLICATION, FORMAT = int.from_bytes(b"fldp", "big"), 3
 TABLES = {
@@ -36,6 +36,8 @@ SCHEMA = tuple(f"CREATE TABLE {table} ({columns})" for table, columns in TABLES.
     for table in TABLES
     for change in ("UPDATE", "DELETE")
 )
+# What the file says of a charge as it is, and where a charge has it.
+_SAID = {"release": "release", "number": "number", "round": "server_round", "kind": "kind"}
 # For which to wait for another process that creates the same ledger, and for one that reads or commits.
 _CREATE_SECONDS = 2.0
 _BUSY_SECONDS = 60.0
@@ -69,36 +71,21 @@ def text_of(event: dp.DpEvent) -> str:
 
 def words_of(charge: Charge) -> str:
     """Return what a charge says besides owners and events, as the file has it."""
-    words = {
-        "release": charge.release,
-        "number": charge.number,
-        "round": charge.server_round,
-        "kind": charge.kind,
-        "unit": charge.scope.unit,
-        "relation": charge.scope.relation,
-        "views": list(charge.views),
-    }
-    return json.dumps(words)
+    said = {key: getattr(charge, attribute) for key, attribute in _SAID.items()}
+    return json.dumps({**said, "unit": charge.scope.unit, "relation": charge.scope.relation, "views": list(charge.views)})
 
 
 def charge_of(words: str, owners: tuple[str, ...], which: bytes, events: list[dp.DpEvent]) -> Charge:
     """Return a charge as it was written."""
     about = json.loads(words)
-    views = about["views"]
-    size = len(events) // (1 + len(views))
+    said = {attribute: about[key] for key, attribute in _SAID.items()}
     unit = checks.one_of("unit", about["unit"], ("client", "record"))
-    relation = cast("Relation", checks.one_of("relation", about["relation"], RELATIONS))
-    return Charge(
-        release=about["release"],
-        number=about["number"],
-        server_round=about["round"],
-        kind=about["kind"],
-        scope=Scope(unit=unit, relation=relation),
-        owners=owners,
-        events=tuple(events[:size]),
-        which=tuple(np.frombuffer(which, "<i4").tolist()),
-        views={view: tuple(events[size * place : size * (place + 1)]) for place, view in enumerate(views, start=1)},
-    )
+    scope = Scope(unit=unit, relation=accounting.relation_of(about["relation"]))
+    size = len(events) // (1 + len(about["views"]))
+    seen = [tuple(events[size * place : size * (place + 1)]) for place in range(1 + len(about["views"]))]
+    views = dict(zip(about["views"], seen[1:], strict=True))
+    places = tuple(np.frombuffer(which, "<i4").tolist())
+    return Charge(**said, scope=scope, owners=owners, events=seen[0], which=places, views=views)
 
 
 def all_events(charge: Charge) -> list[dp.DpEvent]:
@@ -124,9 +111,8 @@ def blob_of(numbers: Sequence[int]) -> bytes:
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
     """Open a database that exists, in SQLite's mode `rw` or `ro`."""
-    db = sqlite3.connect(
-        f"{path.as_uri()}?mode={mode}", uri=True, isolation_level=None, timeout=_BUSY_SECONDS, check_same_thread=False
-    )
+    name = f"{path.as_uri()}?mode={mode}"
+    db = sqlite3.connect(name, uri=True, isolation_level=None, timeout=_BUSY_SECONDS, check_same_thread=False)
     db.execute("PRAGMA trusted_schema = OFF")
     return db
 
@@ -194,14 +180,11 @@ def create_file(path: Path, about: Mapping[str, Any]) -> None:
         check_folder(path.parent)
         place = path.parent.resolve() / path.name
         _check_absent(place)
-        lock = Lock(place, seconds=_CREATE_SECONDS)
-        try:
+        with closing(Lock(place, seconds=_CREATE_SECONDS)) as lock:
             _check_absent(place)
             lock.forget()
             _write_new(place, about)
             sync_folder(place.parent)
-        finally:
-            lock.close()
 
 
 def _check_absent(place: Path) -> None:
@@ -243,7 +226,5 @@ def naming(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         how = f"`flower-dp ledger {path} --create-server`, that of a device with --create NAME"
         raise LedgerError(f"ledger {path}: does not exist; create it with {how}") from error
-    except OSError as error:
-        raise LedgerError(f"ledger {path}: {error.strerror or error}") from error
-    except sqlite3.Error as error:
-        raise LedgerError(f"ledger {path}: {error}") from error
+    except (OSError, sqlite3.Error) as error:
+        raise LedgerError(f"ledger {path}: {getattr(error, 'strerror', '') or error}") from error

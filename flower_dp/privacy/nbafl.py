@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from flower_dp.core import checks
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.client_terms import SEEN_BY, Terms, budget, least_gaussian_multiplier
+from flower_dp.privacy.client_terms import Terms, budget, least_gaussian_multiplier, own_release
 from flower_dp.privacy.mechanisms import Gaussian
-from flower_dp.privacy.release import Release
 
 Floats = NDArray[np.float64]
 
@@ -100,24 +99,17 @@ def weights_terms(
     check_epsilons(epsilon, paper_epsilon)
     if paper_epsilon is not None:
         if uplink_exposures is None:
-            raise ValueError(
-                f"uplink_exposures: is missing; paper_epsilon={paper_epsilon:g} is made for so many replies of a client"
-            )
+            of = f"paper_epsilon={paper_epsilon:g} is made for so many replies of a client"
+            raise ValueError(f"uplink_exposures: is missing; {of}")
         checks.integer("uplink_exposures", uplink_exposures, at_least=1)
         replies, std = uplink_exposures if num_replies is None else num_replies, 0.0
         if math.isfinite(budget(paper_epsilon, "paper_epsilon")):
-            std = uplink_noise_std(
-                uplink_exposures=uplink_exposures,
-                epsilon=paper_epsilon,
-                delta=delta,
-                clip_norm=clip_norm,
-                min_records=min_records,
-            )
+            unit = _unit_std(epsilon=paper_epsilon, delta=delta, clip_norm=clip_norm, min_records=min_records)
+            std = uplink_exposures * unit
     else:
         if uplink_exposures is not None:
-            raise ValueError(
-                f"uplink_exposures={uplink_exposures}: is read with paper_epsilon only; epsilon={epsilon} covers all replies"
-            )
+            read = f"is read with paper_epsilon only; epsilon={epsilon} covers all replies"
+            raise ValueError(f"uplink_exposures={uplink_exposures}: {read}")
         if num_replies is None:
             raise ValueError(f"num_replies: is missing; the noise of epsilon={epsilon} is made for so many replies of a client")
         replies = checks.integer("num_replies", num_replies, at_least=1)
@@ -125,16 +117,8 @@ def weights_terms(
         std = clip_norm * least_gaussian_multiplier(
             FullSampling(), epsilon=most, delta=delta, num_releases=replies, relation="replace-one"
         )
-    release = Release(
-        what="the client's clipped weights with noise, in every reply",
-        seen_by=SEEN_BY,
-        unit="client",
-        relation="replace-one",
-        clip_norm=clip_norm,
-        mechanism=Gaussian(noise_multiplier=std / clip_norm),
-        sampler=FullSampling(),
-        num_clients=1,
-    )
+    what, mechanism = "the client's clipped weights with noise, in every reply", Gaussian(noise_multiplier=std / clip_norm)
+    release = own_release(what, mechanism, FullSampling(), clip_norm=clip_norm, num_units=1, unit="client")
     return Terms(release=release, num_replies=replies, epsilon=math.inf if epsilon is None else epsilon)
 
 

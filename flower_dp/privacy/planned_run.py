@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flower_dp.core import checks, dp
-from flower_dp.core.sampling import RoundRobinSampling
+from flower_dp.core import checks, dp, sampling
 from flower_dp.core.words import digits_in_words
-from flower_dp.privacy import accounting, selection
+from flower_dp.privacy import accounting, mechanisms, selection
 from flower_dp.privacy.events import Relation
-from flower_dp.privacy.selection import NumberOfRuns
 
 MOST_ROUNDS = 10**6
+_MECHANISMS: Mapping[str, Any] = {"gaussian": mechanisms.Gaussian, "laplace": mechanisms.Laplace}
+_SAMPLERS: Mapping[str, Any] = {
+    "full": sampling.FullSampling,
+    "poisson": sampling.PoissonSampling,
+    "fixed-size": sampling.FixedSizeSampling,
+    "round-robin": sampling.RoundRobinSampling,
+}
+# The samplings to which an option belongs.
+_OWNERS = {
+    "sampling_rate": ("poisson",),
+    "cohort_size": ("fixed-size", "round-robin"),
+    "num_clients": ("fixed-size", "round-robin"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """A run of equal releases, whose noise is not yet chosen.
+    """A run of equal releases, whose noise is not yet chosen; made by `from_options`.
 
-    `sampling_rate` is set for Poisson sampling, `cohort_size` and `num_clients` for fixed-size and round-robin sampling.
+    `sizes` has the rate of Poisson sampling, cohort size and number of clients of fixed-size and round-robin sampling.
 
     Example:
-        >>> from flower_dp.privacy.planned_run import PlannedRun
-        >>> run = PlannedRun(
-        ...     mechanism="gaussian",
-        ...     sampling="poisson",
-        ...     sampling_rate=0.1,
-        ...     cohort_size=None,
-        ...     num_clients=None,
-        ...     num_rounds=100,
-        ...     delta=1e-5,
-        ...     relation="add-or-remove-one",
-        ... )
+        >>> from flower_dp.privacy import planned_run
+        >>> sampled = {"sampling": "poisson", "sampling_rate": 0.1, "cohort_size": None, "num_clients": None}
+        >>> run = planned_run.from_options(mechanism="gaussian", **sampled, num_rounds=100, delta=1e-5, relation=None)
         >>> noise_multiplier = run.calibrate(4.0)
         >>> run.cost(noise_multiplier)["epsilon"] <= 4.0
         True
@@ -42,26 +45,22 @@ class PlannedRun:
 
     mechanism: str
     sampling: str
-    sampling_rate: float | None
-    cohort_size: int | None
-    num_clients: int | None
+    sizes: Mapping[str, Any]
     num_rounds: int
     delta: float
     relation: Relation
 
     def event(self, noise_multiplier: float) -> dp.DpEvent:
         """Return the whole run's event; without noise it is not private."""
-        if noise_multiplier == 0:
-            return dp.NonPrivateDpEvent()
-        release = (dp.LaplaceDpEvent if self.mechanism == "laplace" else dp.GaussianDpEvent)(noise_multiplier)
-        if self.sampling == "poisson":
-            release = dp.PoissonSampledDpEvent(self.sampling_rate, release)
-        elif self.sampling == "fixed-size":
-            release = dp.SampledWithoutReplacementDpEvent(self.num_clients, self.cohort_size, release)
-        elif self.sampling == "round-robin" and self.cohort_size is not None and self.num_clients is not None:
-            turns = RoundRobinSampling(cohort_size=self.cohort_size)
-            return dp.SelfComposedDpEvent(release, turns.participations(self.num_rounds, self.num_clients))
-        return dp.SelfComposedDpEvent(release, self.num_rounds)
+        release, rounds = _MECHANISMS[self.mechanism](noise_multiplier=noise_multiplier).event(), self.num_rounds
+        sizes = dict(self.sizes)
+        num_clients = sizes.pop("num_clients", 1)
+        sampler = _SAMPLERS[self.sampling](**sizes)
+        if self.sampling == "round-robin":
+            rounds = sampler.participations(rounds, num_clients)
+        else:
+            release = sampler.event(release, 1, num_clients)
+        return dp.SelfComposedDpEvent(release, rounds)
 
     def calibrate(self, epsilon: float) -> float:
         """Return the noise multiplier that keeps the run within `epsilon`, never too little."""
@@ -82,10 +81,8 @@ class PlannedRun:
             limit *= 8
             rounds = accounting.affordable(event, epsilon=epsilon, delta=self.delta, relation=self.relation, limit=limit)
         if rounds > MOST_ROUNDS:
-            raise ValueError(
-                f"--noise-multiplier={noise_multiplier:g}: epsilon={epsilon:g} allows more than {MOST_ROUNDS:,} rounds; "
-                "choose less noise"
-            )
+            allowed = f"epsilon={epsilon:g} allows more than {MOST_ROUNDS:,} rounds; choose less noise"
+            raise ValueError(f"--noise-multiplier={noise_multiplier:g}: {allowed}")
         if rounds == 0:
             one = _finite(accounting.epsilon(event(1), delta=self.delta, relation=self.relation).epsilon)
             costs = "has no finite epsilon" if one is None else f"costs epsilon={digits_in_words(one, 6)}"
@@ -100,11 +97,6 @@ class PlannedRun:
         event = self.event(noise_multiplier)
         cost = accounting.epsilon(event, delta=self.delta, relation=self.relation)
         renyi = accounting.rdp_epsilon(event, delta=self.delta, relation=self.relation)
-        settings = {
-            "sampling_rate": self.sampling_rate,
-            "cohort_size": self.cohort_size,
-            "num_clients": self.num_clients,
-        }
         return {
             "epsilon": _finite(cost.epsilon),
             "private": math.isfinite(cost.epsilon),
@@ -115,12 +107,12 @@ class PlannedRun:
             "accountant": cost.accountant,
             "mechanism": self.mechanism,
             "sampling": self.sampling,
-            **{key: value for key, value in settings.items() if value is not None},
+            **self.sizes,
             "num_rounds": self.num_rounds,
         }
 
 
-def best_of(noise_multiplier: float, number: NumberOfRuns, **options: Any) -> dict[str, Any]:
+def best_of(noise_multiplier: float, number: selection.NumberOfRuns, **options: Any) -> dict[str, Any]:
     """Return the cost of a run, and that of the best of K such runs; options are those of `from_options`.
 
     Raises:
@@ -130,7 +122,7 @@ def best_of(noise_multiplier: float, number: NumberOfRuns, **options: Any) -> di
     return run.cost(noise_multiplier) | choice([run.event(noise_multiplier)], number, delta=run.delta, relation=run.relation)
 
 
-def choice(runs: Sequence[dp.DpEvent], number: NumberOfRuns, *, delta: float, relation: Relation) -> dict[str, Any]:
+def choice(runs: Sequence[dp.DpEvent], number: selection.NumberOfRuns, *, delta: float, relation: Relation) -> dict[str, Any]:
     """Return what it costs to choose among runs with these events, as JSON can hold it."""
     cost = selection.epsilon(runs, number, delta=delta, relation=relation)
     return {
@@ -186,37 +178,32 @@ def from_options(
     Raises:
         ValueError: naming the option that is missing, out of range or out of place.
     """
-    of_size = ("fixed-size", "round-robin")
-    belongs = {
-        "--sampling-rate": (("poisson",), sampling_rate),
-        "--cohort-size": (of_size, cohort_size),
-        "--num-clients": (of_size, num_clients),
-    }
-    for name, (owners, value) in belongs.items():
-        if value is not None and sampling not in owners:
+    checks.one_of("--mechanism", mechanism, tuple(_MECHANISMS))
+    checks.one_of("--sampling", sampling, tuple(_SAMPLERS))
+    given = {"sampling_rate": sampling_rate, "cohort_size": cohort_size, "num_clients": num_clients}
+    sizes = {name: value for name, value in given.items() if value is not None}
+    for name, owners in _OWNERS.items():
+        option = f"--{name.replace('_', '-')}"
+        if name in sizes and sampling not in owners:
             kinds = " or ".join(f"--sampling {owner}" for owner in owners)
-            raise ValueError(f"{name}={value}: belongs to {kinds}, not to --sampling {sampling}")
-        if value is None and sampling in owners:
-            raise ValueError(f"{name} is missing; --sampling {sampling} needs it")
-    if sampling == "poisson":
+            raise ValueError(f"{option}={sizes[name]}: belongs to {kinds}, not to --sampling {sampling}")
+        if name not in sizes and sampling in owners:
+            raise ValueError(f"{option} is missing; --sampling {sampling} needs it")
+    if "sampling_rate" in sizes:
         checks.number("--sampling-rate", sampling_rate, above=0, at_most=1)
-    if sampling in of_size:
+    if "num_clients" in sizes:
         size = checks.integer("--num-clients", num_clients, at_least=1)
         checks.integer("--cohort-size", cohort_size, at_least=1, at_most=size)
     if sampling == "fixed-size" and relation == "add-or-remove-one":
         raise ValueError("--relation=add-or-remove-one: with --sampling fixed-size it must be replace-one")
     if delta is None:
         raise ValueError("--delta is missing")
-    if mechanism == "laplace":
-        checks.number("--delta", delta, at_least=0, below=1)
-    else:
-        checks.number("--delta", delta, above=0, below=1)
+    if not checks.number("--delta", delta, at_least=0, below=1) and mechanism != "laplace":
+        raise checks.bad("--delta", delta, "a finite number > 0 and < 1")
     return PlannedRun(
         mechanism=mechanism,
         sampling=sampling,
-        sampling_rate=sampling_rate,
-        cohort_size=cohort_size,
-        num_clients=num_clients,
+        sizes=sizes,
         num_rounds=checks.integer("--num-rounds", num_rounds, at_least=1),
         delta=delta,
         relation="replace-one" if relation == "replace-one" or sampling == "fixed-size" else "add-or-remove-one",

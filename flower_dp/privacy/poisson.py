@@ -19,10 +19,7 @@ from scipy import special
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fixed_size import MOST_POINTS, ROUNDING, before_sampling
 
-_PAIRS = {
-    "add-or-remove-one": (AdjacencyType.REMOVE, AdjacencyType.ADD),
-    "replace-one": (AdjacencyType.REPLACE,),
-}
+_PAIRS = {"add-or-remove-one": (AdjacencyType.REMOVE, AdjacencyType.ADD), "replace-one": (AdjacencyType.REPLACE,)}
 # Of an integral: tens of milliseconds.
 _MOST_NODES = 2**18
 # More than the part of a few terms that float64 loses.

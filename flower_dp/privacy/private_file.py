@@ -1,8 +1,17 @@
-"""A file that is its owner's alone, in a folder that nobody else can change."""
+"""A file that is its owner's alone, in a folder that nobody else can change, and its lock: one process at a time writes it."""
 
 import os
+import re
 import stat
+import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+# The file beside a ledger: its lock, and what was written to the ledger last.
+_MARK = ".mark"
+_LINE = re.compile(rb"(\d{20}) ([0-9a-f]{64})\n")
+_POLL_SECONDS = 0.02
 
 
 class LedgerError(ValueError):
@@ -27,10 +36,8 @@ def check_owner(status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         raise LedgerError(f"belongs to user {status.st_uid}; this process is user {os.geteuid()}")
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise LedgerError(
-            f"is open to others (mode {stat.S_IMODE(status.st_mode):o}): who can write it can change it, and who can read it can "
-            "hold its lock; chmod 600 makes it the owner's alone"
-        )
+        harm = "who can write it can change it, and who can read it can hold its lock; chmod 600 makes it the owner's alone"
+        raise LedgerError(f"is open to others (mode {stat.S_IMODE(status.st_mode):o}): {harm}")
     if status.st_nlink != 1:
         raise LedgerError(f"has {status.st_nlink} hard links: must have one")
 
@@ -68,3 +75,112 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What a ledger had when it was last written.
+
+    Attributes:
+        number: number of charges.
+        digest: of the last one.
+    """
+
+    number: int
+    digest: bytes
+
+    @classmethod
+    def read(cls, descriptor: int) -> "Mark | None":
+        """Return the mark in an open file; None in an empty one.
+
+        Raises:
+            LedgerError: if it is damaged.
+        """
+        if not (line := os.pread(descriptor, 200, 0)):
+            return None
+        if not (found := _LINE.fullmatch(line)):
+            raise LedgerError("is not safe: its .mark file is damaged; remove that if you know that the ledger is no older copy")
+        return cls(number=int(found[1]), digest=bytes.fromhex(found[2].decode()))
+
+    @property
+    def line(self) -> bytes:
+        """The content of a file: of one length, so that one write replaces another."""
+        return f"{self.number:020d} {self.digest.hex()}\n".encode()
+
+
+class Lock:
+    """An exclusive lock (flock) on the file PATH.mark, and the mark in it.
+
+    The lock ends with the process that holds it. Whoever removes the file lets a second process in; the ledger then notices
+    that it has changed.
+
+    Args:
+        path: of the ledger.
+        seconds: for which to wait for another process.
+
+    Raises:
+        LedgerError: if another process holds it for longer.
+    """
+
+    def __init__(self, path: Path, *, seconds: float) -> None:
+        import fcntl  # noqa: PLC0415 (Windows has none, and no ledger then)
+
+        self._path = path.with_name(path.name + _MARK)
+        deadline = time.monotonic() + seconds
+        while True:
+            with suppress(FileExistsError):
+                os.close(create_private(self._path))
+            self._descriptor = open_regular(self._path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                check_owner(os.fstat(self._descriptor))
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_here:  # else another file has taken its place since it was opened
+                    return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    self.close()
+                    raise LedgerError("is in use: another process writes to it") from None
+            except BaseException:
+                self.close()
+                raise
+            self.close()
+            time.sleep(_POLL_SECONDS)
+
+    @staticmethod
+    def mark_of(path: Path) -> Mark | None:
+        """Return the mark of a ledger, without its lock; None if there is none."""
+        try:
+            descriptor = open_regular(path.with_name(path.name + _MARK), os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            return Mark.read(descriptor)
+        finally:
+            os.close(descriptor)
+
+    @property
+    def mark(self) -> Mark | None:
+        """The mark; None if there is none."""
+        return Mark.read(self._descriptor)
+
+    @mark.setter
+    def mark(self, mark: Mark) -> None:
+        # Not forced onto the disk: after a crash of the machine it may be an earlier one, which is no less true.
+        os.pwrite(self._descriptor, mark.line, 0)
+
+    @property
+    def _is_here(self) -> bool:
+        try:
+            here = self._path.stat()
+        except FileNotFoundError:
+            return False
+        held = os.fstat(self._descriptor)
+        return (here.st_dev, here.st_ino) == (held.st_dev, held.st_ino)
+
+    def forget(self) -> None:
+        """Remove the mark, of a ledger that is made anew."""
+        os.ftruncate(self._descriptor, 0)
+
+    def close(self) -> None:
+        """Let other processes write."""
+        os.close(self._descriptor)

@@ -26,10 +26,7 @@ _STEP = 4
 # More than the error of the logarithm of a moment of a sampled release, (order - 1) x divergence, in float64: for
 # logarithms below 1 as such, for others in parts of it.
 _ROUNDING = 1e-12
-_LIBRARY = {
-    "add-or-remove-one": dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
-    "replace-one": dp.NeighboringRelation.REPLACE_ONE,
-}
+_LIBRARY = {"add-or-remove-one": dp.NeighboringRelation.ADD_OR_REMOVE_ONE, "replace-one": dp.NeighboringRelation.REPLACE_ONE}
 
 
 def epsilon_of(leaves: Leaves, delta: float, relation: Relation) -> float | None:

@@ -10,7 +10,6 @@ from functools import lru_cache
 
 from flower_dp.core import checks, dp
 from flower_dp.privacy import accounting, renyi
-from flower_dp.privacy.budget import JointBudget
 from flower_dp.privacy.events import Relation, UnsupportedEventError, inner_of, leaves_of
 
 # Far more than the rounding of a sum of millions of divergences, in parts of it.
@@ -57,12 +56,10 @@ def allowance(epsilon: float, delta: float, order: float) -> float:
     return epsilon - math.log1p(-1 / order) + (math.log(delta) + math.log(order)) / (order - 1)
 
 
-def num_affordable(before: dp.DpEvent, event: dp.DpEvent, budget: JointBudget, relation: Relation) -> int:
-    """Return how many more of an event a fully adaptive budget has left, after what was charged before."""
-    order = budget.renyi_order
-    assert order is not None  # noqa: S101 - `JointBudget` sets that of every fully adaptive budget
+def num_affordable(before: dp.DpEvent, event: dp.DpEvent, *, allowed: float, order: float, relation: Relation) -> int:
+    """Return how many more of an event an `allowance` at an order has left, after what was charged before."""
     one, spent = (divergence(some, order, relation) * (1 + _ROUNDING) for some in (event, before))
-    rest = allowance(budget.epsilon, budget.delta, order) - spent
+    rest = allowed - spent
     return min(math.floor(rest / one), checks.MOST_COUNT) if rest >= one else 0
 
 

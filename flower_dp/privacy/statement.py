@@ -7,6 +7,7 @@ flag that says whether its assumptions held.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from flower_dp.core.words import delta_in_words, epsilon_in_words, spent_in_words
@@ -31,10 +32,8 @@ def delta_warning(delta: float, num_units: int, unit: str) -> tuple[str, ...]:
     """
     if delta * num_units < 1:
         return ()
-    return (
-        f"{_NO_GUARANTEE}: {delta_in_words(delta)} is at least 1 / {num_units} {unit}s, and a mechanism that publishes one "
-        f"{unit}'s data outright can have such a delta",
-    )
+    at_least = f"{_NO_GUARANTEE}: {delta_in_words(delta)} is at least 1 / {num_units} {unit}s"
+    return (f"{at_least}, and a mechanism that publishes one {unit}'s data outright can have such a delta",)
 
 
 def delta_warnings(lines: Iterable[str]) -> list[str]:
@@ -75,19 +74,9 @@ class Adversary:
     trusted: bool = False
 
     @classmethod
-    def of(
-        cls, name: str, cost: Cost, *, sees: str, noise_std: float, paper: PaperEpsilon | None = None, trusted: bool = False
-    ) -> "Adversary":
-        """Return an adversary against whom this cost is proved."""
-        return cls(
-            name=name,
-            sees=sees,
-            epsilon=cost.epsilon,
-            accountant=cost.accountant,
-            noise_std=noise_std,
-            paper=paper,
-            trusted=trusted,
-        )
+    def of(cls, name: str, cost: Cost, **words: Any) -> "Adversary":
+        """Return an adversary against whom this cost is proved; `words` are the other attributes."""
+        return cls(name=name, epsilon=cost.epsilon, accountant=cost.accountant, **words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,10 +122,8 @@ class JointEpsilon:
 
     def __str__(self) -> str:
         which = "on this ledger" if self.on_ledger else "of this strategy"
-        line = (
-            f"All {self.num_runs} runs {which} together: {spent_in_words(self.epsilon, self.delta)}, accountant "
-            f"{self.accountant}, for the client who was charged most"
-        )
+        line = f"All {self.num_runs} runs {which} together: {spent_in_words(self.epsilon, self.delta)}"
+        line += f", accountant {self.accountant}, for the client who was charged most"
         if self.apart:
             line += f"; not in it, since no accountant adds them up: {', '.join(self.apart)}"
         if self.filter_epsilon is not None and self.filter_delta is not None:
@@ -211,16 +198,15 @@ class PrivacyStatement:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statement as JSON-ready values; an infinite epsilon is None, and `private` is False then."""
-        data: dict[str, Any] = _finite({"private": self.private, **asdict(self)})
-        return data
+        return {"private": self.private, **_finite(asdict(self))}
 
     def __str__(self) -> str:
         if self.private:
             tight = "" if self.accountant.startswith("selection-") else "tight, "  # of a choice it is a bound
             promise = (
                 f"({epsilon_in_words(self.epsilon)}, {delta_in_words(self.delta)})-differential privacy for each {self.unit} "
-                f"({self.relation}; {tight}accountant {self.accountant}), over {self.num_rounds} rounds."
             )
+            promise += f"({self.relation}; {tight}accountant {self.accountant}), over {self.num_rounds} rounds."
         else:
             promise = f"NOT PRIVATE. No differential-privacy guarantee holds for any {self.unit}: epsilon is infinite."
         lines = [
@@ -228,8 +214,8 @@ class PrivacyStatement:
             promise,
             f"Protected against: {self.adversary}",
             f"Sampling: {self.sampling}",
+            "Noise: " + ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in self.noise.items()),
         ]
-        lines.append("Noise: " + ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in self.noise.items()))
         if self.paper is not None and not any(adversary.paper for adversary in self.adversaries):
             lines.append(_paper_line(self.paper))
         if self.parts:
@@ -237,11 +223,9 @@ class PrivacyStatement:
             lines.append(f"Each part alone: {alone}; together {epsilon_in_words(self.epsilon)}")
         for alike in _alike(self.adversaries):
             one = alike[0]
-            trusted = " (trusted)" if one.trusted else ""
-            lines.append(
-                f"Against {'; '.join(f'{entry.name}{trusted}: {entry.sees}' for entry in alike)}: tight epsilon "
-                f"{epsilon_in_words(one.epsilon)}, accountant {one.accountant}, noise std {one.noise_std:.6g}"
-            )
+            seen = "; ".join(f"{entry.name}{' (trusted)' if one.trusted else ''}: {entry.sees}" for entry in alike)
+            proved = f"tight epsilon {epsilon_in_words(one.epsilon)}, accountant {one.accountant}"
+            lines.append(f"Against {seen}: {proved}, noise std {one.noise_std:.6g}")
             if one.paper is not None:
                 lines.append("  " + _paper_line(one.paper))
         if self.clients is not None:
@@ -256,13 +240,8 @@ class PrivacyStatement:
             lines += _by_client("Each client's evaluations alone", costs.evaluation)
         if self.joint is not None:
             lines.append(str(self.joint))
-        for title, items in (
-            ("Assumes", self.assumptions),
-            ("Not covered", self.not_covered),
-            ("Happened", self.incidents),
-        ):
-            lines.extend(f"{title}: {item}" for item in items)
-        return "\n".join(lines)
+        lists = {"Assumes": self.assumptions, "Not covered": self.not_covered, "Happened": self.incidents}
+        return "\n".join([*lines, *(f"{title}: {item}" for title, items in lists.items() for item in items)])
 
 
 def _by_client(title: str, epsilons: Mapping[str, float]) -> list[str]:
@@ -284,13 +263,7 @@ def _finite(value: Any) -> Any:
 
 def _alike(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
     """Return adversaries in groups against whom the same is proved, in order."""
-    groups: list[list[Adversary]] = []
-    for one in adversaries:
-        if groups and replace(one, name="", sees="") == replace(groups[-1][0], name="", sees=""):
-            groups[-1].append(one)
-        else:
-            groups.append([one])
-    return groups
+    return [list(alike) for _, alike in groupby(adversaries, key=lambda one: replace(one, name="", sees=""))]
 
 
 def _paper_line(paper: PaperEpsilon) -> str:

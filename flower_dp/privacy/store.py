@@ -27,24 +27,12 @@ from typing import Self
 import numpy as np
 
 from flower_dp.core import checks
+from flower_dp.privacy import ledger_tables as tables
 from flower_dp.privacy.budget import JointBudget, Remaining
 from flower_dp.privacy.charges import Charge, Charges
 from flower_dp.privacy.events import of_json
-from flower_dp.privacy.ledger_tables import (
-    LedgerRun,
-    about_of,
-    all_events,
-    blob_of,
-    charge_of,
-    create_file,
-    digest_of,
-    naming,
-    open_database,
-    text_of,
-    words_of,
-)
-from flower_dp.privacy.mark import Lock, Mark
-from flower_dp.privacy.private_file import BudgetSpentError, LedgerError, check_folder, check_owner
+from flower_dp.privacy.ledger_tables import LedgerRun, naming
+from flower_dp.privacy.private_file import BudgetSpentError, LedgerError, Lock, Mark, check_folder, check_owner
 
 # For which to wait for another process that writes.
 _LOCK_SECONDS = 2.0
@@ -119,7 +107,7 @@ class Store:
                 self._lock = Lock(place, seconds=_LOCK_SECONDS if seconds is None else seconds)
                 opened.callback(self._lock.close)
             mark = Lock.mark_of(place) if self._lock is None else self._lock.mark
-            self._db = open_database(place, read_only=read_only)
+            self._db = tables.open_database(place, read_only=read_only)
             opened.callback(self._db.close)
             self._load(mark)
             if self._lock is not None:
@@ -140,7 +128,7 @@ class Store:
         Raises:
             LedgerError: if the file exists, or can't be written.
         """
-        create_file(Path(path), {"budget": None if budget is None else asdict(budget), "clients": list(clients)})
+        tables.create_file(Path(path), {"budget": None if budget is None else asdict(budget), "clients": list(clients)})
 
     def __enter__(self) -> Self:
         return self
@@ -165,16 +153,13 @@ class Store:
             delta: of its statement.
             private: whether its noise is drawn afresh; with noise from a fixed seed, its charges count as without any noise.
         """
-        run = LedgerRun(
-            name=name or uuid.uuid4().hex,
-            method=checks.line("method", method, most=checks.MOST_NAME) if method else "",
-            delta=float(delta),
-            started=datetime.now(UTC).isoformat(timespec="seconds"),
-            private=private,
-        )
+        if method:
+            checks.line("method", method)
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        run = LedgerRun(name=name or uuid.uuid4().hex, method=method, delta=float(delta), started=started, private=private)
         with naming(self.path), self._transaction() as db:
             number = len(self.runs) + 1
-            db.execute("INSERT INTO runs VALUES (?, ?, ?)", (number, run.name, about_of(run)))
+            db.execute("INSERT INTO runs VALUES (?, ?, ?)", (number, run.name, tables.about_of(run)))
         self._run_ids[run.name] = number
         self.runs[run.name], self.charges[run.name] = run, Charges()
         return run.name
@@ -199,8 +184,8 @@ class Store:
             digest = self._digest
             with self._transaction() as db:
                 for number, charge in enumerate(charges, start=self.num_charges + 1):
-                    row = self._row(db, charge)
-                    digest = digest_of(digest, of, row[0], charge.owners, row[2], [text_of(one) for one in all_events(charge)])
+                    row, texts = self._row(db, charge)
+                    digest = tables.digest_of(digest, of, row[0], charge.owners, row[2], texts)
                     db.execute("INSERT INTO charges VALUES (?, ?, ?, ?, ?, ?, ?)", (number, self._run_ids[run], *row, digest))
             # They are on the disk: only now does memory follow.
             self._digest, self.num_charges = digest, self.num_charges + len(charges)
@@ -278,23 +263,20 @@ class Store:
             if check:
                 if number != self.num_charges + 1:
                     raise LedgerError(f"charge {self.num_charges + 1} is missing")
-                own = digest_of(self._digest, self.runs[runs[run]], about, who, which, [texts[one] for one in places])
+                own = tables.digest_of(self._digest, self.runs[runs[run]], about, who, which, [texts[one] for one in places])
                 if own != digest:
                     raise LedgerError(f"charge {number} has changed since it was written")
                 self.num_charges, self._digest = number, own
-            yield number, runs[run], charge_of(about, who, which, [events[one] for one in places])
+            yield number, runs[run], tables.charge_of(about, who, which, [events[one] for one in places])
 
-    def _row(self, db: sqlite3.Connection, charge: Charge) -> tuple[str, bytes, bytes, bytes]:
-        """Return the columns of a charge; write down its owners and events if they are new."""
+    def _row(self, db: sqlite3.Connection, charge: Charge) -> tuple[tuple[str, bytes, bytes, bytes], list[str]]:
+        """Return the columns of a charge, and its events as text; write down its owners and events if they are new."""
         self._number(db, "owners", self._owners, charge.owners)
-        texts = [text_of(event) for event in all_events(charge)]
+        texts = [tables.text_of(event) for event in tables.all_events(charge)]
         self._number(db, "events", self._events, texts)
-        return (
-            words_of(charge),
-            blob_of([self._owners[name] for name in charge.owners]),
-            blob_of(charge.which),
-            blob_of([self._events[text] for text in texts]),
-        )
+        numbers = [self._owners[name] for name in charge.owners], charge.which, [self._events[text] for text in texts]
+        owners, which, events = map(tables.blob_of, numbers)
+        return (tables.words_of(charge), owners, which, events), texts
 
     def _number(self, db: sqlite3.Connection, table: str, known: dict[str, int], texts: Iterable[str]) -> None:
         """Give every text a number, written down if it is new; without a commit it is forgotten again."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from flower_dp.core import dp
 from flower_dp.privacy import accounting
 from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.events import Relation, inner_of, leaves_of
+from flower_dp.privacy.events import Relation, around, inner_of, leaves_of
 
 # A group in which noise or rates differ by more than 2 % is halved, as long as there are fewer groups than this.
 _MOST_GROUPS = 4
@@ -109,11 +109,7 @@ def _worst(releases: list[dp.DpEvent]) -> dp.DpEvent:
         return releases[0]
     noise = min((inner_of(release)[0] for release in releases), key=lambda inner: float(inner.noise_multiplier))
     most = max(releases, key=lambda release: inner_of(release)[1])
-    if isinstance(most, dp.PoissonSampledDpEvent):
-        return dp.PoissonSampledDpEvent(most.sampling_probability, noise)
-    if isinstance(most, dp.SampledWithoutReplacementDpEvent):
-        return dp.SampledWithoutReplacementDpEvent(most.source_dataset_size, most.sample_size, noise)
-    return noise
+    return around(most, noise)
 
 
 def _spans(releases: dict[str, dp.DpEvent]) -> list[float]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from flower_dp.cli import main as cli
 from flower_dp.clients import FedSGDDPCRecipe
-from flower_dp.privacy import ledger_tables, store
+from flower_dp.privacy import ledger_tables
 from flower_dp.privacy.device_store import DeviceLedger, Numbered
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
@@ -112,7 +112,9 @@ def test_whatever_a_charge_says_is_shown_or_refused(data: st.DataObject, column:
         row[column] = data.draw(st.binary(max_size=12))
     with Store(path, read_only=True) as store_of:
         run, charge = store_of.runs["r"], store_of.each[-1][1]
-    own = store.digest_of(before, run, row["about"], charge.owners, row["which"], [store.text_of(one) for one in charge.events])
+    own = ledger_tables.digest_of(
+        before, run, row["about"], charge.owners, row["which"], [ledger_tables.text_of(one) for one in charge.events]
+    )
     db.execute("DROP TRIGGER charges_update")
     db.execute(
         "UPDATE charges SET about = ?, owners = ?, which = ?, events = ?, digest = ? WHERE id = ?", (*row.values(), own, last)

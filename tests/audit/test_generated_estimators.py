@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from flower_dp.audit.audit import Claim, claimed_tradeoff, estimator_of
+from flower_dp.audit.audit import Claim, claimed_tradeoff
 from flower_dp.audit.estimate import Errors, errors_of, lower_bound, p_values
 from flower_dp.audit.one_run import coins, epsilon_lower_bound, guess, guesses_of_each, p_value
 from flower_dp.audit.one_run_clients import ClientCanaries
-from flower_dp.audit.tradeoffs import Estimator, GaussianTradeoff, HockeyStick, LaplaceTradeoff, SampledGaussianTradeoff
+from flower_dp.audit.tradeoffs import GaussianTradeoff, HockeyStick, LaplaceTradeoff, SampledGaussianTradeoff
 from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
 
@@ -235,47 +235,6 @@ def test_the_hockey_stick_is_the_larger_of_both_directions(wrong, missed, delta)
     if strength > 0:  # on the curve: no lower rate is allowed
         assert made.curve(strength, np.array([wrong]))[0] == pytest.approx(missed, rel=1e-6, abs=1e-9)
         assert made.epsilon(strength) == strength
-
-
-# Which estimator is valid
-
-
-leaf = st.sampled_from(
-    [
-        (dp.GaussianDpEvent(2.0), "gaussian"),
-        (dp.LaplaceDpEvent(2.0), "laplace"),
-        (dp.PoissonSampledDpEvent(0.3, dp.GaussianDpEvent(2.0)), "sampled"),
-        (dp.SampledWithoutReplacementDpEvent(10, 3, dp.GaussianDpEvent(2.0)), "sampled"),
-        (dp.PoissonSampledDpEvent(0.3, dp.LaplaceDpEvent(2.0)), "other"),
-    ]
-)
-
-
-@quickly(60)
-@given(
-    st.lists(st.tuples(leaf, st.integers(1, 2)), max_size=2),
-    st.sampled_from([ADD, REPLACE]),
-    st.sampled_from([0.0, 1e-3]),
-    st.booleans(),
-)
-def test_the_estimator_is_one_that_holds_for_what_was_charged(leaves, relation, delta, post_processed):
-    event = dp.ComposedDpEvent([dp.SelfComposedDpEvent(one, count) for (one, _), count in leaves])
-    claim = Claim(unit="client", relation=relation, epsilon=1.0, delta=delta, accountant="a", event=event)
-    found = estimator_of(type("Case", (), {"post_processed": post_processed}), claim)
-    kinds = {kind for (_, kind), _ in leaves}
-    single = len({one for (one, _), _ in leaves}) == 1 and sum(count for _, count in leaves) == 1
-    if post_processed or not leaves:
-        expected: type[Estimator] = HockeyStick
-    elif kinds == {"gaussian"}:
-        expected = GaussianTradeoff
-    elif single and kinds == {"sampled"}:
-        expected = SampledGaussianTradeoff
-        poisson = isinstance(leaves[0][0][0], dp.PoissonSampledDpEvent)
-        assert (found.rate, found.replaced) == (0.3, poisson and relation == REPLACE)
-    else:
-        expected = LaplaceTradeoff if single and kinds == {"laplace"} and delta == 0 else HockeyStick
-    assert type(found) is expected
-    assert getattr(found, "delta", delta) == delta
 
 
 @quickly(8)

@@ -9,19 +9,19 @@ trials show are measured without noise: by how many standard deviations the unit
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from flower_dp.audit import audit, worst_case
 from flower_dp.audit.case import Trials, quiet
-from flower_dp.audit.methods import client_level, fedsgd_dpc, local_steps
+from flower_dp.audit.methods import fedsgd_dpc, local_steps, noised_sum
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.core import noise
 from flower_dp.core.sampling import PoissonSampling
-from flower_dp.privacy import accounting
+from flower_dp.privacy import accounting, events
 from flower_dp.privacy.events import leaves_of
-from flower_dp.strategies import AdaptiveClip, DPFedAvg
 from flower_dp.strategies.releases import limits, shared_noise
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.run import Run
@@ -31,30 +31,25 @@ pytestmark = pytest.mark.slow
 CONFIDENCE = 1 - 1e-4
 
 # Stock clients are the fastest, and all of central placement is on the server.
-CENTRAL = {"training": None, "noise_multiplier": 0.8}
-STOCK = client_level("stock", DPFedAvg, **CENTRAL)
-LITTLE = client_level("stock, little noise", DPFedAvg, **CENTRAL | {"noise_multiplier": 0.4})
-TWO_ROUNDS = client_level("stock, two rounds", DPFedAvg, **CENTRAL | {"noise_multiplier": 1.14}, num_rounds=2)
-FOUR_ROUNDS = client_level("stock, four rounds", DPFedAvg, **CENTRAL, num_rounds=4)
-REPLACED = client_level("stock, replace-one", DPFedAvg, **CENTRAL | {"noise_multiplier": 0.5}, relation="replace-one")
-SAMPLED = client_level(
-    "stock, Poisson", DPFedAvg, **CENTRAL | {"noise_multiplier": 0.25}, sampling=PoissonSampling(sampling_rate=0.1)
-)
+fed_avg = partial(noised_sum, method="dp-fedavg")
+STOCK = fed_avg("stock", stock=True, noise_multiplier=0.8)
+LITTLE = fed_avg("stock, little noise", stock=True, noise_multiplier=0.4)
+TWO_ROUNDS = fed_avg("stock, two rounds", stock=True, noise_multiplier=1.14, rounds=2)
+FOUR_ROUNDS = fed_avg("stock, four rounds", stock=True, noise_multiplier=0.8, rounds=4)
+REPLACED = fed_avg("stock, replace-one", stock=True, noise_multiplier=0.5, relation="replace-one")
+SAMPLED = fed_avg("stock, Poisson", stock=True, noise_multiplier=0.25, sampling="poisson", sampling_rate=0.1)
 # Among four clients, against one that knows its share: mu = 1.25, and 2 in the others.
-SHARED = client_level("distributed", DPFedAvg, placement="distributed", noise_multiplier=1.85, relation="replace-one")
-LITTLE_SHARED = {"placement": "distributed", "noise_multiplier": 0.5 * math.sqrt(4 / 3)}
-SHARES = client_level("distributed, add-or-remove-one", DPFedAvg, **LITTLE_SHARED)
-SHARES_REPLACED = client_level(
-    "distributed, replace-one", DPFedAvg, **LITTLE_SHARED | {"noise_multiplier": math.sqrt(4 / 3)}, relation="replace-one"
-)
-SHARES_UNTRUSTED = client_level("distributed, untrusted server", DPFedAvg, **LITTLE_SHARED, trusted_server=False)
+distributed = partial(fed_avg, placement="distributed")
+SHARED = distributed("distributed", noise_multiplier=1.85, relation="replace-one")
+SHARES = distributed("distributed, add-or-remove-one", noise_multiplier=0.5 * math.sqrt(4 / 3))
+SHARES_REPLACED = distributed("distributed, replace-one", noise_multiplier=math.sqrt(4 / 3), relation="replace-one")
+SHARES_UNTRUSTED = distributed("distributed, untrusted", noise_multiplier=0.5 * math.sqrt(4 / 3), trusted_server=False)
 RECORDS = fedsgd_dpc("records", mechanism="gaussian", relation="add-or-remove-one", epsilon=1.0)
 LAPLACE = fedsgd_dpc("Laplace", mechanism="laplace", epsilon=1.0)
 QUANTISED = local_steps("quantised", quantization_levels=10, epsilon=0.5, delta=0.2)
 PER_STEP = local_steps("per-step", sensitivity="per-step", epsilon=1.0)
 CONVEX = local_steps("convex-glm", sensitivity="convex-glm", epsilon=1.0)
-ADAPTIVE_CLIP = AdaptiveClip(initial=1.0, smallest=1e-3, largest=1e3)
-ADAPTIVE = client_level("adaptive", DPFedAvg, noise_multiplier=0.6, clip_norm=ADAPTIVE_CLIP)
+ADAPTIVE = fed_avg("adaptive", noise_multiplier=0.6, clip_quantile=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +76,7 @@ def shares_by_their_number(monkeypatch):
 
 
 def no_factor_of_replace_one(monkeypatch):
-    monkeypatch.setattr(accounting, "effective", lambda multiplier, relation: multiplier)
+    monkeypatch.setattr(events, "effective", lambda multiplier, relation: multiplier)
 
 
 def no_clip(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from scipy.optimize import minimize
 
 from flower_dp.planning import ProblemError, fedsgd_dpc, nbafl
-from flower_dp.planning.constants import NOT_PRIVATE, estimate
+from flower_dp.planning.constants import estimate
 from flower_dp.planning.nbafl import best_proximal
 
 CLASSES = 3
@@ -101,13 +101,6 @@ class TestOptima:
         with pytest.raises(ProblemError, match=r"^dissimilarity=inf: must be a finite number"):
             nbafl.plan(constants.nbafl() | rest | {"proximal": 1.0, "max_rounds": 5})
 
-    def test_equal_clients_are_not_heterogeneous(self):
-        client = three_clients()[1]
-        constants = estimate([client, client], l2=L2, num_classes=CLASSES)
-        assert constants.heterogeneity == pytest.approx(0.0, abs=1e-9)
-        assert constants.heterogeneity_estimate == pytest.approx(0.0, abs=1e-12)
-        assert constants.dissimilarity == pytest.approx(1.0, abs=1e-12)
-
 
 class TestCurvature:
     def test_bounds_the_hessian_everywhere(self):
@@ -129,13 +122,6 @@ class TestCurvature:
         theta = np.asarray([[0.0], [0.0], [-20.0]])
         assert constants.smoothness == pytest.approx(2.0 + L2, rel=1e-12)
         assert np.linalg.eigvalsh(hessian(theta, client))[-1] == pytest.approx(2.0 + L2, rel=1e-6)
-
-    def test_wide_and_tall_data_agree(self):
-        x = np.random.default_rng(3).standard_normal((6, 9))
-        wide = estimate([(x, np.arange(6) % 2)], l2=L2, num_classes=2).smoothness
-        assert wide == pytest.approx(np.linalg.norm(x, 2) ** 2 / 6 / 2 + L2, rel=1e-12)
-        tall = estimate([(x.T, np.arange(9) % 2)], l2=L2, num_classes=2).smoothness
-        assert tall == pytest.approx(np.linalg.norm(x, 2) ** 2 / 9 / 2 + L2, rel=1e-12)
 
 
 class TestGradients:
@@ -212,13 +198,6 @@ class TestProblems:
         one_hot = [(x, np.eye(CLASSES)[y]) for x, y in clients]
         assert estimate(clients, l2=L2, num_classes=CLASSES) == estimate(one_hot, l2=L2, num_classes=CLASSES)
 
-    def test_bias_is_a_feature_of_ones(self):
-        clients = three_clients()
-        widened = [(np.hstack([x, np.ones((len(x), 1))]), y) for x, y in clients]
-        with_bias = estimate(clients, l2=L2, num_classes=CLASSES, fit_bias=True)
-        assert with_bias == estimate(widened, l2=L2, num_classes=CLASSES)
-        assert with_bias.dimension == 15
-
     @pytest.mark.parametrize("optima", ["clients", "joint"])
     @pytest.mark.parametrize("mechanism", ["laplace", "gaussian"])
     def test_keys_complete_a_fedsgd_dpc_problem(self, mechanism, optima):
@@ -247,10 +226,6 @@ class TestProblems:
         proximal = best_proximal(smoothness=constants.smoothness, dissimilarity=constants.dissimilarity)
         answer = nbafl.plan(keys | rest | {"proximal": proximal})
         assert answer.candidates[0].feasible
-
-    def test_says_that_it_is_not_private(self):
-        assert "not" in NOT_PRIVATE or "neither" in NOT_PRIVATE
-        assert estimate(three_clients(), l2=L2, num_classes=CLASSES).warning == NOT_PRIVATE
 
     @pytest.mark.parametrize(
         ("clients", "message"),

@@ -20,24 +20,8 @@ from flower_dp.planning.planner import Data
 from flower_dp.planning.plot import figure
 from flower_dp.running import apps
 from tests.grids import LocalGrid
+from tests.planning.problems import FEDPAQ as PROBLEM
 
-# MNIST with logistic regression, 100 clients of 600 records, as in the paper; the constants are made up.
-PROBLEM: dict[str, Any] = {
-    "bits_budget": 2e8,
-    "num_iterations": 1000,
-    "dimension": 7850,
-    "num_clients": 100,
-    "batch_size": 12,
-    "num_records": 600,
-    "epsilon": 10.0,
-    "delta": 1e-4,
-    "strong_convexity": 0.5,
-    "smoothness": 5.0,
-    "gradient_bound": 1.0,
-    "gradient_variance": 1.0,
-    "heterogeneity": 0.5,
-    "initial_distance": 30.0,
-}
 SMALL: dict[str, Any] = PROBLEM | {
     "num_iterations": 30,
     "dimension": 50,
@@ -237,14 +221,6 @@ class TestPlan:
         assert len(bounds) > 1000
         assert answer.best.bound <= bounds.min()
 
-    def test_interior_points(self):
-        # Neither E = 1 nor s = 1 nor M = N: the trade-off that the paper is about.
-        best = plan(PROBLEM | {"bits_budget": 3e7, "gradient_bound": 0.1, "heterogeneity": 0.05}).best
-        assert best is not None
-        assert best.num_local_steps > 1
-        assert best.quantization_levels > 1
-        assert best.cohort_size < 100
-
     def test_infeasible(self):
         answer = plan(PROBLEM | {"bits_budget": 1000})
         # E = floor(600 / 12) = 50, K = 20, M = s = 1: 20 (7850 log2(3) + 32)
@@ -303,65 +279,6 @@ class TestFromData:
         assert plan({**found.values, **rest}).best is not None
         with pytest.raises(ProblemError, match=r"^num_iterations: missing"):
             plan(found.values)
-
-
-class TestBadProblems:
-    @pytest.mark.parametrize("key", list(PROBLEM))
-    def test_missing(self, key):
-        with pytest.raises(ProblemError, match=f"^{key}: missing") as caught:
-            plan({name: value for name, value in PROBLEM.items() if name != key})
-        assert caught.value.field == key
-
-    @pytest.mark.parametrize(
-        ("key", "value"),
-        [
-            ("bits_budget", 0),
-            ("bits_budget", math.inf),
-            ("num_iterations", 0),
-            ("num_iterations", 10**9),
-            ("dimension", 1.5),
-            ("num_clients", 0),
-            ("batch_size", 601),
-            ("num_records", [600, 600]),
-            ("epsilon", 0.0),
-            ("epsilon", 1e-200),
-            ("delta", 1.0),
-            ("delta", 0.0),
-            ("delta", 0.999999),
-            ("strong_convexity", 0.0),
-            ("strong_convexity", 1e-150),
-            ("smoothness", 0.1),
-            ("gradient_bound", 0.0),
-            ("gradient_bound", 1e200),
-            ("gradient_variance", -1.0),
-            ("heterogeneity", math.nan),
-            ("initial_distance", "far"),
-            ("num_local_steps", 51),
-            ("cohort_size", 101),
-            ("quantization_levels", 0),
-            ("max_quantization_levels", 0),
-            ("max_quantization_levels", MAX_LEVELS + 1),
-            ("quantization_levels", MAX_LEVELS + 1),  # QSGD is made for no more: no run could have them
-        ],
-    )
-    def test_impossible(self, key, value):
-        with pytest.raises(ProblemError) as caught:
-            plan(PROBLEM | {"num_records": 601 if key == "delta" else 600} | {key: value})
-        assert caught.value.field == key
-        assert str(caught.value).startswith(key)
-        assert "\n" not in str(caught.value)
-
-    def test_fixed_levels_within_the_largest(self):
-        with pytest.raises(ProblemError, match=r"^quantization_levels=9: must be .* <= 8"):
-            plan(PROBLEM | {"quantization_levels": 9, "max_quantization_levels": 8})
-
-    def test_delta_above_what_a_round_draws(self):
-        # E b / n = 0.02 for E = 1: the noise formula's delta / gamma would be 2.5.
-        with pytest.raises(ProblemError, match=r"^delta=0.05: .* num_local_steps >= 3, and the problem allows 1"):
-            plan(PROBLEM | {"delta": 0.05, "num_local_steps": 1})
-        best = plan(PROBLEM | {"delta": 0.05}).best
-        assert best is not None
-        assert best.num_local_steps >= 3
 
 
 # The run that an answer prints

@@ -124,8 +124,3 @@ def test_the_divergence_of_replacing_lies_between_what_it_must(std, order):
 def test_an_order_that_takes_too_many_points_has_no_bound():
     assert poisson.replaced_divergence(dp.GaussianDpEvent(1e-3), 0.5, 64.0) == math.inf
     assert poisson.replaced_divergence(dp.GaussianDpEvent(1e-3), 0.5, 1e9) == math.inf
-
-
-def test_a_grid_that_is_too_fine_is_refused():
-    with pytest.raises(OverflowError, match="are too many"):
-        poisson.distribution(dp.GaussianDpEvent(1e-3), 0.5, 1e-3, "add-or-remove-one")

@@ -10,8 +10,6 @@ from dp_accounting import (
     ComposedDpEvent,
     DpEvent,
     GaussianDpEvent,
-    LaplaceDpEvent,
-    NonPrivateDpEvent,
     NoOpDpEvent,
     PoissonSampledDpEvent,
     SampledWithoutReplacementDpEvent,
@@ -69,13 +67,6 @@ def test_a_replacement_moves_the_sum_twice_as_far() -> None:
     assert _release(relation="replace-one").noise_scale == RELEASE.noise_scale
 
 
-def test_laplace_noise() -> None:
-    release = _release(mechanism=Laplace(noise_multiplier=2.0), sampler=FullSampling(), clip_norm=3.0)
-    assert release.noise_scale == 6.0
-    assert release.event(1) == LaplaceDpEvent(2.0)
-    assert accounting.epsilon(release.events(4), delta=0, relation="add-or-remove-one").epsilon == 2.0
-
-
 def test_fixed_size_is_accounted_under_replace_one() -> None:
     release = _release(sampler=FixedSizeSampling(cohort_size=5), relation="replace-one")
     assert release.event(1) == SampledWithoutReplacementDpEvent(50, 5, GaussianDpEvent(1.5))
@@ -89,12 +80,6 @@ def test_round_robin_charges_the_client_that_took_part_most_often() -> None:
     most = [1, 1, 2, 2, 2, 3, 3]
     assert [isinstance(event, NoOpDpEvent) for event in events] == [False, True, False, True, True, False, True]
     assert [sum(event == GaussianDpEvent(1.5) for event in events[:n]) for n in range(1, 8)] == most
-
-
-def test_without_noise_the_event_says_so() -> None:
-    release = _release(mechanism=Gaussian(noise_multiplier=0))
-    assert isinstance(release.event(1), NonPrivateDpEvent)
-    assert release.noise_scale == 0
 
 
 @pytest.mark.parametrize(

@@ -102,16 +102,6 @@ def test_printed_epsilon_is_rounded_up(epsilon: float) -> None:
     assert Decimal(epsilon) * (1 - Decimal(2) ** -52) <= shown <= Decimal(epsilon) * (1 + Decimal(2) ** -51) + Decimal("1e-4")
 
 
-@pytest.mark.parametrize(("epsilon", "shown"), [(1.0, "1.0000"), (1.00001, "1.0001"), (0.99991, "1.0000"), (0.0, "0.0000")])
-def test_printed_epsilon_by_hand(epsilon: float, shown: str) -> None:
-    assert f"({shown}, " in str(dataclasses.replace(STATEMENT, epsilon=epsilon))
-
-
-def test_the_papers_epsilon_is_rounded_up_too() -> None:
-    paper = PaperEpsilon(epsilon=8.50001, formula="f", valid=True, reason="r")
-    assert "8.5001" in str(dataclasses.replace(STATEMENT, paper=paper))
-
-
 @pytest.mark.parametrize("delta", [1000**-1.1, 1.0004e-5])
 def test_printed_delta_is_not_smaller_than_the_proved_one(delta: float) -> None:
     _, shown = _shown(str(dataclasses.replace(STATEMENT, delta=delta)))
