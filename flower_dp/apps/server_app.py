@@ -96,6 +96,7 @@ def _warn_of_one_class(metrics: Mapping[int, MetricRecord], public: TensorRecord
             "most frequent class; another learning rate, more steps or rounds, or less noise may help",
             100 * max(found),
             100 * share,
+            extra={"shown": True},  # on the screen
         )
 
 

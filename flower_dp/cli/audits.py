@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flower_dp.cli.errors import refuse
-from flower_dp.cli.options import Settings
+from flower_dp.cli.options import AsJson, Settings
 from flower_dp.core.words import beyond_in_words
 
 if TYPE_CHECKING:
@@ -30,10 +30,11 @@ def audit(
     *,
     every: Annotated[bool, typer.Option("--all", help="All cases of all methods.")] = False,
     setting: Settings = None,
-    trials: Annotated[int, typer.Option(help="Runs without the unit, and as many with it, of each case.")] = 2000,
+    trials: Annotated[int, typer.Option(min=20, help="Runs without the unit, and as many with it, of each case.")] = 2000,
     canaries: Annotated[
         int | None,
         typer.Option(
+            min=1,
             metavar="N",
             help="Run the preset or task once instead, with so many canaries among its clients or records: a one-run audit.",
         ),
@@ -46,7 +47,7 @@ def audit(
         str | None,
         typer.Option(metavar="FILE", help="Draw false negatives over false positives, with the claimed trade-off curve."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Answer with a JSON object a line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a method again and again with and without one unit, and find what epsilon must at least be.
 
@@ -68,15 +69,14 @@ def audit(
     if (target is None) != every:
         refuse(f"--all: {'belongs to no case' if every else 'or a method, case or preset is missing'}")
     try:
-        checks.integer("--trials", trials, at_least=20)
         checks.number("--confidence", confidence, above=0, below=1)
         if plot is not None:
             from flower_dp.reporting import canvas
 
-            canvas.file(plot)
+            canvas.file(plot, "--plot")
         cases = _cases(target, setting or [])
     except ValueError as error:
-        refuse(str(error).replace("--output", "--plot"))
+        refuse(str(error))
     audits = []
     for one in _audited(cases, trials, confidence):
         audits.append(one)
@@ -171,34 +171,31 @@ def _table(one: "Audit") -> dict[str, Any]:
 
 
 def _text(audits: "list[Audit]") -> str:
-    rows = [_COLUMNS]
-    for one in audits:
-        rows.append(
-            (
-                one.label,
-                f"{one.claim.delta:g}",
-                f"{one.claim.epsilon:.3f}",
-                f"{one.lower:.3f}",
-                f"{one.ratio:.0%}",
-                f"{one.errors.false_positives} of {one.errors.trials}",
-                f"{one.errors.false_negatives} of {one.errors.trials}",
-                f"{one.estimator.name}, {one.errors.statistic}",
-            )
-        )
-    widths = [max(len(row[place]) for row in rows) for place in range(len(_COLUMNS))]
+    rows = [_COLUMNS, *map(_row, audits)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     first = audits[0]
     lines.append(
         f"{first.trials} runs without the unit and {first.trials} with it; each bound with confidence {first.confidence:g}"
     )
-    lines += [
-        f"VIOLATION: {one.label}: claims epsilon {one.claim.epsilon:.4g}, and it is at least {one.lower:.4g}"
-        for one in audits
-        if one.violation
-    ]
-    lines += [
-        f"TOO FEW TRIALS: {one.label}: {beyond_in_words(one.claim.epsilon, one.largest)}"
-        for one in audits
-        if not one.could_refute
-    ]
+    for one in audits:
+        if one.violation:
+            lines.append(f"VIOLATION: {one.label}: claims epsilon {one.claim.epsilon:.4g}, and it is at least {one.lower:.4g}")
+    for one in audits:
+        if not one.could_refute:
+            lines.append(f"TOO FEW TRIALS: {one.label}: {beyond_in_words(one.claim.epsilon, one.largest)}")
     return "\n".join(lines)
+
+
+def _row(one: "Audit") -> tuple[str, ...]:
+    errors = one.errors
+    return (
+        one.label,
+        f"{one.claim.delta:g}",
+        f"{one.claim.epsilon:.3f}",
+        f"{one.lower:.3f}",
+        f"{one.ratio:.0%}",
+        f"{errors.false_positives} of {errors.trials}",
+        f"{errors.false_negatives} of {errors.trials}",
+        f"{one.estimator.name}, {errors.statistic}",
+    )

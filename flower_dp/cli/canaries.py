@@ -39,9 +39,9 @@ def audit_one_run(
         if not run.app.own:
             raise ValueError(f"{target}: --canaries is for flower-dp's own presets and tasks")
         with quiet(logging.ERROR):  # absent canaries decline, a line each
-            found = audit_run({**run.app.defaults, **run.overrides}, num_canaries=canaries, confidence=confidence, seed=seed)
+            found = audit_run(run.config, num_canaries=canaries, confidence=confidence, seed=seed)
     except ValueError as error:
-        refuse(str(error).replace("num_canaries", "--canaries"))
+        refuse(str(error))
     typer.echo(json.dumps(found.to_dict(), allow_nan=False) if as_json else text_of(found))
     if found.refuted:
         raise typer.Exit(1)

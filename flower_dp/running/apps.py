@@ -106,6 +106,11 @@ class Target:
     overrides: Mapping[str, Value]
     given: tuple[str, ...] = ()
 
+    @property
+    def config(self) -> dict[str, Value]:
+        """The whole run-config."""
+        return {**self.app.defaults, **self.overrides}
+
 
 def resolve(target: str | None, settings: Sequence[str]) -> Target:
     """Find the app to run.
@@ -193,7 +198,7 @@ def with_values(target: Target, more: Mapping[str, Any]) -> dict[str, Value]:
     known = target.app.settings()
     method = str({**known, **target.overrides, **more}.get("method", ""))
     own = {key: values.from_toml(key, value, _default(target.app, known, key, method), Path.cwd()) for key, value in more.items()}
-    return {**target.app.defaults, **target.overrides, **own}
+    return {**target.config, **own}
 
 
 def _preset(app: App, target: str) -> Mapping[str, Any]:
@@ -229,21 +234,19 @@ def own_app() -> App:
     Raises:
         ValueError: the package is neither in a checkout nor completely installed.
     """
-    here = Path.cwd()
-    return _own_app_in([here, *here.parents, _PACKAGE.parent, _INSTALLED])
+    return running_app(Path.cwd(), *Path.cwd().parents)
 
 
-def running_app() -> App:
+def running_app(*first: Path) -> App:
     """Return flower-dp's own app as the running package has it, wherever the working directory is.
+
+    Args:
+        first: folders in which another one may be, which is taken instead.
 
     Raises:
         ValueError: the package is neither in a checkout or bundle nor completely installed.
     """
-    return _own_app_in([_PACKAGE.parent, _INSTALLED])
-
-
-def _own_app_in(folders: Sequence[Path]) -> App:
-    for folder in folders:
+    for folder in (*first, _PACKAGE.parent, _INSTALLED):
         if (app := read_app(folder)) is not None and app.own:
             return app
     raise ValueError(f"flower-dp's app is missing in {_INSTALLED}: install flower-dp again, or name an app's folder")

@@ -214,15 +214,12 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
     """
     if path is not None:
         folder = Path(path).expanduser().absolute()
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"output_dir={str(path)!r}: is a file; must be a new or an empty folder")
         try:
             folder.mkdir(_OWNERS_ALONE, parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"output_dir={str(path)!r}: can't be made: {error.strerror}; take another folder") from None
-        held = sorted(entry.name for entry in folder.iterdir() if entry.name != LOG)
-        if held:
-            raise ValueError(f"output_dir={str(path)!r}: already holds {held[0]}; must be a new or an empty folder")
+            raise ValueError(f"run folder {str(path)!r}: can't be made: {error.strerror}; take another folder") from None
+        if held := sorted(entry.name for entry in folder.iterdir() if entry.name != LOG):
+            raise ValueError(f"run folder {str(path)!r}: already holds {held[0]}; must be a new or an empty folder")
         return folder
     parent = Path.home() / ".flower-dp" / "runs"
     parent.mkdir(parents=True, exist_ok=True)

@@ -1,40 +1,27 @@
 """What a command shows while runs are made, on standard output that may be closed at any time."""
 
 import json
+import logging
 import os
-import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from logging.handlers import QueueHandler
 from pathlib import Path
-from typing import Any, Self, TextIO
+from queue import SimpleQueue
+from typing import Self, TextIO
 
 import typer
 
-from flower_dp.running.flower_log import plain
+from flower_dp.running.flower_log import is_shown, plain
 from flower_dp.running.progress import Display
 from flower_dp.running.run_folder import LOG, METRICS
 from flower_dp.running.signals import Interrupted
 
-# In lines that are in the log alone: the traceback of an error on a client.
-_TRACEBACK = "traceback | "
-# After the first cause of a failing dry run the server's traceback, which follows from it, is in the log alone as well.
-_FIRST_CAUSE = "dry run, first cause: "
-_SERVERS_TRACEBACK = "Traceback (most recent call last)"
-_LOGGED = re.compile(r"(\([^()]*\) )?[A-Z]+\s*:\s")
-# Lines of the log that are always shown: of a node whose clients can't train, and why; of noise that is longer than any mean; of
-# GPUs that the run leaves alone.
-_SHOWN = (
-    "can't train: ",
-    _FIRST_CAUSE,
-    "dry run: a row of the data set is ",
-    "dry run: the first record can't be read: ",
-    "one round teaches little",
-    "the model has learnt nothing",
-    "not used by this run: ",
-)
+log = logging.getLogger("flwr")
+
 _LOOK_SECONDS = 0.1
 
 
@@ -83,17 +70,17 @@ def own_stream() -> Iterator[TextIO]:
 
 
 class Screen:
-    """Shows the metrics of a run, its log until the first metrics appear, and warnings that explain a useless result.
+    """Shows the metrics of a run, and what this process logs to be shown; before that the whole log of a run in its folder.
 
-    The run folder is followed within this context.
+    The log is followed until the first metrics, or the first error that is logged to be shown: its traceback, and what follows
+    from it, are in the log alone.
 
     Args:
         display: for the metrics.
         stream: for lines of the log.
-        folder: the run folder.
+        folder: the run folder, which is followed within this context.
         goes_on: whether what is in it already was shown by an earlier process; its file of metrics is then replaced.
-        rows: whether rounds are shown.
-        quiet: whether the log is not shown before the metrics either.
+        quiet: whether the log is not followed at all.
         interrupt: called with SIGPIPE if nobody reads the stream any longer.
     """
 
@@ -104,62 +91,60 @@ class Screen:
         folder: Path,
         *,
         goes_on: bool,
-        rows: bool = True,
         quiet: bool,
         interrupt: Callable[[int], None],
     ) -> None:
         self._display, self._stream, self._quiet, self._interrupt = display, stream, quiet, interrupt
-        metrics, log = folder / METRICS, folder / LOG
-        self._rows = rows
-        self._told_cause = self._in_traceback = False
+        metrics, file = folder / METRICS, folder / LOG
         self._metrics = _Tail(metrics, self._row, old=metrics.stat().st_ino if goes_on and metrics.exists() else None)
-        self._log = _Tail(log, self.tell, begin=log.stat().st_size if goes_on and log.exists() else 0)
+        self._log = _Tail(file, self._line, begin=file.stat().st_size if goes_on and file.exists() else 0)
+        self._records = SimpleQueue[logging.LogRecord]()
+        self._handler = QueueHandler(self._records)
+        self._handler.addFilter(is_shown)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def __enter__(self) -> Self:
+        log.addHandler(self._handler)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-
-    def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show the line of a round."""
-        self._quiet = True
-        with shown(self._stream):
-            self._display.show(metrics)
-
-    def tell(self, line: str) -> None:
-        """Show a line of the log, if it is one to be shown."""
-        self._told_cause |= _FIRST_CAUSE in line
-        if line.startswith(_SERVERS_TRACEBACK):
-            self._in_traceback = self._told_cause
-        elif _LOGGED.match(line):
-            self._in_traceback = False
-        left_out = self._in_traceback or _TRACEBACK in line
-        if left_out or (self._quiet and not any(text in line for text in _SHOWN)):
-            return
-        if (console := getattr(self._display, "console", None)) is not None:  # above the bar
-            console.out(line, highlight=False)
-        else:
-            echo(line, self._stream)
-
-    def _row(self, line: str) -> None:
-        with suppress(ValueError):  # what is shown while a run lasts must not end it
-            if self._rows and isinstance(row := json.loads(line), dict):
-                self.show(row)
+        log.removeHandler(self._handler)
 
     def _follow(self) -> None:
         try:
             over = False
             while not over:
                 over = self._over.wait(_LOOK_SECONDS)
-                self._metrics.read()
+                records = [self._records.get() for _ in range(self._records.qsize())]
+                self._quiet |= any(record.levelno >= logging.ERROR for record in records)
                 self._log.read()
+                if self._quiet:  # else they were among the lines of the log
+                    for record in records:
+                        self._write(f"{record.levelname}: {record.getMessage().partition(chr(10))[0]}")
+                self._metrics.read()
         except Interrupted as error:
             self._interrupt(error.signum)
+
+    def _row(self, line: str) -> None:
+        with suppress(ValueError):  # what is shown while a run lasts must not end it
+            if isinstance(row := json.loads(line), dict):
+                self._quiet = True
+                with shown(self._stream):
+                    self._display.show(row)
+
+    def _line(self, line: str) -> None:
+        if not self._quiet:
+            self._write(line)
+
+    def _write(self, line: str) -> None:
+        if (console := getattr(self._display, "console", None)) is not None:  # above the bar
+            console.out(line, highlight=False)
+        else:
+            echo(line, self._stream)
 
 
 class _Tail:

@@ -2,11 +2,10 @@
 
 import importlib
 import logging
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, chdir, closing, contextmanager
+from contextlib import ExitStack, chdir, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,7 +22,7 @@ from flower_dp.running.launched import Launched
 from flower_dp.running.modules import forget
 from flower_dp.running.recorded import watched
 from flower_dp.running.values import Value
-from flower_dp.running.workplace import app_files_linked
+from flower_dp.running.workplace import app_files_linked, environment
 from flower_dp.simulation.cluster import Cluster, address_of, bundled
 from flower_dp.simulation.local_grid import LocalGrid, SimulatedGrid
 from flower_dp.strategies.started import Stated
@@ -71,7 +70,7 @@ def attempt(
     with logged(folder, go_on=bool(resume), resumed=resume == RESUMED):
         try:
             _run(begun, folder, grid, resume, check)
-        except (SettingsError, _RefusedError) as error:  # before anything was spent
+        except SettingsError as error:  # before anything was spent
             return Outcome(status="refused", details=str(error))
         except KeyboardInterrupt as error:
             return Outcome(status="interrupted", details=first_line(error), signum=getattr(error, "signum", 0))
@@ -85,10 +84,6 @@ def attempt(
     return Outcome(status="completed")
 
 
-class _RefusedError(Exception):
-    """Settings are refused before the ServerApp begins."""
-
-
 def _run(
     begun: Launched,
     folder: Path,
@@ -97,7 +92,7 @@ def _run(
     check: Callable[[], None],
 ) -> None:
     app = begun.target.app
-    config = {**app.defaults, **begun.overrides}
+    config = begun.target.config
     with ExitStack() as stack:
         if not app.own:
             stack.callback(setattr, sys, "dont_write_bytecode", sys.dont_write_bytecode)
@@ -109,9 +104,9 @@ def _run(
         try:
             check()
         except (ValueError, OSError, ImportError) as error:
-            raise _RefusedError(str(error)) from error
+            raise SettingsError(str(error)) from error
         server = app.server_app()
-        stack.enter_context(passed(folder, resume))
+        stack.enter_context(environment({RUN_FOLDER: str(folder), RESUME: resume}))
         stack.enter_context(watched(config, begun.name))
         there = stack.enter_context(closing(made()))
         server(there, there.server_context())
@@ -165,7 +160,7 @@ def on_ray(
         app = begun.target.app
         if app.check and begun.overrides:  # the defaults are valid
             with plugins.loaded(app, app.check) as own:
-                own({**app.defaults, **begun.overrides})
+                own(begun.target.config)
 
     try:
         return attempt(begun, folder, begin, resume=resume, check=checked)
@@ -179,18 +174,3 @@ def on_ray(
 def state(begun: Launched, folder: Path) -> Outcome:
     """Make the statement of what the run in a folder was charged; nothing is sent."""
     return attempt(begun, folder, lambda app, config: lambda: LocalGrid(ClientApp(), 0, config), resume=STATED)
-
-
-@contextmanager
-def passed(folder: Path, resume: str) -> Iterator[None]:
-    """Pass a run folder to `RunFolder.create` within this context."""
-    values = {RUN_FOLDER: str(folder), RESUME: resume}
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

@@ -50,12 +50,12 @@ def address_of(ray_address: str) -> str:
     form = _FORM.fullmatch(address)
     if form is None:
         hint = "; run on a machine of the cluster, without Ray's client protocol" if "://" in address else ""
-        raise ValueError(f"ray_address={address!r}: must be HOST:PORT or auto{hint}")
+        raise ValueError(f"Ray cluster {address!r}: must be HOST:PORT or auto{hint}")
     host, port = _seen_by_ray(form["host"].strip("[]")), int(form["port"])
     try:
         socket.create_connection((host, port), timeout=_ANSWER_SECONDS).close()
     except (OSError, OverflowError) as error:
-        raise ConnectionError(f"ray_address={address!r}: no Ray cluster answers at {host}:{port} ({error})") from None
+        raise ConnectionError(f"Ray cluster {address!r}: none answers at {host}:{port} ({error})") from None
     asked = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     _check_grpc(asked)
     return asked
@@ -70,7 +70,7 @@ def _check_grpc(address: str) -> None:
     try:
         grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
     except grpc.FutureTimeoutError:
-        raise ConnectionError(f"ray_address={address!r}: what answers there is no Ray cluster, or expects TLS") from None
+        raise ConnectionError(f"Ray cluster {address!r}: what answers there is none, or expects TLS") from None
     finally:
         channel.close()
 
@@ -93,7 +93,7 @@ def _found() -> str:
         return noted.read_text(encoding="utf-8").strip()
     except OSError:
         raise ConnectionError(
-            f"ray_address='auto': RAY_ADDRESS is not set, and `ray start` has begun no cluster on this machine ({noted})"
+            f"Ray cluster 'auto': RAY_ADDRESS is not set, and `ray start` has begun no cluster on this machine ({noted})"
         ) from None
 
 

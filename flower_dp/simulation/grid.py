@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import secrets
 import sys
 import threading
@@ -15,16 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
 
 from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.core import checks
+from flower_dp.running.flower_log import SHOWN
 from flower_dp.simulation.cluster import installed
 from flower_dp.simulation.identity import CLIENT_APP_CRASHED, NODE_UNAVAILABLE, numbered
 from flower_dp.simulation.local_grid import SimulatedGrid
 from flower_dp.simulation.placement import Placement
-from flower_dp.simulation.worker import FIRST_NODE, Answer, Value
+from flower_dp.simulation.worker import EMPTY, FIRST_NODE, Answer, Setup, Value
 from flower_dp.simulation.workers import Workers
 from flower_dp.wire import KEY
 
@@ -38,7 +38,6 @@ _PATIENCE_SECONDS = 60.0
 _GRACE_SECONDS = 10.0
 # Clients that a line of the log names.
 _LISTED = 5
-_EMPTY = pickle.dumps(RecordDict())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,31 +118,26 @@ class RayGrid(SimulatedGrid):
     ) -> None:
         import ray  # noqa: PLC0415  (a third of a second)
 
-        dumps: Callable[[Any], bytes] = ray.cloudpickle.dumps
-
         super().__init__(secrets.randbits(62) + 1, run_config or {})
-        self._made: range | None = None
-        if num_nodes is not None:
-            checks.integer("num_nodes", num_nodes, at_least=1)
-            self._made = range(FIRST_NODE, FIRST_NODE + num_nodes)
+        self._made = None if num_nodes is None else _nodes_of(checks.integer("num_nodes", num_nodes, at_least=1))
         own = {partition: dict(node_config(partition)) for partition in range(num_nodes or 0)} if node_config else {}
         if workers.away and any(LEDGER_PATH in config for config in own.values()):
             raise ValueError(
                 f"node_config: {LEDGER_PATH} is a file of one machine, and the nodes of a cluster move between machines"
             )
-        setup = {
-            "app": dumps((lambda: app) if isinstance(app, ClientApp) else app),
-            "run_id": self._run.run_id,
-            "run_config": self._run_config,
-            "num_nodes": num_nodes,
-            "node_config": own,
-            "folder": "" if workers.away else str(Path.cwd()),
-            "path": () if workers.away else tuple(os.path.abspath(place) for place in sys.path),
-            "bytecode": not sys.dont_write_bytecode,
-            "log_file": log_file,
-            "versions": installed() if workers.away else {},
-        }
-        setup_on_machines = ray.put(dumps(setup))  # it may hold data: every machine gets it once
+        dumps: Callable[[Any], bytes] = ray.cloudpickle.dumps
+        setup = Setup(
+            app=dumps((lambda: app) if isinstance(app, ClientApp) else app),
+            run_id=self._run.run_id,
+            run_config=self._run_config,
+            num_nodes=num_nodes,
+            node_config=own,
+            folder="" if workers.away else str(Path.cwd()),
+            path=() if workers.away else tuple(os.path.abspath(place) for place in sys.path),
+            bytecode=not sys.dont_write_bytecode,
+            log_file=log_file,
+            versions=installed() if workers.away else {},
+        )
         # Node -> its pickled state, where that has changed, and the actor that has it too.
         self._states: dict[int, bytes] = {}
         self._holders: dict[int, Any] = {}
@@ -155,7 +149,7 @@ class RayGrid(SimulatedGrid):
         self._lock, self._waiting = threading.RLock(), threading.Lock()
         self._ray, self._workers = ray, workers
         self._queues: list[deque[_Call]] = [deque() for _ in workers.actors]
-        self._placement = Placement(workers, setup_on_machines)
+        self._placement = Placement(workers, ray.put(dumps(setup)))  # it may hold data: every machine gets it once
 
     def __enter__(self) -> "RayGrid":
         return self
@@ -175,13 +169,13 @@ class RayGrid(SimulatedGrid):
     def expect(self, num_clients: int) -> None:
         """Make a node for each client that a strategy expects, unless nodes were made already."""
         if self._made is None:
-            self._made = range(FIRST_NODE, FIRST_NODE + num_clients)
+            self._made = _nodes_of(num_clients)
             log.info("%d SuperNodes, one per client; --supernodes changes that", num_clients)
 
     @property
     def _nodes(self) -> range:
         if self._made is None:
-            self._made = range(FIRST_NODE, FIRST_NODE + len(self._workers.actors))
+            self._made = _nodes_of(len(self._workers.actors))
         return self._made
 
     # Flower's Grid
@@ -272,7 +266,7 @@ class RayGrid(SimulatedGrid):
             return
         queue.remove(call)
         actor = self._workers.actors[index]
-        state = None if self._holders.get(call.node) is actor else self._states.get(call.node, _EMPTY)
+        state = None if self._holders.get(call.node) is actor else self._states.get(call.node, EMPTY)
         self._placement.idle.remove(index)
         self._busy.add(call.node)
         until = math.inf if call.patience is None else time.monotonic() + call.patience + _GRACE_SECONDS
@@ -343,6 +337,8 @@ class RayGrid(SimulatedGrid):
         """Keep the node's state, and return its reply, or an error reply if it answers another message."""
         if answer.trace:
             log.error("%s: %s", call, answer.trace)
+        for level, text in answer.shown:
+            log.log(level, "%s", text, extra=SHOWN)
         if answer.state is not None:
             self._states[call.node] = answer.state
         if not answer.reply.has_error():
@@ -361,6 +357,10 @@ class RayGrid(SimulatedGrid):
                 del self._replies[call.number]
             else:
                 self._replies[call.number] = reply
+
+
+def _nodes_of(number: int) -> range:
+    return range(FIRST_NODE, FIRST_NODE + number)
 
 
 def clients_of(message: Message) -> tuple[str, ...]:

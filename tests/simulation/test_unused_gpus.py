@@ -5,14 +5,12 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from flower_dp.running import preflight
-from flower_dp.running.screen import Screen
-from flower_dp.simulation import run as simulation
+from flower_dp.simulation import workers
 from flower_dp.simulation.workers import unused_gpus
 from flower_dp.sweeps import sweep
 from tests.torch_free import module
@@ -31,21 +29,15 @@ def test_the_line_counts_whole_gpus(num_gpus, line):
 )
 def test_simulate_says_it_once_for_its_workers(there, gpus, lines, monkeypatch, caplog):
     """Ray is a stub; warm workers say nothing again."""
-    monkeypatch.setattr(simulation, "start_ray", lambda *_, **__: SimpleNamespace(cluster_resources=lambda: there))
-    monkeypatch.setattr(simulation, "session_of", lambda ray: ("stub",))
-    monkeypatch.setattr(simulation, "Workers", lambda **_: SimpleNamespace(use=lambda: True))
-    monkeypatch.setattr(simulation, "_warm", {})
+    monkeypatch.setattr(workers, "start_ray", lambda *_, **__: SimpleNamespace(cluster_resources=lambda: there))
+    monkeypatch.setattr(workers, "session_of", lambda ray: ("stub",))
+    monkeypatch.setattr(workers, "Workers", lambda **_: SimpleNamespace())
+    monkeypatch.setattr(workers, "_idle", {})
     with caplog.at_level(logging.INFO, "flwr"):
         for _ in range(2):
-            simulation.warm_workers(cpus=1.0, gpus=gpus, at_most=None)
+            with workers.warm_workers(cpus=1.0, gpus=gpus, at_most=None):
+                pass
     assert [record.getMessage() for record in caplog.records] == [LINE.format("gpus_per_node=1")] * lines
-
-
-def test_the_screen_shows_the_line_when_it_shows_rounds_already(capsys):
-    screen = Screen(SimpleNamespace(), None, Path(), goes_on=False, quiet=True, interrupt=print)
-    for line in ("INFO :      another line", f"INFO :      {LINE.format('--gpus-per-worker 1')}"):
-        screen.tell(line)
-    assert capsys.readouterr().out == f"INFO :      {LINE.format('--gpus-per-worker 1')}\n"
 
 
 @pytest.fixture
