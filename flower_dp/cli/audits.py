@@ -34,7 +34,7 @@ def audit(
     canaries: Annotated[
         int | None,
         typer.Option(
-            min=1,
+            min=2,
             metavar="N",
             help="Run the preset or task once instead, with so many canaries among its clients or records: a one-run audit.",
         ),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from flower_dp.cli.errors import refuse
+from flower_dp.core.checks import BadValue
 from flower_dp.core.words import beyond_in_words
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def audit_one_run(
         with quiet(logging.ERROR):  # absent canaries decline, a line each
             found = audit_run(run.config, num_canaries=canaries, confidence=confidence, seed=seed)
     except ValueError as error:
-        refuse(str(error))
+        named = isinstance(error, BadValue) and error.field == "num_canaries"
+        refuse(f"--canaries{str(error).removeprefix('num_canaries')}" if named else str(error))
     typer.echo(json.dumps(found.to_dict(), allow_nan=False) if as_json else text_of(found))
     if found.refuted:
         raise typer.Exit(1)

@@ -26,7 +26,7 @@ def workers_of(workers: int | None, gpus_per_worker: float) -> int:
     Raises:
         ValueError: they need more GPUs than there are.
     """
-    checks.number("gpus_per_worker", gpus_per_worker, at_least=0)
+    checks.number("--gpus-per-worker", gpus_per_worker, at_least=0)
     gpus = num_gpus() if gpus_per_worker else None
     if gpus is None:
         return workers or default_workers()

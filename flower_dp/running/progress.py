@@ -31,7 +31,7 @@ class Display:
         """Take one line of `metrics.jsonl`."""
         left = self.seconds_left(metrics, time.monotonic())
         self._newest.update(metrics)
-        self._draw(metrics, [] if left is None else [f"left {clock(left)}"])
+        self._draw(metrics, [f"left {clock(left)}"] if left else [])
 
     def seconds_left(self, metrics: Mapping[str, Any], now: float) -> float | None:
         """Return the seconds until the last round at the mean pace at which lines came; None before there is one."""

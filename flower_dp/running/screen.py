@@ -121,11 +121,11 @@ class Screen:
                 over = self._over.wait(_LOOK_SECONDS)
                 records = [self._records.get() for _ in range(self._records.qsize())]
                 self._quiet |= any(record.levelno >= logging.ERROR for record in records)
+                self._metrics.read()
                 self._log.read()
                 if self._quiet:  # else they were among the lines of the log
                     for record in records:
                         self._write(f"{record.levelname}: {record.getMessage().partition(chr(10))[0]}")
-                self._metrics.read()
         except Interrupted as error:
             self._interrupt(error.signum)
 
