@@ -8,8 +8,7 @@ from click.core import ParameterSource
 
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, or unset it by KEY=; may be repeated."),
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, or unset it by KEY=; may be repeated.")
 ]
 FigureFile = Annotated[
     str,

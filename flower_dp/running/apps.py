@@ -209,8 +209,9 @@ def _preset(app: App, target: str) -> Mapping[str, Any]:
     needed: Mapping[str, Any] | None = own_module("combination").of_task(target)
     if needed is None:
         tasks: tuple[str, ...] = own_module("tasks").TASKS
-        close = difflib.get_close_matches(target, [*presets, *tasks], n=1)
-        hint = f"did you mean {close[0]}?" if close else f"`flower-dp presets` lists the presets; tasks are {', '.join(tasks)}"
+        hint = f"`flower-dp presets` lists the presets; tasks are {', '.join(tasks)}"
+        for close in difflib.get_close_matches(target, [*presets, *tasks], n=1):
+            hint = f"did you mean {close}?"
         raise ValueError(f"{target}: is neither a folder of a Flower app, nor a preset, nor a task; {hint}")
     return needed
 
@@ -218,14 +219,12 @@ def _preset(app: App, target: str) -> Mapping[str, Any]:
 def _default(app: App, known: Mapping[str, Value], key: str, method: str) -> Value:
     if key in known:
         return known[key]
-    close = values.suggested(key, known, method)
-    where = f"they are in {app.folder / 'pyproject.toml'}" if known else f"{app.name} has no settings"
-    hint = f"; did you mean {close}?" if close else f"; {where}"
+    hint = f"they are in {app.folder / 'pyproject.toml'}." if known else f"{app.name} has no settings."
+    if close := values.suggested(key, known, method):
+        hint = f"did you mean {close}?"
     if not (app.own or app.built):
-        hint += (
-            f"{'' if close else '.'} Flower passes those only that are listed under [tool.flwr.app.config] of its pyproject.toml"
-        )
-    raise ValueError(f"{key}: unknown setting of {app.name}{hint}")
+        hint += " Flower passes those only that are listed under [tool.flwr.app.config] of its pyproject.toml."
+    raise ValueError(f"{key}: unknown setting of {app.name}; {hint.rstrip('.')}")
 
 
 def own_app() -> App:
@@ -272,40 +271,32 @@ def read_app(folder: Path) -> App | None:
     if not file.is_file():
         return None
     content = _read_toml(file)
-    app = content.get("tool", {}).get("flwr", {}).get("app")
+    tools = content.get("tool", {})
+    app = tools.get("flwr", {}).get("app")
     if not isinstance(app, dict):
         return None
-    name = str(content.get("project", {}).get("name", folder.resolve().name))
-    plugins = content.get("tool", {}).get("flower-dp", {})
+    plugins, components = tools.get("flower-dp", {}), app.get("components", {})
     return App(
         folder=folder.resolve(),
-        name=name,
+        name=str(content.get("project", {}).get("name", folder.resolve().name)),
         defaults=flatten(app.get("config", {})),
-        pilot=str(plugins.get("pilot", "")),
-        check=str(plugins.get("check", "")),
-        cost=str(plugins.get("cost", "")),
-        public_test=str(plugins.get("public-test", "")),
-        server=str(app.get("components", {}).get("serverapp", "")),
-        client=str(app.get("components", {}).get("clientapp", "")),
+        server=str(components.get("serverapp", "")),
+        client=str(components.get("clientapp", "")),
+        **{name.replace("-", "_"): str(plugins.get(name, "")) for name in ("pilot", "check", "cost", "public-test")},
     )
 
 
 def description(preset: Path) -> str:
     """Return the first comment line of a preset's file, without its `#`."""
-    for line in preset.read_text(encoding="utf-8").splitlines():
-        if line.startswith("#"):
-            return line.lstrip("# ").strip()
-    return ""
+    lines = preset.read_text(encoding="utf-8").splitlines()
+    return next((line.lstrip("# ").strip() for line in lines if line.startswith("#")), "")
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a nested table with one level: keys joined by dots, as Flower does it."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
 
 

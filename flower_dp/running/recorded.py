@@ -88,13 +88,7 @@ class Recording:
 
     @classmethod
     def begin(
-        cls,
-        path: str | os.PathLike[str] | None,
-        config: Mapping[str, Any],
-        name: str,
-        *,
-        resume: bool = False,
-        **fields: Any,
+        cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any], name: str, *, resume: bool = False, **fields: Any
     ) -> "Recording":
         """Create the folder, see `RunFolder.create`; or take that of a run that goes on.
 
@@ -130,14 +124,13 @@ class Recording:
             self.folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY), self.others)
             self.watch.result = result
             return
-        kept = CheckpointFolder(self.checkpoints.folder)
-        found = None if kept.is_empty else kept.read()
-        if found is not None and found.why_stuck:
-            log.info("The run did not end, and can't go on: %s", found.why_stuck)
-        else:
-            log.info("The run did not end. It goes on with resume=True and this folder: %s", self.folder.path)
-        if found is not None:
+        kept, stuck = CheckpointFolder(self.checkpoints.folder), ""
+        if not kept.is_empty:
+            found = kept.read()
+            stuck = found.why_stuck
             self.folder.finish(found.arrays, self.others, unfinished=f"after round {found.server_round}")
+        goes_on = f"It can't go on: {stuck}" if stuck else f"It goes on with resume=True and this folder: {self.folder.path}"
+        log.info("The run did not end. %s", goes_on)
 
 
 def record_run(
@@ -188,18 +181,16 @@ def record_run(
         ...     strategy, arrays = make_strategy(), make_arrays()
         ...     record_run(strategy, grid, arrays, num_rounds=20, config=context.run_config)
     """
-    trackers = () if on_round is None else (tracker(on_round),)
     others = {} if model is None else rest_of(model)
     if model is not None:
         arguments |= _naming_the_base(model, strategy, arguments)
     recording = Recording.begin(path, config, name, not_covered=tuple(not_covered), others=others, resume=resume)
-    observers = (recording, *trackers)
+    observers = (recording,) if on_round is None else (recording, tracker(on_round))
     token = OBSERVERS.set(lambda: observers)
     try:
-        result: Result = strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=evaluate_fn, **arguments)
+        return strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=evaluate_fn, **arguments)
     finally:
         OBSERVERS.reset(token)
-    return result
 
 
 def _naming_the_base(model: "nn.Module", strategy: DPStrategy, arguments: Mapping[str, Any]) -> dict[str, ConfigRecord]:

@@ -82,10 +82,13 @@ class RunFolder:
         Raises:
             ValueError: The folder already holds a run, or `path` is a file.
         """
-        launched = os.environ.get(RUN_FOLDER) if path is None else None
-        folder = cls(path=_launched_folder(Path(launched)) if launched else new_folder(path, name))
-        write_whole(folder.path / CONFIG, tomli_w.dumps(dict(config)).encode())
-        return folder
+        passed = os.environ.get(RUN_FOLDER) if path is None else None
+        folder = Path(passed) if passed else new_folder(path, name)
+        # The folder that `flower-dp run` has created may contain links to the app's files.
+        if held := [name for name in RESULTS if name not in (LOG, CHECKPOINT) and (folder / name).exists()]:
+            raise ValueError(f"{folder}: already holds {held[0]}; a run of an app has one run folder; give another one a path")
+        write_whole(folder / CONFIG, tomli_w.dumps(dict(config)).encode())
+        return cls(path=folder)
 
     @classmethod
     def again(cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any]) -> Self:
@@ -141,11 +144,7 @@ class RunFolder:
         write_whole(self.path / STATEMENT_TEXT, (text.rstrip("\n") + "\n").encode())
 
     def finish(
-        self,
-        arrays: Mapping[str, NDArray[np.generic]],
-        others: Mapping[str, Any] | None = None,
-        *,
-        unfinished: str = "",
+        self, arrays: Mapping[str, NDArray[np.generic]], others: Mapping[str, Any] | None = None, *, unfinished: str = ""
     ) -> None:
         """Write the final model, what it consists of, and the plot of the metrics.
 
@@ -191,13 +190,6 @@ class RunFolder:
         return put_into(model, arrays, others, str(self.path / MODEL))
 
 
-def _launched_folder(folder: Path) -> Path:
-    """Return the folder that `flower-dp run` has created, which may contain links to the app's files, if it holds no run yet."""
-    if held := [name for name in RESULTS if name not in (LOG, CHECKPOINT) and (folder / name).exists()]:
-        raise ValueError(f"{folder}: already holds {held[0]}; a run of an app has one run folder; give another one a path")
-    return folder
-
-
 def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
     """Return the absolute path of a folder for one run, created if necessary, that holds nothing but a `flower.log`.
 
@@ -225,15 +217,13 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     safe_name = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "run"
     stem = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{safe_name}"
-    count = 1
+    folder, count = parent / stem, 1
     while True:
-        folder = parent / (stem if count == 1 else f"{stem}-{count}")
         try:
             folder.mkdir(_OWNERS_ALONE)  # fails if another run has just created it
-        except FileExistsError:
-            count += 1
-        else:
             return folder
+        except FileExistsError:
+            folder, count = parent / f"{stem}-{count + 1}", count + 1
 
 
 def forget_statement(folder: Path) -> None:
@@ -297,9 +287,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: A whole line is not a JSON object, or its `round` is no whole number.
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / METRICS
+    file = Path(path, METRICS) if Path(path).is_dir() else Path(path)
     if not file.exists():
         return []
     rows = []

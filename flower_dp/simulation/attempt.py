@@ -30,6 +30,8 @@ from flower_dp.strategies.started import Stated
 log = logging.getLogger("flwr")
 
 Config = Mapping[str, Value]
+# Begins to make the grid of an app and its run-config, and returns what waits for it.
+Grids = Callable[[App, Config], Callable[[], SimulatedGrid]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,7 @@ class Outcome:
 def attempt(
     begun: Launched,
     folder: Path,
-    grid: Callable[[App, Config], Callable[[], SimulatedGrid]],
+    grids: Grids,
     *,
     resume: str = "",
     check: Callable[[], None] = lambda: None,
@@ -63,13 +65,13 @@ def attempt(
     Args:
         begun: what is run.
         folder: the run folder.
-        grid: begins to make the grid of an app and its run-config, and returns what waits for it.
+        grids: makes the grid.
         resume: whether the run in the folder goes on (`environment.RESUMED`), or its statement alone is made (`STATED`).
         check: called meanwhile; ValueError, OSError and ImportError refuse the settings.
     """
     with logged(folder, go_on=bool(resume), resumed=resume == RESUMED):
         try:
-            _run(begun, folder, grid, resume, check)
+            _run(begun, folder, grids, resume, check)
         except SettingsError as error:  # before anything was spent
             return Outcome(status="refused", details=str(error))
         except KeyboardInterrupt as error:
@@ -84,15 +86,8 @@ def attempt(
     return Outcome(status="completed")
 
 
-def _run(
-    begun: Launched,
-    folder: Path,
-    grid: Callable[[App, Config], Callable[[], SimulatedGrid]],
-    resume: str,
-    check: Callable[[], None],
-) -> None:
-    app = begun.target.app
-    config = begun.target.config
+def _run(begun: Launched, folder: Path, grids: Grids, resume: str, check: Callable[[], None]) -> None:
+    app, config = begun.target.app, begun.target.config
     with ExitStack() as stack:
         if not app.own:
             stack.callback(setattr, sys, "dont_write_bytecode", sys.dont_write_bytecode)
@@ -100,7 +95,7 @@ def _run(
             stack.callback(forget, str(app.folder))  # another app may have modules of the same names
             stack.enter_context(app_files_linked(folder, app.folder))
             stack.enter_context(chdir(folder))
-        made = grid(app, config)
+        made = grids(app, config)
         try:
             check()
         except (ValueError, OSError, ImportError) as error:
@@ -112,14 +107,7 @@ def _run(
         server(there, there.server_context())
 
 
-def on_ray(
-    begun: Launched,
-    folder: Path,
-    *,
-    resume: str,
-    check: Callable[[], None],
-    started: Callable[[], None],
-) -> Outcome:
+def on_ray(begun: Launched, folder: Path, *, resume: str, check: Callable[[], None], started: Callable[[], None]) -> Outcome:
     """Make an attempt on a Ray of its own, which starts while settings are checked and modules are imported, and ends with it.
 
     Args:
@@ -157,8 +145,7 @@ def on_ray(
 
     def checked() -> None:
         check()
-        app = begun.target.app
-        if app.check and begun.overrides:  # the defaults are valid
+        if (app := begun.target.app).check and begun.overrides:  # the defaults are valid
             with plugins.loaded(app, app.check) as own:
                 own(begun.target.config)
 

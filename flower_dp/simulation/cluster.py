@@ -171,17 +171,17 @@ def check_machines(ray: Any, cpus: float, gpus: float) -> None:
         try:
             what = differences(here, ray.get(answer, timeout=0.1))
         except Exception as error:  # flower-dp is not there, or the machine does not answer
-            what = f"does not say what it has installed: {_last_line(error)}"
+            what = f"does not say what it has installed: {last_line(str(error))}"
         if what:
             wrong.append(f"machine {machine}: {what}")
     if wrong:
         raise ValueError("\n".join([*wrong, "every machine of the cluster needs the same versions as this one"]))
 
 
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"\w*Error\b", line)]
-    return (named or lines or [type(error).__name__])[-1]
+def last_line(text: str) -> str:
+    """Return the last line of what Ray says, or of those that name an error."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
+    return ([line for line in lines if re.match(r"\w*Error\b", line)] or lines)[-1]
 
 
 def fitting(node: Mapping[str, Any], cpus: float, gpus: float) -> int:
@@ -200,3 +200,8 @@ def fitting(node: Mapping[str, Any], cpus: float, gpus: float) -> int:
     if not gpus:
         return of_cpus
     return min(of_cpus, int(has.get("GPU", 0)) * int(1 / gpus) if gpus <= 1 else int(has.get("GPU", 0) / gpus))
+
+
+def fits(ray: Any, cpus: float, gpus: float) -> int:
+    """Return how many workers fit on all machines that Ray has."""
+    return sum(fitting(node, cpus, gpus) for node in ray.nodes())

@@ -22,7 +22,7 @@ from flower_dp.running.flower_log import SHOWN
 from flower_dp.running.guard import short_folder
 from flower_dp.running.preflight import default_workers
 from flower_dp.running.workplace import environment
-from flower_dp.simulation.cluster import Cluster, address_of, check_machines, fitting
+from flower_dp.simulation.cluster import Cluster, address_of, check_machines, fits, last_line
 
 # Everything listens on this machine's own address only: Ray asks nobody for a password.
 _ADDRESS = "127.0.0.1"
@@ -198,7 +198,7 @@ def _init(ray: Any, num_cpus: int, folder: Path, to_screen: bool = True) -> None
                 except Exception as error:
                     if not again:
                         raise RayStartError(_why_not_started(error, folder)) from error
-                    log.warning("Ray does not start, and is tried once more: %s", _last_line(str(error)))
+                    log.warning("Ray does not start, and is tried once more: %s", last_line(str(error)))
                     ray.shutdown()
     finally:
         constants.ENABLE_RAY_CLUSTER = among_others
@@ -210,17 +210,12 @@ def _why_not_started(error: Exception, folder: Path) -> str:
     free = shutil.disk_usage(folder.parent).free / 2**30
     logs = [file for name in ("raylet", "gcs_server") for file in folder.glob(f"session_*/logs/{name}.*") if file.stat().st_size]
     newest = max(logs, key=lambda file: file.stat().st_mtime, default=None)
-    told = "" if newest is None else _last_line(newest.read_text(encoding="utf-8", errors="replace"))
+    told = "" if newest is None else last_line(newest.read_text(encoding="utf-8", errors="replace"))
     return (
-        f"Ray does not start on this machine, tried twice: {_last_line(str(error))}; it gives up where the machine is busy or "
+        f"Ray does not start on this machine, tried twice: {last_line(str(error))}; it gives up where the machine is busy or "
         f"its disk slow (load {load} on {default_workers()} cores), without memory, or without space ({free:.1f} GiB free in "
         f"{folder.parent}): end other programs, and try again" + (f"; the last line of its log: {told}" if told else "")
     )
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no reason given"
 
 
 @contextmanager
@@ -326,11 +321,12 @@ class Workers:
         self._session = session_of(self._ray)
         self.away = cluster is not None
         self._needs = cpus, gpus
-        fit, of_cpus = (sum(fitting(node, cpus, each) for node in self._ray.nodes()) for each in (gpus, 0.0))
+        fit = fits(self._ray, cpus, gpus)
         if fit < (num_workers or 1):
             there = self._ray.cluster_resources()
-            of_all = f"num_workers={num_workers}" if fit else f"{options[1]}={gpus:g}"
-            named = of_all if of_cpus else f"{options[0]}={cpus:g}"
+            named = f"num_workers={num_workers}" if fit else f"{options[1]}={gpus:g}"
+            if not fits(self._ray, cpus, 0.0):
+                named = f"{options[0]}={cpus:g}"
             raise ValueError(
                 f"{named}: only {fit} workers with {cpus:g} CPU cores and {gpus:g} GPUs each fit on "
                 f"{there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs; {num_workers or 1} must"
@@ -348,15 +344,14 @@ class Workers:
 
     def have_room(self) -> bool:
         """Return whether the machines that are left have room for all of them."""
-        fit = sum(fitting(node, *self._needs) for node in self._ray.nodes())
-        return fit >= len(self.actors)
+        return fits(self._ray, *self._needs) >= len(self.actors)
 
     def failure(self, ready: Any) -> str:
         """Return why an actor could not be started, "" if it was; Ray has an answer to `ready`."""
         try:
             self._ray.get(ready)
         except Exception as error:  # such as a machine that lacks this package
-            return str(error).strip().splitlines()[-1]
+            return last_line(str(error))
         return ""
 
     def close(self) -> None:
@@ -382,7 +377,7 @@ def room(ray_address: str, gpus: float) -> int:
     ray = start_ray(0, cluster=Cluster(address=address_of(ray_address)))
     try:
         check_machines(ray, 1.0, gpus)
-        return sum(fitting(node, 1.0, gpus) for node in ray.nodes())
+        return fits(ray, 1.0, gpus)
     finally:
         stop_ray()
 

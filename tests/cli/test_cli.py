@@ -11,9 +11,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-import dp_accounting
 import pytest
-from dp_accounting.pld import PLDAccountant
 from flwr.clientapp import ClientApp
 from scipy.stats import norm
 
@@ -53,25 +51,6 @@ def test_one_gaussian_release(answer):
 
 
 POISSON = ["--sampling", "poisson", "--sampling-rate"]
-
-
-@pytest.mark.exact
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "tight", "renyi"),
-    [
-        # prv-accountant brackets the first at 1.8181-1.8384
-        (["1", *POISSON, "0.01", "--num-rounds", "1000", "--delta", "1e-5"], 1.8282, 2.1014),
-        (["0.95", *POISSON, "0.1", "--num-rounds", "200", "--delta", "0.002", "--relation", "replace-one"], 12.4992, 14.0144),
-        (["1.5", *POISSON, "0.04", "--num-rounds", "2250", "--delta", "1e-5"], None, 7.32911117143),  # Opacus' tests
-    ],
-)
-def test_poisson_rounds(answer, arguments, tight, renyi):
-    got = answer("epsilon", "--noise-multiplier", *arguments)
-    if tight is not None:
-        assert got["epsilon"] == pytest.approx(tight, abs=2e-3)
-    assert got["epsilon_rdp"] == pytest.approx(renyi, rel=1e-4)  # up to the choice of orders
-    assert got["epsilon"] <= got["epsilon_rdp"]
 
 
 def test_laplace_without_delta_is_pure(answer):
@@ -143,19 +122,6 @@ def test_calibrated_rounds_of_laplace_noise_by_hand(answer):
     assert answer(*laplace)["num_rounds"] == 30  # of 1 / 10 each
     turns = ["--sampling", "round-robin", "--cohort-size", "5", "--num-clients", "20"]
     assert answer(*laplace, *turns)["num_rounds"] == 120  # everybody once in four rounds
-
-
-@pytest.mark.slow
-def test_calibrated_rounds_of_poisson_sampling_are_the_librarys(answer):
-    keywords = [*POISSON, "0.1", "--delta", "0.002"]
-    rounds = answer("calibrate", "--epsilon", "7.31", "--noise-multiplier", "0.95", *keywords)["num_rounds"]
-    assert rounds == 200  # prv-accountant brackets 200 rounds at 7.2928-7.3144
-
-    def library(count):  # another way to the distribution: dp_accounting's own accountant
-        event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(0.95))
-        return PLDAccountant(value_discretization_interval=1e-3).compose(event, count).get_epsilon(0.002)
-
-    assert library(rounds) <= 7.31 < library(rounds + 1)
 
 
 def test_plain_text(call):
@@ -279,7 +245,6 @@ def test_a_plan(answer, call, problem, tmp_path):
     ("text", "named"),
     [
         (LAPLACE.replace("epsilon = 20.0", ""), "epsilon: missing"),
-        (LAPLACE.replace("epsilon = 20.0", "epsilon = 0.0"), "epsilon=0.0: must be"),
         (LAPLACE + "epsilom = 1\n", "epsilom: unknown key for fedsgd-dpc; did you mean epsilon?"),
         ("= 1", "is not a TOML file"),
     ],
