@@ -9,6 +9,7 @@ import typer
 
 from flower_dp.cli.errors import refuse
 from flower_dp.cli.options import AsJson, Settings
+from flower_dp.core import checks
 from flower_dp.core.words import beyond_in_words
 
 if TYPE_CHECKING:
@@ -55,8 +56,6 @@ def audit(
 
     Exit status: 0; 1 if an audit refutes a claim; or 2 with a line that names the invalid case or option.
     """
-    from flower_dp.core import checks
-
     if canaries is None and canary_seed is not None:
         refuse("--canary-seed: belongs to --canaries")
     if canaries is not None:
@@ -88,7 +87,7 @@ def audit(
         from flower_dp.audit.figure import figure
         from flower_dp.reporting import canvas
 
-        canvas.save(figure(audits), plot)
+        canvas.save(figure(audits), plot, "--plot")
         typer.echo(f"figure: {plot}", err=as_json)
     if any(one.violation for one in audits):
         raise typer.Exit(1)

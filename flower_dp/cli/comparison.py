@@ -1,29 +1,14 @@
 """Comparison of runs: flower-dp compare."""
 
-from enum import StrEnum
 from typing import Annotated
 
+import click
 import typer
 
 from flower_dp.cli.errors import refuse
 from flower_dp.cli.options import FigureFile
 
-
-class Against(StrEnum):
-    """What a metric is drawn against."""
-
-    ROUNDS = "rounds"
-    EPSILON = "epsilon"
-
-
-class Format(StrEnum):
-    """The format of the table."""
-
-    TEXT = "text"
-    JSON = "json"
-    CSV = "csv"
-    LATEX = "latex"
-    MARKDOWN = "markdown"
+_FORMATS = ("text", "json", "csv", "latex", "markdown")
 
 
 def compare(
@@ -45,11 +30,18 @@ def compare(
         typer.Option(metavar="KEY", help="A setting: runs with one value of it have one colour, or one line; may be repeated."),
     ] = None,
     against: Annotated[
-        Against, typer.Option(help="rounds: over rounds and epsilon spent; epsilon: the last values over the runs' epsilon.")
-    ] = Against.ROUNDS,
+        str,
+        typer.Option(
+            click_type=click.Choice(("rounds", "epsilon")),
+            help="rounds: over rounds and epsilon spent; epsilon: the last values over the runs' epsilon.",
+        ),
+    ] = "rounds",
     table_format: Annotated[
-        Format, typer.Option("--format", help="Of the table; but for text, all else goes to standard error.")
-    ] = Format.TEXT,
+        str,
+        typer.Option(
+            "--format", click_type=click.Choice(_FORMATS), help="Of the table; but for text, all else goes to standard error."
+        ),
+    ] = "text",
     pivot: Annotated[
         bool, typer.Option("--pivot", help="A table of the metric with a column for each epsilon; not for json and csv.")
     ] = False,
@@ -78,7 +70,7 @@ def compare(
         each = [one for folder in folders for one in runs_in(folder)]
         runs = [comparing.read_run(folder, metric, allow_unfinished=allow_unfinished) for folder in each]
         curves = comparing.curves_of(runs, metric, names=label or (), by=by or ())
-        if against is Against.EPSILON:
+        if against == "epsilon":
             drawn = figures.against_epsilon(curves, metric)
         else:
             drawn = figures.figure(curves, metric, grouped=bool(by or label))
@@ -87,7 +79,7 @@ def compare(
         refuse(str(error))
     notes = comparing.notes(curves)
     typer.echo(form(curves, metric, notes))
-    machine = table_format is not Format.TEXT
+    machine = table_format != "text"
     for note in notes:
         typer.echo(f"note: {note}", err=machine)
     typer.echo(f"figure: {output}", err=machine)

@@ -33,9 +33,11 @@ def launch(begun: Launched, folder: Path, *, resume: str = "", check: Callable[[
             else:
                 with (
                     progress.display(stream) as display,
-                    Screen(display, stream, folder, goes_on=bool(resume), quiet=own, interrupt=signals.end),
+                    Screen(display, stream, log, goes_on=bool(resume), quiet=own, interrupt=signals.end) as screen,
                 ):
-                    ended = attempt.on_ray(begun, folder, resume=resume, check=check, started=signals.set_again)
+                    ended = attempt.on_ray(
+                        begun, folder, resume=resume, check=check, started=signals.set_again, on_line=screen.show
+                    )
             if ended.signum:
                 raise Interrupted(ended.signum)
     except (ValueError, OSError) as error:

@@ -1,23 +1,19 @@
 """What a command shows while runs are made, on standard output that may be closed at any time."""
 
-import json
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from logging.handlers import QueueHandler
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 import typer
 
 from flower_dp.running.flower_log import is_shown, plain
 from flower_dp.running.progress import Display
-from flower_dp.running.run_folder import LOG, METRICS
 from flower_dp.running.signals import Interrupted
 
 log = logging.getLogger("flwr")
@@ -69,7 +65,7 @@ def own_stream() -> Iterator[TextIO]:
                 stream.flush()
 
 
-class Screen:
+class Screen(logging.Handler):
     """Shows the metrics of a run, and what this process logs to be shown; before that the whole log of a run in its folder.
 
     The log is followed until the first metrics, or the first error that is logged to be shown: its traceback, and what follows
@@ -78,8 +74,8 @@ class Screen:
     Args:
         display: for the metrics.
         stream: for lines of the log.
-        folder: the run folder, which is followed within this context.
-        goes_on: whether what is in it already was shown by an earlier process; its file of metrics is then replaced.
+        file: the log, which is followed within this context.
+        goes_on: whether what is in it already was shown by an earlier process.
         quiet: whether the log is not followed at all.
         interrupt: called with SIGPIPE if nobody reads the stream any longer.
     """
@@ -88,78 +84,65 @@ class Screen:
         self,
         display: Display,
         stream: TextIO | None,
-        folder: Path,
+        file: Path,
         *,
         goes_on: bool,
         quiet: bool,
         interrupt: Callable[[int], None],
     ) -> None:
+        super().__init__()
         self._display, self._stream, self._quiet, self._interrupt = display, stream, quiet, interrupt
-        metrics, file = folder / METRICS, folder / LOG
-        self._metrics = _Tail(metrics, self._row, old=metrics.stat().st_ino if goes_on and metrics.exists() else None)
-        self._log = _Tail(file, self._line, begin=file.stat().st_size if goes_on and file.exists() else 0)
-        self._records = SimpleQueue[logging.LogRecord]()
-        self._handler = QueueHandler(self._records)
-        self._handler.addFilter(is_shown)
-        self._over = threading.Event()
+        self._file, self._offset = file, file.stat().st_size if goes_on and file.exists() else 0
+        self._over, self._reading = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def __enter__(self) -> Self:
-        log.addHandler(self._handler)
+        log.addHandler(self)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        log.removeHandler(self._handler)
+        log.removeHandler(self)
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Show the line of a round, and no more of the log."""
+        self._read()
+        self._quiet = True
+        with shown(self._stream):
+            self._display.show(metrics)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show what is logged to be shown, unless the log is, which has it."""
+        if is_shown(record):
+            self._quiet |= record.levelno >= logging.ERROR
+            if self._quiet:
+                self._write(f"{record.levelname}: {record.getMessage().partition(chr(10))[0]}")
 
     def _follow(self) -> None:
         try:
-            over = False
-            while not over:
-                over = self._over.wait(_LOOK_SECONDS)
-                records = [self._records.get() for _ in range(self._records.qsize())]
-                self._quiet |= any(record.levelno >= logging.ERROR for record in records)
-                self._metrics.read()
-                self._log.read()
-                if self._quiet:  # else they were among the lines of the log
-                    for record in records:
-                        self._write(f"{record.levelname}: {record.getMessage().partition(chr(10))[0]}")
+            while not self._over.wait(_LOOK_SECONDS):
+                self._read()
+            self._read()
         except Interrupted as error:
             self._interrupt(error.signum)
 
-    def _row(self, line: str) -> None:
-        with suppress(ValueError):  # what is shown while a run lasts must not end it
-            if isinstance(row := json.loads(line), dict):
-                self._quiet = True
-                with shown(self._stream):
-                    self._display.show(row)
-
-    def _line(self, line: str) -> None:
-        if not self._quiet:
-            self._write(line)
+    def _read(self) -> None:
+        """Show the new whole lines of the log."""
+        with self._reading:
+            if self._quiet or not self._file.exists():
+                return
+            with self._file.open("rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+            whole = content[: content.rfind(b"\n") + 1]
+            self._offset += len(whole)
+            for line in whole.decode("utf-8", errors="replace").splitlines():
+                self._write(plain(line))
 
     def _write(self, line: str) -> None:
         if (console := getattr(self._display, "console", None)) is not None:  # above the bar
             console.out(line, highlight=False)
         else:
             echo(line, self._stream)
-
-
-class _Tail:
-    """Passes on the whole lines of a file from byte `begin` on; not those of the file with inode `old`, that another replaces."""
-
-    def __init__(self, path: Path, take: Callable[[str], None], *, begin: int = 0, old: int | None = None) -> None:
-        self._path, self._take, self._offset, self._old = path, take, begin, old
-
-    def read(self) -> None:
-        if not self._path.exists() or self._path.stat().st_ino == self._old:
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.decode("utf-8", errors="replace").splitlines():
-            self._take(plain(line))

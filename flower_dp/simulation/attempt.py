@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, chdir, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flwr.clientapp import ClientApp
 
@@ -32,6 +32,7 @@ log = logging.getLogger("flwr")
 Config = Mapping[str, Value]
 # Begins to make the grid of an app and its run-config, and returns what waits for it.
 Grids = Callable[[App, Config], Callable[[], SimulatedGrid]]
+OnLine = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ def attempt(
     *,
     resume: str = "",
     check: Callable[[], None] = lambda: None,
+    on_line: OnLine = lambda line: None,
 ) -> Outcome:
     """Run an app's ServerApp in a run folder, and say how that ended, whatever the app does.
 
@@ -68,10 +70,11 @@ def attempt(
         grids: makes the grid.
         resume: whether the run in the folder goes on (`environment.RESUMED`), or its statement alone is made (`STATED`).
         check: called meanwhile; ValueError, OSError and ImportError refuse the settings.
+        on_line: called with every line of the run's metrics.
     """
     with logged(folder, go_on=bool(resume), resumed=resume == RESUMED):
         try:
-            _run(begun, folder, grids, resume, check)
+            _run(begun, folder, grids, resume, check, on_line)
         except SettingsError as error:  # before anything was spent
             return Outcome(status="refused", details=str(error))
         except KeyboardInterrupt as error:
@@ -86,7 +89,7 @@ def attempt(
     return Outcome(status="completed")
 
 
-def _run(begun: Launched, folder: Path, grids: Grids, resume: str, check: Callable[[], None]) -> None:
+def _run(begun: Launched, folder: Path, grids: Grids, resume: str, check: Callable[[], None], on_line: OnLine) -> None:
     app, config = begun.target.app, begun.target.config
     with ExitStack() as stack:
         if not app.own:
@@ -102,12 +105,14 @@ def _run(begun: Launched, folder: Path, grids: Grids, resume: str, check: Callab
             raise SettingsError(str(error)) from error
         server = app.server_app()
         stack.enter_context(environment({RUN_FOLDER: str(folder), RESUME: resume}))
-        stack.enter_context(watched(config, begun.name))
+        stack.enter_context(watched(config, begun.name, on_line))
         there = stack.enter_context(closing(made()))
         server(there, there.server_context())
 
 
-def on_ray(begun: Launched, folder: Path, *, resume: str, check: Callable[[], None], started: Callable[[], None]) -> Outcome:
+def on_ray(
+    begun: Launched, folder: Path, *, resume: str, check: Callable[[], None], started: Callable[[], None], on_line: OnLine
+) -> Outcome:
     """Make an attempt on a Ray of its own, which starts while settings are checked and modules are imported, and ends with it.
 
     Args:
@@ -116,6 +121,7 @@ def on_ray(begun: Launched, folder: Path, *, resume: str, check: Callable[[], No
         resume: see `attempt`.
         check: see `attempt`; the app's own check follows it.
         started: called when Ray is there, before the ServerApp begins.
+        on_line: see `attempt`.
     """
     threads = ThreadPoolExecutor(1)
     making: list[Future[SimulatedGrid]] = []
@@ -150,7 +156,7 @@ def on_ray(begun: Launched, folder: Path, *, resume: str, check: Callable[[], No
                 own(begun.target.config)
 
     try:
-        return attempt(begun, folder, begin, resume=resume, check=checked)
+        return attempt(begun, folder, begin, resume=resume, check=checked, on_line=on_line)
     finally:
         threads.shutdown(wait=False)
         # A thread that uses Ray after its end makes Ray end this process, without a word: such a Ray ends with the process.

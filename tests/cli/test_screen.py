@@ -26,7 +26,7 @@ log = logging.getLogger("flwr")
 
 
 def screen_of(display, folder=Path("nowhere"), **more):
-    return Screen(display, None, folder, **{"goes_on": False, "quiet": True, "interrupt": print} | more)
+    return Screen(display, None, folder / "flower.log", **{"goes_on": False, "quiet": True, "interrupt": print} | more)
 
 
 @pytest.fixture
@@ -101,8 +101,9 @@ def test_a_reader_that_closes_ends_what_is_made_as_a_signal_does(monkeypatch):
     os.close(reader)
     with open(writer, "w", encoding="utf-8") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
+        shows = SimpleNamespace(show=lambda metrics: (closed.write("round 1\n"), closed.flush()))
         with pytest.raises(Interrupted) as ended:
-            screen.echo("a line\n")
+            screen_of(shows).show({"round": 1})
         assert ended.value.signum == signal.SIGPIPE
         screen.echo("goes nowhere")
         closed.flush()
@@ -150,24 +151,3 @@ def test_the_terminal_stays_that_while_a_process_writes_to_a_log(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "log"], capture_output=True, text=True, check=True)
     assert (done.stdout, (tmp_path / "log").read_text()) == ("shown\n", "of the app\n")
-
-
-def test_rounds_of_a_run_folder_are_shown_and_a_broken_line_ends_nothing(tmp_path):
-    rows, metrics = [], tmp_path / "metrics.jsonl"
-    with screen_of(SimpleNamespace(show=rows.append), tmp_path):
-        for line in ('{"round": 1}', "nonsense", "[1]", '{"round": 2}'):
-            with metrics.open("a") as file:
-                file.write(line + "\n")
-        time.sleep(0.3)
-        assert rows == [{"round": 1}, {"round": 2}]
-
-
-def test_a_run_that_goes_on_shows_the_rounds_of_its_new_file(tmp_path):
-    rows, metrics = [], tmp_path / "metrics.jsonl"
-    metrics.write_text('{"round": 1}\n')
-    with screen_of(SimpleNamespace(show=rows.append), tmp_path, goes_on=True):
-        time.sleep(0.3)
-        assert rows == []
-        (tmp_path / "part").write_text('{"round": 1}\n{"round": 2}\n')
-        (tmp_path / "part").replace(metrics)
-    assert rows == [{"round": 1}, {"round": 2}]
