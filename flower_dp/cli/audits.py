@@ -1,6 +1,8 @@
 """An audit of methods: flower-dp audit."""
 
 import json
+import logging
+import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +16,7 @@ from flower_dp.core.words import beyond_in_words
 
 if TYPE_CHECKING:
     from flower_dp.audit import Audit, Case
+    from flower_dp.audit.one_run import OneRunAudit
 
 # Trials that an estimate of the time is made from.
 _FIRST = 20
@@ -59,12 +62,11 @@ def audit(
     if canaries is None and canary_seed is not None:
         refuse("--canary-seed: belongs to --canaries")
     if canaries is not None:
-        from flower_dp.cli.canaries import audit_one_run
-
         if every or plot is not None:
             refuse(f"{'--all' if every else '--plot'}: does not go with --canaries")
-        audit_one_run(target, setting or [], canaries=canaries, seed=canary_seed, confidence=confidence, as_json=as_json)
-        return
+        one_run = _audited_run(target, setting or [], canaries, canary_seed, confidence)
+        typer.echo(json.dumps(one_run.to_dict(), allow_nan=False) if as_json else text_of_run(one_run))
+        raise typer.Exit(int(one_run.refuted))
     if (target is None) != every:
         refuse(f"--all: {'belongs to no case' if every else 'or a method, case or preset is missing'}")
     try:
@@ -198,3 +200,41 @@ def _row(one: "Audit") -> tuple[str, ...]:
         f"{errors.false_negatives} of {errors.trials}",
         f"{one.estimator.name}, {errors.statistic}",
     )
+
+
+# A run with canaries among its clients or records
+
+
+def _audited_run(target: str | None, settings: list[str], canaries: int, seed: int | None, confidence: float) -> "OneRunAudit":
+    """Run a preset, a task, or flower-dp's own app with its defaults, once with canaries."""
+    from flower_dp.audit.case import quiet
+    from flower_dp.audit.one_run_audit import audit_run
+    from flower_dp.running import apps
+
+    try:
+        run = apps.resolve(target, settings)
+        if not run.app.own:
+            raise ValueError(f"{target}: --canaries is for flower-dp's own presets and tasks")
+        with quiet(logging.ERROR):  # absent canaries decline, a line each
+            return audit_run(run.config, num_canaries=canaries, confidence=confidence, seed=seed)
+    except ValueError as error:
+        named = isinstance(error, checks.BadValue) and error.field == "num_canaries"
+        refuse(f"--canaries{str(error).removeprefix('num_canaries')}" if named else str(error))
+
+
+def text_of_run(audit: "OneRunAudit") -> str:
+    """Return the result in lines."""
+    claimed = f"{audit.claimed:.4g}" if audit.to_dict()["claimed"] is not None else "infinite: not private"
+    lines = {
+        "claimed epsilon": f"{claimed} at delta {audit.delta:.3g}, for each {audit.unit} ({audit.relation})",
+        "lower bound": f"{audit.lower_bound:.4g} with confidence {audit.confidence:g}",
+        "guesses": f"{audit.num_correct} of {audit.num_guesses} right, about {audit.num_canaries} canaries",
+        "the auditor sees": audit.sees,
+    }
+    width = max(map(len, lines))
+    shown = [f"{label:<{width}}  {value}" for label, value in lines.items()]
+    if audit.refuted:
+        shown.append(f"VIOLATION: the run claims epsilon {audit.claimed:.4g}, and it is at least {audit.lower_bound:.4g}")
+    if math.isfinite(audit.claimed) and not audit.could_refute:
+        shown.append(f"TOO FEW CANARIES: {beyond_in_words(audit.claimed, audit.largest)}")
+    return "\n".join(shown)
