@@ -109,17 +109,6 @@ def test_a_strategy_that_is_started_by_the_app_fills_the_run_folder(launched):
     np.testing.assert_array_equal(load_file(launched / "model.safetensors")["weight"], result.arrays["weight"].numpy())
 
 
-def test_a_second_run_of_an_app_has_no_folder_and_goes_on(launched, caplog):
-    started()
-    before = (launched / "metrics.jsonl").read_bytes()
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        strategy, _ = started()
-    assert len(strategy.rounds) == 2
-    assert (launched / "metrics.jsonl").read_bytes() == before
-    assert "this run has no run folder: " in caplog.text
-    assert "already holds run-config.toml" in caplog.text
-
-
 def test_an_error_of_the_folder_does_not_lose_a_run_that_did_not_ask_for_one(launched, monkeypatch, caplog):
     def full(*_):
         raise OSError("no space left on device")

@@ -126,12 +126,6 @@ def test_the_plot_stands_gaps(metrics):
     assert plot.png(metrics).startswith(b"\x89PNG")
 
 
-def test_the_plot_shows_the_values_of_the_rounds_that_have_them():
-    metrics = [{"round": 0, "accuracy": 0.1}, {"round": 1, "epsilon": 0.5}, {"round": 2, "accuracy": 0.3, "epsilon": None}]
-    assert plot._points(metrics, "accuracy") == ([0, 2], [0.1, 0.3])
-    assert plot._points(metrics, "epsilon") == ([1], [0.5])
-
-
 def test_the_plot_has_a_panel_for_each_kind_of_metric_that_evaluate_fn_returned():
     own = {"epsilon": 0.5, "delta": 1e-5, "elapsed": 3.0, "clip-norm": 0.2, "private-accuracy": 0.3, "client-loss": 2.0}
     metrics = [{"rmse": 9.0, "loss": 4.0, "round": 0}, {"rmse": 7.0, "validation-loss": 3.0, "round": 1} | own]

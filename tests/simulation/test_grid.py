@@ -412,14 +412,3 @@ def test_threads_may_share_a_grid(grid):
     }
     assert all(count == list(range(2, 12)) for count in counts.values())
     assert threading.active_count() < 50
-
-
-def test_messages_may_be_pushed_and_pulled(grid):
-    ids = list(grid.push_messages([to(2), to(3, do="raise", what="x")]))
-    found, deadline = {}, time.monotonic() + 60
-    while len(found) < 2 and time.monotonic() < deadline:
-        for reply in grid.pull_messages(ids):
-            assert reply.metadata.reply_to_message_id not in found
-            found[reply.metadata.reply_to_message_id] = reply
-    assert [found[number].has_error() for number in ids] == [False, True]
-    assert list(grid.pull_messages(ids)) == []
