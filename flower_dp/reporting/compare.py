@@ -216,7 +216,9 @@ def notes(curves: Sequence[Curve]) -> list[str]:
     if len(adversaries := dict.fromkeys(run.adversary for run in private)) > 1:
         lines.append(f"the epsilons hold against different adversaries ({'; or '.join(adversaries)}): {apart}")
     if other := _tested_otherwise([curve.runs[0].config for curve in curves]):
-        lines.append(f"the metrics are of different test records ({'; '.join(other)}): {apart}")
+        lines.append(
+            f"the runs are tested on different records ({'; '.join(other)}): don't compare their metrics with each other"
+        )
     for curve in curves:
         if told := _private(curve):
             lines.append(f"{curve.label}: {', '.join(told)}, which is charged")
