@@ -30,7 +30,7 @@ _ADDRESS = "127.0.0.1"
 # object store.
 _MESSAGES = {"RAY_max_direct_call_object_size": str(2**22)}
 # What Ray reads when it starts.
-_STARTED = {
+STARTED = {
     **_MESSAGES,
     # Ray starts workers at niceness 15, so other programs would take the cores from the training.
     "RAY_worker_niceness": "0",
@@ -179,7 +179,7 @@ def _init(ray: Any, num_cpus: int, folder: Path, to_screen: bool = True) -> None
     paths = dict.fromkeys(str(Path(place).absolute()) for place in sys.path if Path(place).is_dir())
     constants = ray._private.ray_constants  # read from the environment when Ray was imported
     among_others, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
-    settings = _STARTED | {"PYTHONPATH": os.pathsep.join(paths)}
+    settings = STARTED | {"PYTHONPATH": os.pathsep.join(paths)}
     try:
         with warnings.catch_warnings(), _sigterm_stays(), lean(ray), environment(settings):
             warnings.simplefilter("ignore")  # hints on future releases of Ray
