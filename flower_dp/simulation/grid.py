@@ -49,12 +49,14 @@ class _Call:
         node: to which it goes.
         message: the message.
         patience: seconds after which the worker that has it ends itself; None for never.
+        arrived: takes its reply.
     """
 
     number: str
     node: int
     message: Message
     patience: float | None = None
+    arrived: Callable[[Message], None]
 
     def __str__(self) -> str:
         """Return the node and the clients that are asked, as a log has them."""
@@ -144,8 +146,9 @@ class RayGrid(SimulatedGrid):
         # Ray's reference to an answer -> the worker, what it has, and when it is ended.
         self._running: dict[Any, tuple[int, _Call, float]] = {}
         self._busy: set[int] = set()
-        # Message id -> its reply, None before there is one, or where it is put; without those that nobody waits for any more.
-        self._replies: dict[str, Message | deque[Message] | None] = {}
+        # Ids of messages without a reply, but for those that nobody waits for any more; replies that were not pulled yet.
+        self._awaited: set[str] = set()
+        self._replies: dict[str, Message] = {}
         self._lock, self._waiting = threading.RLock(), threading.Lock()
         self._ray, self._workers = ray, workers
         self._queues: list[deque[_Call]] = [deque() for _ in workers.actors]
@@ -186,15 +189,18 @@ class RayGrid(SimulatedGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and return their ids."""
-        return self._push(messages, self.patience)
+        return self._push(
+            messages, self.patience, lambda reply: self._replies.update({reply.metadata.reply_to_message_id: reply})
+        )
 
-    def _push(self, messages: Iterable[Message], patience: float | None, arrived: deque[Message] | None = None) -> list[str]:
+    def _push(self, messages: Iterable[Message], patience: float | None, arrived: Callable[[Message], None]) -> list[str]:
         sent = []
         with self._lock:
             for message in messages:
-                call = _Call(number=numbered(message), node=message.metadata.dst_node_id, message=message, patience=patience)
-                sent.append(call.number)
-                self._replies[call.number] = arrived
+                number, node = numbered(message), message.metadata.dst_node_id
+                call = _Call(number=number, node=node, message=message, patience=patience, arrived=arrived)
+                sent.append(number)
+                self._awaited.add(number)
                 if call.node in self._nodes:
                     self._queues[(call.node - FIRST_NODE) % len(self._queues)].append(call)
                 else:
@@ -205,7 +211,8 @@ class RayGrid(SimulatedGrid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies to these messages that are there; each is returned once."""
         self._advance(0.0)
-        return self._take(message_ids)
+        with self._lock:
+            return [self._replies.pop(number) for number in message_ids if number in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send messages and return the replies that come within `timeout` seconds, in the order of the messages."""
@@ -217,7 +224,7 @@ class RayGrid(SimulatedGrid):
     def stream(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
         """Send messages and return the replies that come within `timeout` seconds, each as it arrives; none of them is kept."""
         arrived = deque[Message]()
-        ids = self._push(messages, None if timeout is None else max(2 * timeout, _PATIENCE_SECONDS), arrived)
+        ids = self._push(messages, None if timeout is None else max(2 * timeout, _PATIENCE_SECONDS), arrived.append)
         return self._arriving(ids, arrived, math.inf if timeout is None else time.monotonic() + timeout)
 
     def _arriving(self, ids: list[str], arrived: deque[Message], deadline: float) -> Iterator[Message]:
@@ -233,17 +240,11 @@ class RayGrid(SimulatedGrid):
 
     # Calls
 
-    def _take(self, ids: Iterable[str]) -> list[Message]:
-        with self._lock:
-            found = [(number, reply) for number in ids if isinstance(reply := self._replies.get(number), Message)]
-            for number, _ in found:
-                del self._replies[number]
-        return [reply for _, reply in found]
-
     def _forget(self, ids: Iterable[str]) -> None:
         """Nobody waits for these any more; what no worker has yet is not sent."""
         with self._lock:
-            if gone := {number for number in ids if self._replies.pop(number, self) is not self}:
+            if gone := self._awaited.intersection(ids):
+                self._awaited -= gone
                 for queue in self._queues:
                     kept = [call for call in queue if call.number not in gone]
                     queue.clear()
@@ -350,13 +351,10 @@ class RayGrid(SimulatedGrid):
 
     def _settle(self, call: _Call, reply: Message) -> None:
         """A reply is there."""
-        if call.number in self._replies:
+        if call.number in self._awaited:
+            self._awaited.remove(call.number)
             numbered(reply)
-            if isinstance(arrived := self._replies[call.number], deque):
-                arrived.append(reply)
-                del self._replies[call.number]
-            else:
-                self._replies[call.number] = reply
+            call.arrived(reply)
 
 
 def _nodes_of(number: int) -> range:

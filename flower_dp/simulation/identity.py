@@ -66,6 +66,6 @@ def _identity() -> Any:
     except Exception as error:  # whatever it is, simulations can't be run with it
         raise FlowerVersionError(
             f"flwr {importlib.metadata.version('flwr')}: simulations on Ray without Flower's runtime know flwr {_KNOWN} "
-            f"({type(error).__name__}: {error}); install a release that this flower-dp knows, or run the app with plain `flwr run`"
+            f"({type(error).__name__}: {error}); install one that this flower-dp knows, or run the app with plain `flwr run`"
         ) from error
     return TaskIdentity
