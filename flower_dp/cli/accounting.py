@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import typer
 
-from flower_dp.cli.errors import refuse
+from flower_dp.cli.errors import refuse, refusing
 from flower_dp.cli.options import AsJson, Settings, given
 from flower_dp.core.words import digits_in_words
 
@@ -158,10 +158,8 @@ def _answer(number: "NumberOfRuns | None" = None) -> None:
 
     params = click.get_current_context().params
     options = {name: value for name, value in params.items() if name not in _NOT_OF_RELEASES}
-    try:
+    with refusing():
         cost = planned_run.solve(**options) if number is None else planned_run.best_of(number=number, **options)
-    except ValueError as error:
-        refuse(str(error))
     _show(cost, as_json=params["as_json"])
     # Without a number of clients: nobody has so few of them that such a delta is small.
     if clients := options["num_clients"] or (math.ceil(1 / cost["delta"]) if cost["delta"] >= _LARGE_DELTA else 0):
@@ -209,7 +207,7 @@ def _answer_of_run(
     from flower_dp.running import apps, planned
 
     chosen: dict[str, Any] = {}
-    try:
+    with refusing():
         app = apps.own_app()
         if f"{target}.epsilon" in app.defaults:
             target, settings = None, [f"method={target}", *settings]
@@ -223,8 +221,6 @@ def _answer_of_run(
         if number is not None:
             event, _ = planned.outside_of(run)
             chosen = planned_run.choice([event], number, delta=statement.delta, relation=statement.relation)
-    except ValueError as error:
-        refuse(str(error))
     if not statement.num_rounds:
         refuse("no round can be run: the first one alone would pass the target")
     _show(

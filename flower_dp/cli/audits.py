@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flower_dp.cli.errors import refuse
+from flower_dp.cli.errors import refuse, refusing
 from flower_dp.cli.options import AsJson, Settings
 from flower_dp.core import checks
 from flower_dp.core.words import beyond_in_words
@@ -69,15 +69,13 @@ def audit(
         raise typer.Exit(int(one_run.refuted))
     if (target is None) != every:
         refuse(f"--all: {'belongs to no case' if every else 'or a method, case or preset is missing'}")
-    try:
+    with refusing():
         checks.number("--confidence", confidence, above=0, below=1)
         if plot is not None:
             from flower_dp.reporting import canvas
 
             canvas.file(plot, "--plot")
         cases = _cases(target, setting or [])
-    except ValueError as error:
-        refuse(str(error))
     audits = []
     for one in _audited(cases, trials, confidence):
         audits.append(one)
@@ -142,10 +140,8 @@ def _audited(cases: "list[Case]", trials: int, confidence: float) -> "Iterator[A
                     left = (time.monotonic() - started) / made * (total - made)
                     typer.echo(f"{label}: {trials} trials; all cases in about {clock(left)}", err=True)
 
-            try:
+            with refusing():
                 yield audit_of(case, trials=trials, confidence=confidence, progress=done)
-            except ValueError as error:
-                refuse(str(error))
             ended += trials
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import click
 import typer
 
-from flower_dp.cli.errors import refuse
+from flower_dp.cli.errors import refuse, refusing
 from flower_dp.cli.options import FigureFile
 
 app = typer.Typer(help="Draw a figure of recorded runs.")
@@ -66,7 +66,7 @@ def compare(
         refuse(
             f"--pivot: --format {table_format} has a line a curve, with all numbers; must be one of {', '.join(tables.PIVOTS)}"
         )
-    try:
+    with refusing():
         canvas.file(output)
         each = [one for folder in folders for one in runs_in(folder)]
         runs = [comparing.read_run(folder, metric, allow_unfinished=allow_unfinished) for folder in each]
@@ -76,8 +76,6 @@ def compare(
         else:
             drawn = figures.figure(curves, metric, grouped=bool(by or label))
         canvas.save(drawn, output)
-    except (ValueError, OSError) as error:
-        refuse(str(error))
     notes = comparing.notes(curves)
     typer.echo(form(curves, metric, notes))
     machine = table_format != "text"
@@ -105,13 +103,11 @@ def landscape(
     from flower_dp.reporting.landscape import landscapes
     from flower_dp.reporting.past_run import read_past_run
 
-    try:
+    with refusing():
         canvas.file(output)
         runs = [read_past_run(folder) for folder in folders]
         found = landscapes(runs, resolution=resolution, distance=distance, num_records=records, seed=seed)
         canvas.save(landscape_figure.figure(found), output)
-    except (ValueError, OSError) as error:
-        refuse(str(error))
     for one in found:
         typer.echo(f"{one.label}: loss {one.here:.4g}, at most {one.losses.max():.4g} within {distance:g}")
     typer.echo(f"figure: {output}")
@@ -132,12 +128,10 @@ def update_norms(
     from flower_dp.reporting.labels import labels_of
     from flower_dp.reporting.past_run import read_past_run
 
-    try:
+    with refusing():
         run = read_past_run(folder)
         found = norms.read_update_norms(run)
         (label,) = labels_of([run.config])
         canvas.save(norms.figure(found, label), output)
-    except (ValueError, OSError) as error:
-        refuse(str(error))
     typer.echo(norms.in_words(found))
     typer.echo(f"figure: {output}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flower_dp.cli.errors import refuse
+from flower_dp.cli.errors import refusing
 from flower_dp.cli.options import AsJson
 from flower_dp.core import checks, dp
 from flower_dp.core.words import delta_in_words, epsilon_in_words
@@ -70,7 +70,7 @@ def ledger(
 
     Exit status: 0, or 2 with a line that says why the file can't be used.
     """
-    try:
+    with refusing():
         if delta is not None:
             checks.number("--delta", delta, above=0, below=1)
         for option, is_odd, why in (
@@ -90,8 +90,6 @@ def ledger(
         if create_server:
             _create_server(path, budget, delta or 0.0, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
         told, lines = _read(path, create, delta)
-    except ValueError as error:
-        refuse(str(error))
     typer.echo(json.dumps(told, allow_nan=False) if as_json else "\n".join(lines))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flower_dp.cli.errors import refuse
+from flower_dp.cli.errors import refuse, refusing
 from flower_dp.cli.options import Settings, given
 
 # What a run that goes on may change.
@@ -58,7 +58,7 @@ def run(
     from flower_dp.running import apps, preflight, run_folder
     from flower_dp.running.launched import Launched
 
-    try:
+    with refusing(ImportError):
         what = apps.resolve(target, setting or [])
         overrides = dict(what.overrides)
         from_settings = overrides.pop("output-dir", "") if what.app.own else ""  # in another app, output-dir is its own setting
@@ -80,8 +80,6 @@ def run(
         wanted = output_dir or str(from_settings)
         is_new = not (wanted and Path(wanted).expanduser().exists())
         folder = run_folder.new_folder(wanted or None, what.name)
-    except (ValueError, OSError, ImportError) as error:
-        refuse(str(error))
 
     from flower_dp.cli.launch import launch
 
@@ -127,7 +125,7 @@ def _go_on(folder: Path, workers: int | None, ray_address: str) -> None:
     from flower_dp.running.launched import Launched
 
     folder = folder.expanduser().absolute()
-    try:
+    with refusing(ImportError):
         begun = Launched.read(folder)
         if run_folder.is_finished(folder) and (folder / run_folder.STATEMENT_TEXT).is_file():
             typer.echo("the run has ended, and is not run again")
@@ -136,8 +134,6 @@ def _go_on(folder: Path, workers: int | None, ray_address: str) -> None:
         begun = replace(begun, workers=workers or begun.workers, ray_address=ray_address or begun.ray_address)
         if begun.ray_address:
             begun = replace(begun, workers=_on_cluster(begun.ray_address, begun.workers, begun.gpus_per_worker))
-    except (ValueError, OSError, ImportError) as error:
-        refuse(str(error))
     launch(begun, folder, resume=RESUMED)
 
 
@@ -153,10 +149,8 @@ def statement(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run fol
     from flower_dp.running.launched import Launched
 
     folder = run.expanduser().absolute()
-    try:
+    with refusing():
         begun = Launched.read(folder)
-    except ValueError as error:
-        refuse(str(error))
     launch(begun, folder, resume=STATED)
 
 
@@ -164,10 +158,8 @@ def presets() -> None:
     """List the presets of flower-dp's app."""
     from flower_dp.running import apps
 
-    try:
+    with refusing():
         found = apps.own_app().presets()
-    except ValueError as error:
-        refuse(str(error))
     width = max(map(len, found), default=0)
     for name, path in found.items():
         typer.echo(f"{name:<{width}}  {apps.description(path)}".rstrip())
@@ -187,9 +179,7 @@ def new(
     if folder is None:
         refuse("NAME is missing")
     path = Path(folder).expanduser()
-    try:
+    with refusing():
         package = write_app(path)
-    except (ValueError, OSError) as error:
-        refuse(str(error))
     typer.echo(f"{folder}: the model is in {package}/model.py, the data in {package}/data.py, the settings are in pyproject.toml")
     typer.echo(f"run it: flower-dp run {folder}")
