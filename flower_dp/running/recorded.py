@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import Result
 from flower_dp.core.checks import SettingsError
 from flower_dp.core.environment import RESUME, STATED
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.running.run_folder import CHECKPOINT, CONFIG, RunFolder
+from flower_dp.running.run_folder import CHECKPOINT, CONFIG, ON_LINE, RunFolder
 from flower_dp.running.trained_model import rest_of
 from flower_dp.strategies.checkpoint import CheckpointFolder
 from flower_dp.strategies.journal import OBSERVERS, Observer, OnRound, Unfailing, tracker
@@ -37,7 +37,6 @@ _LARGEST_ARRAY = 2**40
 class Watch:
     """What the caller of a ServerApp learns of the run that it records; the app's main function returns nothing."""
 
-    on_line: Callable[[Mapping[str, Any]], None]
     folder: Path | None = None
     rounds: list[dict[str, Any]] = field(default_factory=list)
     statement: PrivacyStatement | None = None
@@ -58,13 +57,14 @@ def watched(
         name: the name of the run, used in the name of a new folder.
         on_line: called with every line of `metrics.jsonl`.
     """
-    watch = Watch(on_line=on_line)
-    token = WATCH.set(watch)
+    watch = Watch()
+    token, lines = WATCH.set(watch), ON_LINE.set(on_line)
     observers = OBSERVERS.set(partial(unasked, config, name))
     try:
         yield watch
     finally:
         OBSERVERS.reset(observers)
+        ON_LINE.reset(lines)
         WATCH.reset(token)
 
 
@@ -100,7 +100,7 @@ class Recording:
         again = bool(launched) or (resume and path is not None and (Path(path).expanduser() / CONFIG).is_file())
         folder = RunFolder.again(path, config) if again else RunFolder.create(path, config, name)
         log.info("The run's folder is %s", folder.path)
-        watch = WATCH.get() or Watch(on_line=lambda line: None)
+        watch = WATCH.get() or Watch()
         watch.folder = folder.path
         where = CheckpointPlace(folder=folder.path / CHECKPOINT, resume=resume, only_state=launched == STATED)
         return cls(folder=folder, watch=watch, checkpoints=where, **fields)
@@ -113,7 +113,6 @@ class Recording:
         """Write a line of `metrics.jsonl`."""
         self.folder.append(line)
         self.watch.rounds.append(dict(line))
-        self.watch.on_line(line)
 
     def end(self, statement: PrivacyStatement, result: Result | None) -> None:
         """Write the statement, and the model: of a run that did not end that of its checkpoint."""

@@ -6,7 +6,8 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,6 +41,8 @@ RESULTS = (CONFIG, METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, P
 # Modes of a new folder, and of its log: the log, and the times of files, may tell how many clients took part.
 _OWNERS_ALONE, _OWNERS_FILE, _ANY_FILE = 0o700, 0o600, 0o666
 _MOST_ROUNDS = 2**31 - 1
+# Called with every line of `metrics.jsonl` that is written in this context.
+ON_LINE: ContextVar[Callable[[Mapping[str, Any]], None]] = ContextVar("on_line", default=lambda line: None)
 # Settings that say where a run is kept, and nothing of what it does.
 _FREE = {"output-dir", "resume"}
 
@@ -131,6 +134,7 @@ class RunFolder:
         line = json.dumps(_plain(metrics), allow_nan=False)
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+        ON_LINE.get()(metrics)
 
     def state(self, statement: Mapping[str, Any], text: str) -> None:
         """Write the privacy statement, also of a run that failed, since its releases before the failure count.

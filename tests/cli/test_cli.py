@@ -20,7 +20,7 @@ from flower_dp.cli import launch
 from flower_dp.core.environment import RUN_FOLDER
 from flower_dp.running import apps, preflight, progress
 from flower_dp.running.launched import Launched
-from flower_dp.running.recorded import Recording
+from flower_dp.running.run_folder import RunFolder
 from flower_dp.running.signals import Interrupted
 from flower_dp.simulation.local_grid import LocalGrid
 from flower_dp.strategies.checkpoint import NEWEST, Checkpoint, CheckpointFolder
@@ -421,15 +421,13 @@ def test_the_log_is_shown_until_metrics_come(foreign, tmp_path, call, launched):
     def act(*, say, config, **keywords):
         say("INFO: before")
         time.sleep(0.5)  # the log is looked at ten times a second
-        recording = Recording.begin(None, config, "run")
-        recording.line({"round": 1, "num-rounds": 2, "epsilon": 0.5})
+        RunFolder.create(None, config, "run").append({"round": 1, "num-rounds": 2, "epsilon": 0.5})
         say("INFO: after")
         logging.getLogger("flwr").warning("node %s can't train", 7, extra={"shown": True})
 
     launched(act)
     _, out, _ = call("run", str(foreign), "--output-dir", str(tmp_path / "run"))
-    shown = [line for line in out.splitlines() if "The run's folder is" not in line]
-    assert shown[:-2] == ["INFO: before", "round 1/2  epsilon 0.500", "WARNING: node 7 can't train"]
+    assert out.splitlines()[:-2] == ["INFO: before", "round 1/2  epsilon 0.500", "WARNING: node 7 can't train"]
 
 
 def test_flower_dps_own_app_shows_no_log_and_gets_no_links(checkout, tmp_path, call, launched):
