@@ -121,8 +121,7 @@ def log_private_kind(clients: Mapping[str, Records]) -> None:
     try:
         name, records = next(iter(clients.items()))
         if isinstance(records, DatasetRecords) and records.example is None and not _is_pair(records.dataset[0]):
-            why = "client %s can't train: %s (only this log says so, since a record does)"
-            log.error(why, name, reasons.ROWS, extra={"shown": True})
+            log.error("client %s can't train: %s (only this log says so)", name, reasons.ROWS, extra={"shown": True})
     except Exception as error:
         _warn_once(f"dry run: the first record can't be read: {type(error).__name__}: {error}")
 
