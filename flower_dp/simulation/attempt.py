@@ -23,6 +23,7 @@ from flower_dp.running.modules import forget
 from flower_dp.running.recorded import watched
 from flower_dp.running.values import Value
 from flower_dp.running.workplace import app_files_linked, environment
+from flower_dp.simulation import grid, workers
 from flower_dp.simulation.cluster import Cluster, address_of, bundled
 from flower_dp.simulation.local_grid import LocalGrid, SimulatedGrid
 from flower_dp.strategies.started import Stated
@@ -127,25 +128,21 @@ def on_ray(
     making: list[Future[SimulatedGrid]] = []
 
     def made(app: App, config: Config) -> SimulatedGrid:
-        from flower_dp.simulation.grid import RayGrid  # noqa: PLC0415  (while other modules are imported)
-        from flower_dp.simulation.workers import Workers, log_unused_gpus, start_ray  # noqa: PLC0415
-
         cluster = Cluster(address=address_of(begun.ray_address), bundle=bundled(app)) if begun.ray_address else None
-        ray = start_ray(begun.workers, ray_folder(), cluster)
-        workers = Workers(num_workers=begun.workers, gpus=begun.gpus_per_worker, cluster=cluster)
+        ray = workers.start_ray(begun.workers, ray_folder(), cluster)
+        actors = workers.Workers(num_workers=begun.workers, gpus=begun.gpus_per_worker, cluster=cluster)
         if not begun.gpus_per_worker and not resume:  # a run that goes on can't change it
-            log_unused_gpus(ray, "--gpus-per-worker 1")
-        return RayGrid(app.client_app(away=cluster is not None), workers, num_nodes=begun.supernodes, run_config=config)
+            workers.log_unused_gpus(ray, "--gpus-per-worker 1")
+        return grid.RayGrid(app.client_app(away=cluster is not None), actors, num_nodes=begun.supernodes, run_config=config)
 
     def begin(app: App, config: Config) -> Callable[[], SimulatedGrid]:
         importlib.import_module("ray")  # in one thread: two would wait for each other
-        found = threads.submit(made, app, config)
-        making.append(found)
+        making.append(threads.submit(made, app, config))
 
         def there() -> SimulatedGrid:
-            grid = found.result()
+            found = making[0].result()
             started()
-            return grid
+            return found
 
         return there
 
@@ -160,8 +157,8 @@ def on_ray(
     finally:
         threads.shutdown(wait=False)
         # A thread that uses Ray after its end makes Ray end this process, without a word: such a Ray ends with the process.
-        if all(found.done() for found in making) and "flower_dp.simulation.workers" in sys.modules:
-            sys.modules["flower_dp.simulation.workers"].stop_ray()
+        if all(found.done() for found in making):
+            workers.stop_ray()
 
 
 def state(begun: Launched, folder: Path) -> Outcome:
