@@ -47,6 +47,14 @@ def test_no_metric_of_the_users_takes_the_place_of_a_column_of_the_run(tmp_path,
     assert answer == [said.format(name) for name in sorted(OWN)]
 
 
+def test_the_lines_have_the_runs_own_epsilon_and_delta(tmp_path):
+    strategy = run(tmp_path / "run", lambda server_round, model: MetricRecord({"epsilon": 0.001, "delta": 1e-9}))
+    lines = lines_of(tmp_path / "run")
+    assert [line["epsilon"] for line in lines] == [0.0, *(report.epsilon for report in strategy.rounds)]
+    assert lines[-1]["epsilon"] == pytest.approx(2.0)
+    assert [line["delta"] for line in lines] == [0.0] * 3
+
+
 def test_a_metric_does_not_stand_for_the_size_of_a_secret_cohort(tmp_path):
     sampling = PoissonSampling(sampling_rate=0.9)
     strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=4.0, sampling=sampling, num_clients=4, delta=1e-3)
