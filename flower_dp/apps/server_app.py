@@ -91,12 +91,11 @@ def _warn_of_one_class(metrics: Mapping[int, MetricRecord], public: TensorRecord
     labels = public.batch(torch.arange(len(public)), torch.device("cpu"))[-1]
     share = max(Counter(labels.tolist()).values()) / len(labels)
     if found and max(found) <= share + math.sqrt(share * (1 - share) / len(labels)):
-        log.warning(
+        why = (
             "the model has learnt nothing: its accuracy was at most %.1f %%, and %.1f %% of the records that test it have the "
-            "most frequent class; another learning rate, more steps or rounds, or less noise may help",
-            100 * max(found),
-            100 * share,
+            "most frequent class; another learning rate, more steps or rounds, or less noise may help"
         )
+        log.warning(why, 100 * max(found), 100 * share, extra={"shown": True})  # on the screen
 
 
 @torch.inference_mode()

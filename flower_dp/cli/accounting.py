@@ -6,25 +6,37 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
-from click.core import ParameterSource
 
-from flower_dp.cli.errors import refuse
-from flower_dp.cli.options import AsJson, Settings
+from flower_dp.cli.errors import refuse, refusing
+from flower_dp.cli.options import AsJson, Settings, given
 from flower_dp.core.words import digits_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from flower_dp.privacy.selection import NumberOfRuns
-    from flower_dp.privacy.statement import PrivacyStatement
-    from flower_dp.running.apps import Target
 
 MECHANISMS = ("gaussian", "laplace")
 SAMPLINGS = ("full", "poisson", "fixed-size", "round-robin")
 # In the order of a statement.
 _ADVERSARIES = ("outsiders", "participants", "the server")
+_NOT_OF_RELEASES = ("target", "setting", "as_json", "best_of", "best_of_shape")
 # Where the number of clients isn't known: of fewer than a hundred clients nobody expects privacy at such a delta.
 _LARGE_DELTA = 0.01
+_LABELS = {
+    "num_rounds": "rounds",
+    "noise_multiplier": "noise multiplier",
+    "epsilon_rdp": "epsilon by RDP",
+    "best_of_mean": "best of, mean",
+    "best_of_shape": "best of, shape",
+    "best_of_epsilon": "epsilon of best",
+    "best_of_accountant": "its accountant",
+}
+_SHOWN = (
+    *("method", "num_rounds", "noise_multiplier", "epsilon", "epsilon_rdp", "delta", "relation", "accountant"),
+    *(f"against {adversary}" for adversary in _ADVERSARIES),
+    *("best_of_mean", "best_of_shape", "best_of_epsilon", "best_of_accountant"),
+)
 RELATIONS = ("add-or-remove-one", "replace-one")
 
 Mechanism = Annotated[str, typer.Option(click_type=click.Choice(MECHANISMS), help="The distribution of the noise.")]
@@ -68,7 +80,6 @@ BestOfShape = Annotated[
 
 
 def epsilon(
-    context: typer.Context,
     target: RunTarget = None,
     *,
     setting: Settings = None,
@@ -86,17 +97,16 @@ def epsilon(
     as_json: AsJson = False,
 ) -> None:
     """Compute the epsilon of a whole run: the one that the statement of the run will give, or that of the options' releases."""
-    number = _number_of_runs(context, best_of, best_of_shape)
-    if _is_run(context, target, ("target", "setting", "as_json", "best_of", "best_of_shape")):
+    number = _number_of_runs(best_of, best_of_shape)
+    if _is_run(target, {"target", "setting", "as_json", "best_of", "best_of_shape"}):
         _answer_of_run(target, setting or [], None, as_json=as_json, number=number)
         return
     if noise_multiplier is None:
         refuse("--noise-multiplier is missing; or name a preset, a task, a method or the folder of an app")
-    _answer({name: value for name, value in context.params.items() if not name.startswith("best_of")}, number)
+    _answer(number)
 
 
 def calibrate(
-    context: typer.Context,
     target: RunTarget = None,
     *,
     setting: Settings = None,
@@ -118,19 +128,19 @@ def calibrate(
     """
     if epsilon is None:
         refuse("--epsilon is missing")
-    if _is_run(context, target, ("target", "setting", "epsilon", "as_json")):
+    if _is_run(target, {"target", "setting", "epsilon", "as_json"}):
         _answer_of_run(target, setting or [], epsilon, as_json=as_json)
         return
     if (noise_multiplier is None) == (num_rounds is None):
         both = "both missing" if num_rounds is None else "both given"
         refuse(f"--noise-multiplier and --num-rounds are {both}: give one, the other is computed")
-    _answer(context.params)
+    _answer()
 
 
-def _number_of_runs(context: typer.Context, best_of: float | None, shape: float) -> "NumberOfRuns | None":
+def _number_of_runs(best_of: float | None, shape: float) -> "NumberOfRuns | None":
     """Return the law of the number of runs among which one is chosen; None for a single run."""
     if best_of is None:
-        if context.get_parameter_source("best_of_shape") is ParameterSource.COMMANDLINE:
+        if "best_of_shape" in given():
             refuse("--best-of is missing; --best-of-shape belongs to it")
         return None
     from flower_dp.privacy.selection import number_of_runs
@@ -141,18 +151,16 @@ def _number_of_runs(context: typer.Context, best_of: float | None, shape: float)
         refuse(f"--best-of: {error}")
 
 
-def _answer(options: dict[str, Any], number: "NumberOfRuns | None" = None) -> None:
+def _answer(number: "NumberOfRuns | None" = None) -> None:
     """Compute what the options leave open (epsilon, noise multiplier or number of rounds), and show the whole cost."""
     from flower_dp.privacy import planned_run
     from flower_dp.privacy.statement import delta_warning
 
-    as_json = options.pop("as_json")
-    del options["target"], options["setting"]
-    try:
+    params = click.get_current_context().params
+    options = {name: value for name, value in params.items() if name not in _NOT_OF_RELEASES}
+    with refusing():
         cost = planned_run.solve(**options) if number is None else planned_run.best_of(number=number, **options)
-    except ValueError as error:
-        refuse(str(error))
-    _show(cost, as_json=as_json)
+    _show(cost, as_json=params["as_json"])
     # Without a number of clients: nobody has so few of them that such a delta is small.
     if clients := options["num_clients"] or (math.ceil(1 / cost["delta"]) if cost["delta"] >= _LARGE_DELTA else 0):
         _warn(delta_warning(cost["delta"], clients, "client"))
@@ -167,18 +175,7 @@ def _show(cost: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(cost, allow_nan=False))
         return
-    labels = {
-        "num_rounds": "rounds",
-        "noise_multiplier": "noise multiplier",
-        "epsilon_rdp": "epsilon by RDP",
-        "best_of_mean": "best of, mean",
-        "best_of_shape": "best of, shape",
-        "best_of_epsilon": "epsilon of best",
-        "best_of_accountant": "its accountant",
-    }
-    shown = ["method", "num_rounds", "noise_multiplier", "epsilon", "epsilon_rdp", "delta", "relation", "accountant"]
-    chosen = [key for key in labels if key.startswith("best_of")]
-    lines = {labels.get(key, key): cost[key] for key in [*shown, *map(_against, _ADVERSARIES), *chosen] if key in cost}
+    lines = {_LABELS.get(key, key): cost[key] for key in _SHOWN if key in cost}
     width = max(16, *map(len, lines))
     for label, number in lines.items():
         value = "infinite: not private" if number is None else number
@@ -189,16 +186,15 @@ def _show(cost: dict[str, Any], *, as_json: bool) -> None:
 # Of a run
 
 
-def _is_run(context: typer.Context, target: str | None, fit: tuple[str, ...]) -> bool:
+def _is_run(target: str | None, fit: set[str]) -> bool:
     """Return whether a run is asked for, and refuse options that describe releases then."""
-    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    options = given()
     if target is None:
-        if "setting" in given:
+        if "setting" in options:
             refuse("--set belongs to a preset, a task, a method or an app, which is missing")
         return False
-    if other := sorted(given - set(fit)):
-        option = f"--{other[0].replace('_', '-')}"
-        refuse(f"{option}: {target} has settings of its own; change them with --set, as --set num-rounds=50")
+    if other := sorted(option for name, option in options.items() if name not in fit):
+        refuse(f"{other[0]}: {target} has settings of its own; change them with --set, as --set num-rounds=50")
     return True
 
 
@@ -206,23 +202,25 @@ def _answer_of_run(
     target: str | None, settings: list[str], epsilon: float | None, *, as_json: bool, number: "NumberOfRuns | None" = None
 ) -> None:
     """Show what a run's statement will say; with `epsilon`, of the run whose noise is made for it."""
+    from flower_dp.privacy import planned_run
     from flower_dp.privacy.statement import delta_warnings
-    from flower_dp.running import apps
+    from flower_dp.running import apps, planned
 
-    try:
+    chosen: dict[str, Any] = {}
+    with refusing():
         app = apps.own_app()
         if f"{target}.epsilon" in app.defaults:
             target, settings = None, [f"method={target}", *settings]
         run = apps.resolve(target, settings)
         if epsilon is not None:
-            method = run.overrides.get("method", run.app.defaults.get("method"))
+            method = run.config.get("method")
             if run.overrides.get(key := f"{method}.calibration") == "paper":
                 refuse(f"--epsilon={epsilon:g}: with {key}=paper it is no budget of the run; set {key}=exact")
             run = apps.resolve(target, [*settings, f"{method}.epsilon={epsilon}"])
-        statement = _statement_of(run)
-        chosen = {} if number is None else _choice_of(run, number)
-    except ValueError as error:
-        refuse(str(error))
+        statement = planned.statement_of(run)
+        if number is not None:
+            event, _ = planned.outside_of(run)
+            chosen = planned_run.choice([event], number, delta=statement.delta, relation=statement.relation)
     if not statement.num_rounds:
         refuse("no round can be run: the first one alone would pass the target")
     _show(
@@ -235,7 +233,7 @@ def _answer_of_run(
             "delta": statement.delta,
             "relation": statement.relation,
             "accountant": statement.accountant,
-            **{_against(one.name): _finite(one.epsilon) for one in statement.adversaries if one.name in _ADVERSARIES},
+            **{f"against {one.name}": _finite(one.epsilon) for one in statement.adversaries if one.name in _ADVERSARIES},
             **chosen,
         },
         as_json=as_json,
@@ -243,33 +241,5 @@ def _answer_of_run(
     _warn(delta_warnings(statement.assumptions))
 
 
-def _choice_of(run: "Target", number: "NumberOfRuns") -> dict[str, Any]:
-    from flower_dp.privacy import planned_run
-    from flower_dp.running.planned import outside_of
-
-    event, statement = outside_of(run)
-    return planned_run.choice([event], number, delta=statement.delta, relation=statement.relation)
-
-
-def _statement_of(run: "Target") -> "PrivacyStatement":
-    from flower_dp.running import apps, plugins
-
-    # An app that `flower_dp.app` makes has the settings of flower-dp's own.
-    app = apps.own_app() if run.app.built else run.app
-    if not app.cost:
-        raise ValueError(
-            f"{app.name}: its pyproject.toml names no function `cost` under [tool.flower-dp]; in its place describe what its "
-            "strategy releases, as --noise-multiplier 1 --num-rounds 50 --delta 1e-5"
-        )
-    with plugins.loaded(app, app.cost) as cost:
-        config = {**run.app.defaults, **run.overrides}
-        statement: PrivacyStatement = cost(config, own_model=True) if run.app.built else cost(config)
-        return statement
-
-
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _against(adversary: str) -> str:
-    return f"against {adversary}"

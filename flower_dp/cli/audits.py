@@ -1,18 +1,22 @@
 """An audit of methods: flower-dp audit."""
 
 import json
+import logging
+import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flower_dp.cli.errors import refuse
-from flower_dp.cli.options import Settings
+from flower_dp.cli.errors import refuse, refusing
+from flower_dp.cli.options import AsJson, Settings
+from flower_dp.core import checks
 from flower_dp.core.words import beyond_in_words
 
 if TYPE_CHECKING:
     from flower_dp.audit import Audit, Case
+    from flower_dp.audit.one_run import OneRunAudit
 
 # Trials that an estimate of the time is made from.
 _FIRST = 20
@@ -30,10 +34,11 @@ def audit(
     *,
     every: Annotated[bool, typer.Option("--all", help="All cases of all methods.")] = False,
     setting: Settings = None,
-    trials: Annotated[int, typer.Option(help="Runs without the unit, and as many with it, of each case.")] = 2000,
+    trials: Annotated[int, typer.Option(min=20, help="Runs without the unit, and as many with it, of each case.")] = 2000,
     canaries: Annotated[
         int | None,
         typer.Option(
+            min=2,
             metavar="N",
             help="Run the preset or task once instead, with so many canaries among its clients or records: a one-run audit.",
         ),
@@ -46,7 +51,7 @@ def audit(
         str | None,
         typer.Option(metavar="FILE", help="Draw false negatives over false positives, with the claimed trade-off curve."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Answer with a JSON object a line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a method again and again with and without one unit, and find what epsilon must at least be.
 
@@ -54,29 +59,23 @@ def audit(
 
     Exit status: 0; 1 if an audit refutes a claim; or 2 with a line that names the invalid case or option.
     """
-    from flower_dp.core import checks
-
     if canaries is None and canary_seed is not None:
         refuse("--canary-seed: belongs to --canaries")
     if canaries is not None:
-        from flower_dp.cli.canaries import audit_one_run
-
         if every or plot is not None:
             refuse(f"{'--all' if every else '--plot'}: does not go with --canaries")
-        audit_one_run(target, setting or [], canaries=canaries, seed=canary_seed, confidence=confidence, as_json=as_json)
-        return
+        one_run = _audited_run(target, setting or [], canaries, canary_seed, confidence)
+        typer.echo(json.dumps(one_run.to_dict(), allow_nan=False) if as_json else text_of_run(one_run))
+        raise typer.Exit(int(one_run.refuted))
     if (target is None) != every:
         refuse(f"--all: {'belongs to no case' if every else 'or a method, case or preset is missing'}")
-    try:
-        checks.integer("--trials", trials, at_least=20)
+    with refusing():
         checks.number("--confidence", confidence, above=0, below=1)
         if plot is not None:
             from flower_dp.reporting import canvas
 
-            canvas.file(plot)
+            canvas.file(plot, "--plot")
         cases = _cases(target, setting or [])
-    except ValueError as error:
-        refuse(str(error).replace("--output", "--plot"))
     audits = []
     for one in _audited(cases, trials, confidence):
         audits.append(one)
@@ -88,7 +87,7 @@ def audit(
         from flower_dp.audit.figure import figure
         from flower_dp.reporting import canvas
 
-        canvas.save(figure(audits), plot)
+        canvas.save(figure(audits), plot, "--plot")
         typer.echo(f"figure: {plot}", err=as_json)
     if any(one.violation for one in audits):
         raise typer.Exit(1)
@@ -141,10 +140,8 @@ def _audited(cases: "list[Case]", trials: int, confidence: float) -> "Iterator[A
                     left = (time.monotonic() - started) / made * (total - made)
                     typer.echo(f"{label}: {trials} trials; all cases in about {clock(left)}", err=True)
 
-            try:
+            with refusing():
                 yield audit_of(case, trials=trials, confidence=confidence, progress=done)
-            except ValueError as error:
-                refuse(str(error))
             ended += trials
 
 
@@ -171,34 +168,69 @@ def _table(one: "Audit") -> dict[str, Any]:
 
 
 def _text(audits: "list[Audit]") -> str:
-    rows = [_COLUMNS]
-    for one in audits:
-        rows.append(
-            (
-                one.label,
-                f"{one.claim.delta:g}",
-                f"{one.claim.epsilon:.3f}",
-                f"{one.lower:.3f}",
-                f"{one.ratio:.0%}",
-                f"{one.errors.false_positives} of {one.errors.trials}",
-                f"{one.errors.false_negatives} of {one.errors.trials}",
-                f"{one.estimator.name}, {one.errors.statistic}",
-            )
-        )
-    widths = [max(len(row[place]) for row in rows) for place in range(len(_COLUMNS))]
+    rows = [_COLUMNS, *map(_row, audits)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     first = audits[0]
     lines.append(
         f"{first.trials} runs without the unit and {first.trials} with it; each bound with confidence {first.confidence:g}"
     )
-    lines += [
-        f"VIOLATION: {one.label}: claims epsilon {one.claim.epsilon:.4g}, and it is at least {one.lower:.4g}"
-        for one in audits
-        if one.violation
-    ]
-    lines += [
-        f"TOO FEW TRIALS: {one.label}: {beyond_in_words(one.claim.epsilon, one.largest)}"
-        for one in audits
-        if not one.could_refute
-    ]
+    for one in audits:
+        if one.violation:
+            lines.append(f"VIOLATION: {one.label}: claims epsilon {one.claim.epsilon:.4g}, and it is at least {one.lower:.4g}")
+    for one in audits:
+        if not one.could_refute:
+            lines.append(f"TOO FEW TRIALS: {one.label}: {beyond_in_words(one.claim.epsilon, one.largest)}")
     return "\n".join(lines)
+
+
+def _row(one: "Audit") -> tuple[str, ...]:
+    errors = one.errors
+    return (
+        one.label,
+        f"{one.claim.delta:g}",
+        f"{one.claim.epsilon:.3f}",
+        f"{one.lower:.3f}",
+        f"{one.ratio:.0%}",
+        f"{errors.false_positives} of {errors.trials}",
+        f"{errors.false_negatives} of {errors.trials}",
+        f"{one.estimator.name}, {errors.statistic}",
+    )
+
+
+# A run with canaries among its clients or records
+
+
+def _audited_run(target: str | None, settings: list[str], canaries: int, seed: int | None, confidence: float) -> "OneRunAudit":
+    """Run a preset, a task, or flower-dp's own app with its defaults, once with canaries."""
+    from flower_dp.audit.case import quiet
+    from flower_dp.audit.one_run_audit import audit_run
+    from flower_dp.running import apps
+
+    try:
+        run = apps.resolve(target, settings)
+        if not run.app.own:
+            raise ValueError(f"{target}: --canaries is for flower-dp's own presets and tasks")
+        with quiet(logging.ERROR):  # absent canaries decline, a line each
+            return audit_run(run.config, num_canaries=canaries, confidence=confidence, seed=seed)
+    except ValueError as error:
+        named = isinstance(error, checks.BadValue) and error.field == "num_canaries"
+        refuse(f"--canaries{str(error).removeprefix('num_canaries')}" if named else str(error))
+
+
+def text_of_run(audit: "OneRunAudit") -> str:
+    """Return the result in lines."""
+    claimed = f"{audit.claimed:.4g}" if audit.to_dict()["claimed"] is not None else "infinite: not private"
+    lines = {
+        "claimed epsilon": f"{claimed} at delta {audit.delta:.3g}, for each {audit.unit} ({audit.relation})",
+        "lower bound": f"{audit.lower_bound:.4g} with confidence {audit.confidence:g}",
+        "guesses": f"{audit.num_correct} of {audit.num_guesses} right, about {audit.num_canaries} canaries",
+        "the auditor sees": audit.sees,
+    }
+    width = max(map(len, lines))
+    shown = [f"{label:<{width}}  {value}" for label, value in lines.items()]
+    if audit.refuted:
+        shown.append(f"VIOLATION: the run claims epsilon {audit.claimed:.4g}, and it is at least {audit.lower_bound:.4g}")
+    if math.isfinite(audit.claimed) and not audit.could_refute:
+        shown.append(f"TOO FEW CANARIES: {beyond_in_words(audit.claimed, audit.largest)}")
+    return "\n".join(shown)

@@ -53,7 +53,7 @@ def _guarded() -> int:
         guard.close()
     if status is not None:
         return status
-    from flower_dp.cli.runs import tell_died
+    from flower_dp.cli.launch import tell_died
 
     return tell_died(folder, guard.came)
 

@@ -1,13 +1,87 @@
-"""Figures of recorded runs: flower-dp figure landscape | update-norms."""
+"""Comparisons and figures of recorded runs: flower-dp compare | figure landscape | update-norms."""
 
 from typing import Annotated
 
+import click
 import typer
 
-from flower_dp.cli.errors import refuse
+from flower_dp.cli.errors import refuse, refusing
 from flower_dp.cli.options import FigureFile
 
 app = typer.Typer(help="Draw a figure of recorded runs.")
+_FORMATS = ("text", "json", "csv", "latex", "markdown")
+
+
+def compare(
+    folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders, or folders of sweeps.")],
+    output: FigureFile = "comparison.png",
+    metric: Annotated[
+        str, typer.Option(metavar="NAME", help="The metric to compare: any number in the runs' metrics.jsonl.")
+    ] = "accuracy",
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="A name of your own, in place of the settings: one with settings in braces, as '{method}, {epsilon}', or one "
+            "for each run or each curve.",
+        ),
+    ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="A setting: runs with one value of it have one colour, or one line; may be repeated."),
+    ] = None,
+    against: Annotated[
+        str,
+        typer.Option(
+            click_type=click.Choice(("rounds", "epsilon")),
+            help="rounds: over rounds and epsilon spent; epsilon: the last values over the runs' epsilon.",
+        ),
+    ] = "rounds",
+    table_format: Annotated[
+        str,
+        typer.Option(
+            "--format", click_type=click.Choice(_FORMATS), help="Of the table; but for text, all else goes to standard error."
+        ),
+    ] = "text",
+    pivot: Annotated[
+        bool, typer.Option("--pivot", help="A table of the metric with a column for each epsilon; not for json and csv.")
+    ] = False,
+    allow_unfinished: Annotated[
+        bool, typer.Option("--allow-unfinished", help="Include unfinished runs, with the rounds that they have.")
+    ] = False,
+) -> None:
+    """Draw the curves of runs in one figure, and print a table of their last values.
+
+    Runs whose settings differ in nothing but the seed are one curve: their mean, with their standard deviation as error bars, and
+    the largest of their epsilons.
+
+    Exit status: 0, or 2 with a line that names the invalid folder or option.
+    """
+    from flower_dp.reporting import canvas, figures, tables
+    from flower_dp.reporting import compare as comparing
+    from flower_dp.sweeps.folder import runs_in
+
+    form = (tables.PIVOTS if pivot else tables.FORMATS).get(table_format)
+    if form is None:
+        refuse(
+            f"--pivot: --format {table_format} has a line a curve, with all numbers; must be one of {', '.join(tables.PIVOTS)}"
+        )
+    with refusing():
+        canvas.file(output)
+        each = [one for folder in folders for one in runs_in(folder)]
+        runs = [comparing.read_run(folder, metric, allow_unfinished=allow_unfinished) for folder in each]
+        curves = comparing.curves_of(runs, metric, names=label or (), by=by or ())
+        if against == "epsilon":
+            drawn = figures.against_epsilon(curves, metric)
+        else:
+            drawn = figures.figure(curves, metric, grouped=bool(by or label))
+        canvas.save(drawn, output)
+    notes = comparing.notes(curves)
+    typer.echo(form(curves, metric, notes))
+    machine = table_format != "text"
+    for note in notes:
+        typer.echo(f"note: {note}", err=machine)
+    typer.echo(f"figure: {output}", err=machine)
 
 
 @app.command()
@@ -29,13 +103,11 @@ def landscape(
     from flower_dp.reporting.landscape import landscapes
     from flower_dp.reporting.past_run import read_past_run
 
-    try:
+    with refusing():
         canvas.file(output)
         runs = [read_past_run(folder) for folder in folders]
         found = landscapes(runs, resolution=resolution, distance=distance, num_records=records, seed=seed)
         canvas.save(landscape_figure.figure(found), output)
-    except (ValueError, OSError) as error:
-        refuse(str(error))
     for one in found:
         typer.echo(f"{one.label}: loss {one.here:.4g}, at most {one.losses.max():.4g} within {distance:g}")
     typer.echo(f"figure: {output}")
@@ -56,12 +128,10 @@ def update_norms(
     from flower_dp.reporting.labels import labels_of
     from flower_dp.reporting.past_run import read_past_run
 
-    try:
+    with refusing():
         run = read_past_run(folder)
         found = norms.read_update_norms(run)
         (label,) = labels_of([run.config])
         canvas.save(norms.figure(found, label), output)
-    except (ValueError, OSError) as error:
-        refuse(str(error))
     typer.echo(norms.in_words(found))
     typer.echo(f"figure: {output}")

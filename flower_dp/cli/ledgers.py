@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flower_dp.cli.errors import refuse
+from flower_dp.cli.errors import refusing
+from flower_dp.cli.options import AsJson
 from flower_dp.core import checks, dp
 from flower_dp.core.words import delta_in_words, epsilon_in_words
 
@@ -26,28 +27,17 @@ _LISTED = 20
 
 def ledger(
     path: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATH", help="A device's ledger file, a server's, or the folder of a run that has one.", show_default=False
-        ),
+        str, typer.Argument(metavar="PATH", help="A device's ledger file, a server's, or the folder of a run that has one.")
     ],
     *,
     create: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Create a device's ledger, with an account for this client; may be repeated.",
-            show_default=False,
-        ),
+        typer.Option(metavar="NAME", help="Create a device's ledger, with an account for this client; may be repeated."),
     ] = None,
     create_server: Annotated[bool, typer.Option("--create-server", help="Create a server's ledger, for several runs.")] = False,
     budget: Annotated[
         float | None,
-        typer.Option(
-            metavar="EPSILON",
-            help="With --create-server: what all runs together may cost any client, at --delta.",
-            show_default=False,
-        ),
+        typer.Option(metavar="EPSILON", help="With --create-server: what all runs together may cost any client, at --delta."),
     ] = None,
     fully_adaptive: Annotated[
         bool,
@@ -60,19 +50,17 @@ def ledger(
         float | None,
         typer.Option(
             help="With --fully-adaptive: the order of the Renyi divergences that are added up. By default the best one for noise "
-            "without sampling; flower_dp.privacy.renyi_filter.order_for computes that for what will be charged.",
-            show_default=False,
+            "without sampling; flower_dp.privacy.renyi_filter.order_for computes that for what will be charged."
         ),
     ] = None,
     delta: Annotated[
         float | None,
         typer.Option(
             help="The delta at which epsilon is computed, if it is not pure. By default that of a server's budget, else the "
-            "least one of the ledger's runs; 1e-5 for a device's ledger.",
-            show_default=False,
+            "least one of the ledger's runs; 1e-5 for a device's ledger."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Answer with a JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what clients have spent of their budgets, or create a ledger.
 
@@ -82,47 +70,41 @@ def ledger(
 
     Exit status: 0, or 2 with a line that says why the file can't be used.
     """
-    try:
+    with refusing():
         if delta is not None:
             checks.number("--delta", delta, above=0, below=1)
-        if budget is not None and not create_server:
-            raise ValueError("--budget: is of a server's ledger; add --create-server")
-        if fully_adaptive and not create_server:
-            raise ValueError("--fully-adaptive: is of a server's ledger; add --create-server")
-        if renyi_order is not None and not fully_adaptive:
-            raise ValueError("--renyi-order: is of a fully adaptive budget; add --fully-adaptive")
-        if create and create_server:
-            raise ValueError("--create: is of a device's ledger; leave out --create-server")
+        for option, is_odd, why in (
+            ("--budget", budget is not None and not create_server, "is of a server's ledger; add --create-server"),
+            ("--fully-adaptive", fully_adaptive and not create_server, "is of a server's ledger; add --create-server"),
+            (
+                "--renyi-order",
+                renyi_order is not None and not fully_adaptive,
+                "is of a fully adaptive budget; add --fully-adaptive",
+            ),
+            ("--create", create and create_server, "is of a device's ledger; leave out --create-server"),
+            ("--delta", budget is not None and delta is None, "a budget has no meaning without it; give the delta of the runs"),
+            ("--fully-adaptive", fully_adaptive and budget is None, "is of a budget; add --budget"),
+        ):
+            if is_odd:
+                raise ValueError(f"{option}: {why}")
         if create_server:
-            _create_server(path, budget, delta, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
+            _create_server(path, budget, delta or 0.0, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
         told, lines = _read(path, create, delta)
-    except ValueError as error:
-        refuse(str(error))
-    if as_json:
-        typer.echo(json.dumps(told, allow_nan=False))
-        return
-    for line in lines:
-        typer.echo(line)
+    typer.echo(json.dumps(told, allow_nan=False) if as_json else "\n".join(lines))
 
 
-def _create_server(
-    path: str, budget: float | None, delta: float | None, *, fully_adaptive: bool, renyi_order: float | None
-) -> None:
+def _create_server(path: str, budget: float | None, delta: float, *, fully_adaptive: bool, renyi_order: float | None) -> None:
     """Create a server's ledger.
 
     Raises:
-        ValueError: if it can't be created, a budget lacks its delta, or nothing would fit at the order of a fully adaptive one.
+        ValueError: if it can't be created, or nothing would fit at the order of a fully adaptive budget.
     """
     from flower_dp.privacy import renyi, renyi_filter
     from flower_dp.privacy.budget import JointBudget
     from flower_dp.privacy.store import Store
 
-    if budget is not None and delta is None:
-        raise ValueError("--delta: a budget has no meaning without it; give the delta of the runs")
-    if fully_adaptive and budget is None:
-        raise ValueError("--fully-adaptive: is of a budget; add --budget")
     limit = None
-    if budget is not None and delta is not None:
+    if budget is not None:
         limit = JointBudget(epsilon=budget, delta=delta, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
         if (order := limit.renyi_order) and (order > renyi.ORDERS[-1] or renyi_filter.allowance(budget, delta, order) <= 0):
             raise ValueError(f"--renyi-order={order:g}: is above 1024, or nothing fits into {limit}")
@@ -136,20 +118,13 @@ def _read(path: str, create: list[str] | None, delta: float | None) -> tuple[dic
 
     if create:
         DeviceLedger.create(path, create)
-    with Store(_found(path), read_only=True) as store:
+    place = Path(path)
+    if place.is_dir() and not (place := place / "checkpoint" / "ledger.sqlite").exists():
+        raise ValueError(f"{path}: is a folder without a ledger: must have checkpoint/ledger.sqlite, as that of a run has")
+    with Store(place, read_only=True) as store:
         if not store.clients:
             return _server(store, delta)
         return _device(DeviceLedger(store.path).read(), _DELTA if delta is None else delta)
-
-
-def _found(path: str) -> Path:
-    """Return the file of a ledger, also of that in the folder of a run."""
-    place = Path(path)
-    if not place.is_dir():
-        return place
-    if not (inside := place / "checkpoint" / "ledger.sqlite").exists():
-        raise ValueError(f"{path}: is a folder without a ledger: must have checkpoint/ledger.sqlite, as that of a run has")
-    return inside
 
 
 # A device's ledger
@@ -157,12 +132,19 @@ def _found(path: str) -> Path:
 
 def _device(entries: dict[str, "Entry"], delta: float) -> tuple[dict[str, Any], list[str]]:
     accounts = {name: _account(entry, delta) for name, entry in entries.items()}
-    totals = _totals(accounts)
-    lines = [_line(name, account) for name, account in accounts.items()]
-    for name, total in totals.items():
-        spent = f"epsilon {_shown(total['epsilon'])} at delta {delta_in_words(total['delta'])}"
-        lines.append(f"{name}, in total: {spent} ({total['relation']})")
+    totals, lines = _totals(accounts), []
+    for name, account in accounts.items():
+        if account["terms"] is None:
+            lines.append(f"{name}: no reply yet, no terms")
+            continue
+        lines.append(f"{name}: {account['replies']} of {account['num_replies']} replies, {_spent(account)}")
+        lines.append(f"  terms: {account['terms']}")
+    lines += [f"{name}, in total: {_spent(total)}" for name, total in totals.items()]
     return {"clients": accounts, "totals": totals}, lines
+
+
+def _spent(cost: dict[str, Any]) -> str:
+    return f"epsilon {_shown(cost['epsilon'])} at delta {delta_in_words(cost['delta'])} ({cost['relation']})"
 
 
 def _account(entry: "Entry", delta: float) -> dict[str, Any]:
@@ -186,10 +168,8 @@ def _totals(accounts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
     totals = {}
     for name, training in accounts.items():
-        evaluation = accounts.get(evaluation_account(name))
-        if evaluation is None or None in (training["terms"], evaluation["terms"]):
-            continue
-        if training["relation"] != evaluation["relation"]:
+        evaluation = accounts.get(evaluation_account(name), {"terms": None})
+        if None in (training["terms"], evaluation["terms"]) or training["relation"] != evaluation["relation"]:
             continue
         parts = [training["epsilon"], evaluation["epsilon"]]
         totals[name] = {
@@ -200,38 +180,30 @@ def _totals(accounts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return totals
 
 
-def _line(name: str, account: dict[str, Any]) -> str:
-    if account["terms"] is None:
-        return f"{name}: no reply yet, no terms"
-    cost = f"epsilon {_shown(account['epsilon'])} at delta {delta_in_words(account['delta'])}"
-    spent = f"{account['replies']} of {account['num_replies']} replies, {cost}"
-    return f"{name}: {spent} ({account['relation']})\n  terms: {account['terms']}"
-
-
 # A server's ledger
 
 
 def _server(store: "Store", delta: float | None) -> tuple[dict[str, Any], list[str]]:
-    budget = store.budget
-    at = delta if delta is not None else _delta(store)
-    runs = {name: _run(run, store.charges[name], at) for name, run in store.runs.items()}
-    clients = _clients(store.all, at)
-    joint = [{**_cost(store.all, scope, at), "runs": len(store.all.runs(scope))} for scope in store.all.scopes]
-    told = {
+    budget, runs = store.budget, store.runs
+    if delta is None:
+        least = min((run.delta for run in runs.values() if run.delta > 0), default=_DELTA)
+        delta = least if budget is None else budget.delta
+    told: dict[str, Any] = {
         "budget": None if budget is None else asdict(budget),
-        "delta": at,
-        "runs": runs,
-        "clients": clients,
-        "joint": joint,
+        "delta": delta,
+        "runs": {name: _run(run, store.charges[name], delta) for name, run in runs.items()},
+        "clients": _clients(store.all, delta),
+        "joint": [{**cost, "runs": len(store.all.runs(scope))} for scope, cost in _costs(store.all, delta)],
     }
-    lines = [_run_line(name, run) for name, run in runs.items()] or ["no run yet"]
-    for one in joint:
-        lines += _client_lines(clients, one)
+    lines = [_run_line(name, run) for name, run in told["runs"].items()] or ["no run yet"]
+    for one in told["joint"]:
+        lines += _client_lines(told["clients"], one)
+        together = "one run" if one["runs"] == 1 else f"all {one['runs']} runs together"
         lines.append(
-            f"{_runs_together(one['runs'])} ({one['unit']}, {one['relation']}): epsilon {_shown(one['epsilon'])} at delta "
-            f"{delta_in_words(at)}, accountant {one['accountant']}, for the client who was charged most"
+            f"{together} ({one['unit']}, {one['relation']}): epsilon {_shown(one['epsilon'])} at delta {delta_in_words(delta)}, "
+            f"accountant {one['accountant']}, for the client who was charged most"
         )
-    if len(joint) > 1:
+    if len(told["joint"]) > 1:
         lines.append("no accountant adds up costs of different units or relations: they are apart")
     if budget is not None:
         holds = ", whatever decides the settings of a run (fully adaptive)" if budget.fully_adaptive else ""
@@ -239,11 +211,14 @@ def _server(store: "Store", delta: float | None) -> tuple[dict[str, Any], list[s
     return told, lines
 
 
-def _delta(store: "Store") -> float:
-    """Return the delta of the budget, else the least one of the runs' statements."""
-    if store.budget is not None:
-        return store.budget.delta
-    return min((run.delta for run in store.runs.values() if run.delta > 0), default=_DELTA)
+def _costs(charges: "Charges", delta: float) -> "list[tuple[Scope, dict[str, Any]]]":
+    """Return by scope what the client who was charged most has cost."""
+    worst = [(scope, charges.worst(scope, delta)) for scope in charges.scopes]
+    return [(scope, {**_of(scope, cost.epsilon), "accountant": cost.accountant}) for scope, cost in worst]
+
+
+def _of(scope: "Scope", epsilon: float) -> dict[str, Any]:
+    return {"unit": scope.unit, "relation": scope.relation, "epsilon": _finite(epsilon)}
 
 
 def _run(run: "LedgerRun", charges: "Charges", delta: float) -> dict[str, Any]:
@@ -252,13 +227,8 @@ def _run(run: "LedgerRun", charges: "Charges", delta: float) -> dict[str, Any]:
         "started": run.started,
         "private": run.private,
         "charges": charges.numbers(),
-        "epsilon": [_cost(charges, scope, delta) for scope in charges.scopes],
+        "epsilon": [cost for _, cost in _costs(charges, delta)],
     }
-
-
-def _cost(charges: "Charges", scope: "Scope", delta: float) -> dict[str, Any]:
-    cost = charges.worst(scope, delta)
-    return {"unit": scope.unit, "relation": scope.relation, "epsilon": _finite(cost.epsilon), "accountant": cost.accountant}
 
 
 def _clients(charges: "Charges", delta: float) -> dict[str, list[dict[str, Any]]]:
@@ -271,7 +241,7 @@ def _clients(charges: "Charges", delta: float) -> dict[str, list[dict[str, Any]]
             key = frozenset(history.counts.items())
             if key not in costs:
                 costs[key] = history.cost(delta).epsilon
-            found.setdefault(name, []).append({"unit": scope.unit, "relation": scope.relation, "epsilon": _finite(costs[key])})
+            found.setdefault(name, []).append(_of(scope, costs[key]))
     return found
 
 
@@ -295,10 +265,6 @@ def _run_line(name: str, run: dict[str, Any]) -> str:
     costs = "; ".join(f"epsilon {_shown(one['epsilon'])} ({one['unit']}, {one['relation']})" for one in run["epsilon"])
     seeded = "" if run["private"] else ", noise from a fixed seed"
     return f"run {name[:8]}, {run['method']}, {run['started']}{seeded}: {charges}{'; ' * bool(costs)}{costs}"
-
-
-def _runs_together(number: int) -> str:
-    return "one run" if number == 1 else f"all {number} runs together"
 
 
 def _finite(epsilon: float) -> float | None:

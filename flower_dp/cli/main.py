@@ -7,7 +7,7 @@ from typing import Annotated, NoReturn
 import click
 import typer
 
-from flower_dp.cli import accounting, audits, comparison, figures, ledgers, new_apps, plans, runs, sweeps
+from flower_dp.cli import accounting, audits, figures, ledgers, plans, runs, sweeps
 from flower_dp.cli.errors import refuse
 
 app = typer.Typer(
@@ -17,12 +17,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _command in (
-    new_apps.new,
+    runs.new,
     runs.run,
     sweeps.sweep,
     runs.statement,
     runs.presets,
-    comparison.compare,
+    figures.compare,
     accounting.epsilon,
     accounting.calibrate,
     plans.plan,

@@ -94,7 +94,7 @@ def _pilot(target: "Target", method: str, given: Mapping[str, object], l2: float
 
     try:
         with plugins.loaded(target.app, target.app.pilot) as pilot:
-            found: Inputs = pilot(method, {**target.app.defaults, **target.overrides}, given=given, l2=l2)
+            found: Inputs = pilot(method, target.config, given=given, l2=l2)
             return found
     except plugins.PluginError as error:
         raise ValueError(f"--estimate-from: {error}") from None

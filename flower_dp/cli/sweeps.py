@@ -13,18 +13,15 @@ if TYPE_CHECKING:
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A TOML file: settings, grid, points, seeds.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A TOML file: settings, grid, points, seeds.")],
     output_dir: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER",
-            help="The sweep's folder: new, or that of this sweep, which goes on. A dry run needs none.",
-            show_default=False,
+            metavar="FOLDER", help="The sweep's folder: new, or that of this sweep, which goes on. A dry run needs none."
         ),
     ] = None,
     at_once: Annotated[
-        int | None,
-        typer.Option(min=1, help="Runs at once. Default: as many as cores, memory and GPUs allow.", show_default=False),
+        int | None, typer.Option(min=1, help="Runs at once. Default: as many as cores, memory and GPUs allow.")
     ] = None,
     private_selection: Annotated[
         bool,

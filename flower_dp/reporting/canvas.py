@@ -42,7 +42,7 @@ def entry(lines: Sequence[str]) -> str:
     return f" {text}" if not text or text.startswith("_") else text
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+def save(figure: Figure, path: str | os.PathLike[str], option: str = "--output") -> None:
     """Write a figure to a file, completely or not at all; the name's suffix says of which type.
 
     Letters that the font lacks are boxes in the figure; a line on standard error names them.
@@ -50,20 +50,18 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: if matplotlib writes no such file, or it can't be written.
     """
-    target = file(path)
+    target = file(path, option)
     buffer = io.BytesIO()
     try:
         # Type 42: many journals refuse matplotlib's own choice, type 3.
         with rc_context({"pdf.fonttype": 42, "ps.fonttype": 42}), _lacking_letters_named():
             figure.savefig(buffer, format=target.suffix[1:].lower())
         write_whole(target, buffer.getvalue())
-    except OSError as error:
-        raise ValueError(f"--output={path}: can't be written: {error.strerror or error}") from None
-    except RuntimeError as error:  # a type that needs another program, such as LaTeX for pgf
-        raise ValueError(f"--output={path}: can't be written: {error}") from None
+    except (OSError, RuntimeError) as error:  # such as a type that needs another program, as pgf needs LaTeX
+        raise ValueError(f"{option}={path}: can't be written: {getattr(error, 'strerror', None) or error}") from None
 
 
-def file(path: str | os.PathLike[str]) -> Path:
+def file(path: str | os.PathLike[str], option: str = "--output") -> Path:
     """Return the path of a file of any type that matplotlib writes.
 
     Raises:
@@ -72,7 +70,7 @@ def file(path: str | os.PathLike[str]) -> Path:
     target = Path(path).expanduser()
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if target.suffix[1:].lower() not in known:
-        raise ValueError(f"--output={path}: must end in one of {', '.join(f'.{suffix}' for suffix in known)}")
+        raise ValueError(f"{option}={path}: must end in one of {', '.join(f'.{suffix}' for suffix in known)}")
     return target
 
 

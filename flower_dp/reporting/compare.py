@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flower_dp.core import columns
 from flower_dp.core.words import digits_in_words
 from flower_dp.reporting import labels
-from flower_dp.reporting.past_run import read_past_run
+from flower_dp.reporting.past_run import check_each_once, read_past_run
 from flower_dp.running import run_folder as run_folders
 from flower_dp.running.progress import private_quantity
 
@@ -78,9 +78,7 @@ class Curve:
 
     def epsilon_in_words(self) -> str:
         """Return the epsilon as text for tables and figures, rounded up to four digits."""
-        if not self.private:
-            return "not private"
-        return digits_in_words(self.epsilon, 4)
+        return digits_in_words(self.epsilon, 4) if self.private else "not private"
 
 
 def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: bool = False) -> Run:
@@ -135,11 +133,7 @@ def curves_of(runs: Sequence[Run], metric: str, *, names: Sequence[str] = (), by
         ValueError: naming the folder, if it is given twice or shares no round with the others of its curve; naming the option,
             if there are too many or too few names, or no run has a setting.
     """
-    seen: set[Path] = set()
-    for run in runs:
-        if (place := run.folder.resolve()) in seen:
-            raise ValueError(f"{run.folder}: is given twice")
-        seen.add(place)
+    check_each_once(run.folder for run in runs)
     if len(names) == 1 and re.search(_IN_BRACES, names[0]):
         names = [_filled(names[0], run.config) for run in runs]
     each = names if len(names) == len(runs) else [""] * len(runs)
@@ -148,8 +142,9 @@ def curves_of(runs: Sequence[Run], metric: str, *, names: Sequence[str] = (), by
         settings = sorted(labels.setting(key, {key: value}) for key, value in labels.what_is_read(run.config).items())
         groups.setdefault((name, "\n".join(settings)), []).append(run)
     places = _lines_of([group[0].config for group in groups.values()])
-    order = sorted(zip(places, groups.items(), strict=True), key=lambda one: (places.index(one[0]), _largest(one[1][1])))
-    groups = dict(group for _, group in order)
+    largest = [max(run.epsilon for run in group) for group in groups.values()]
+    order = sorted(zip(places, largest, groups.items(), strict=True), key=lambda one: (places.index(one[0]), one[1]))
+    groups = dict(group for _, _, group in order)
     own = [name for name, _ in groups] if names else []
     if names and len(names) != len(runs):
         if len(names) != len(groups):
@@ -170,10 +165,6 @@ def curves_of(runs: Sequence[Run], metric: str, *, names: Sequence[str] = (), by
         _curve(group, metric, label=label, line=line, differ=differ, left_out=() if own else tuple(legend.left_out))
         for label, line, differ, group in zip(texts, lines, legend.differ, groups.values(), strict=True)
     ]
-
-
-def _largest(runs: Sequence[Run]) -> float:
-    return max(run.epsilon for run in runs)
 
 
 def _filled(name: str, config: Mapping[str, Any]) -> str:
@@ -219,12 +210,11 @@ def notes(curves: Sequence[Curve]) -> list[str]:
         if len({max(run.values) for run in curve.runs}) > 1:
             lines.append(f"{curve.label}: its runs end in different rounds; compared up to the last that all have")
     private = [run for curve in curves if curve.private for run in curve.runs]
+    apart = "don't compare them with each other"
     if len({(run.delta, run.unit) for run in private}) > 1:
-        lines.append("the epsilons hold for different deltas or protect different units: don't compare them with each other")
+        lines.append(f"the epsilons hold for different deltas or protect different units: {apart}")
     if len(adversaries := dict.fromkeys(run.adversary for run in private)) > 1:
-        lines.append(
-            f"the epsilons hold against different adversaries ({'; or '.join(adversaries)}): don't compare them with each other"
-        )
+        lines.append(f"the epsilons hold against different adversaries ({'; or '.join(adversaries)}): {apart}")
     if other := _tested_otherwise([curve.runs[0].config for curve in curves]):
         lines.append(
             f"the runs are tested on different records ({'; '.join(other)}): don't compare their metrics with each other"

@@ -14,6 +14,7 @@ from flower_dp.reporting import canvas
 from flower_dp.reporting.compare import Curve
 from flower_dp.reporting.labels import wrapped
 
+_POINTS: Mapping[str, Any] = {"markersize": 4, "capsize": 3, "elinewidth": 1}
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _BARS = 12  # approximate number of error bars and markers on a curve
 _HALF = 34  # letters in half the width of the figure against epsilon
@@ -74,7 +75,8 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
         lines.setdefault(curve.line, []).append(curve)
     labels = [wrapped(name + _counted(points, curves)) for name, points in lines.items()]
     columns = 2 if max(len(line) for label in labels for line in label) <= _HALF else 1
-    result = canvas.empty(6.5, 4.6 + sum(map(_inches, labels)) / columns)
+    inches = sum(0.18 * len(label) + 0.06 for label in labels)  # about the legend's height, with letters of 10 points
+    result = canvas.empty(6.5, 4.6 + inches / columns)
     axes = result.subplots()
     for place, points in enumerate(lines.values()):
         look, label = canvas.look(place), canvas.entry(labels[place])
@@ -85,11 +87,9 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
                 [curve.mean[-1] for curve in private],
                 yerr=[curve.std[-1] if len(curve.runs) > 1 else np.nan for curve in private],
                 marker=_MARKERS[place % len(_MARKERS)],
-                markersize=4,
-                capsize=3,
-                elinewidth=1,
                 label=label,
                 **look,
+                **_POINTS,
             )
         for curve in points:
             if not curve.private:
@@ -100,11 +100,6 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
     result.suptitle(_title(curves, metric, "point"), fontsize="medium")
     result.legend(loc="outside lower center", ncols=columns, frameon=False)
     return result
-
-
-def _inches(label: Sequence[str]) -> float:
-    """Return about the height of an entry of the legend, whose letters have 10 points."""
-    return 0.18 * len(label) + 0.06
 
 
 def _level(axes: Axes, curve: Curve, label: str, colour: str) -> None:
@@ -163,20 +158,16 @@ def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, label: str, place: i
         errorevery=(first, step),
         marker=_MARKERS[place % len(_MARKERS)],
         markevery=(first, step),
-        markersize=4,
-        capsize=3,
-        elinewidth=1,
         label=label,
         **looks[place],
+        **_POINTS,
     )
 
 
 def _clip_norms(axes: Axes, curves: Sequence[tuple[Mapping[str, Any], Curve]]) -> None:
     for look, curve in curves:
         axes.plot(curve.rounds, curve.clip_norms, **look)
-    axes.set_yscale("log")
-    axes.set_xlabel("round")
-    axes.set_ylabel("clip norm")
+    axes.set(yscale="log", xlabel="round", ylabel="clip norm")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from flower_dp.running.apps import own_module
 
@@ -110,10 +110,9 @@ def wrapped(text: str) -> list[str]:
 def _unread() -> Callable[[Config], set[str]]:
     """Return the function that knows what the methods of flower-dp's app read; without torch everything counts as read."""
     try:
-        found: Callable[[Config], set[str]] = own_module("unread").unread
+        return cast("Callable[[Config], set[str]]", own_module("unread").unread)
     except ImportError:
         return lambda config: set()
-    return found
 
 
 def _fewest(keys: Sequence[str], configs: Sequence[Config]) -> list[str]:

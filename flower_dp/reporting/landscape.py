@@ -6,7 +6,7 @@ Every filter of a random Gaussian direction is scaled to the norm of the same fi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from flower_dp.clients.training.records import Records, outputs_of
 from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
 from flower_dp.reporting.labels import labels_of
-from flower_dp.reporting.past_run import PastRun
+from flower_dp.reporting.past_run import PastRun, check_each_once
 from flower_dp.running import apps, plugins
 from flower_dp.running.launched import Launched
 
@@ -95,9 +95,7 @@ def landscapes(
     checks.number("--distance", distance, above=0)
     checks.integer("--records", num_records, at_least=1)
     checks.integer("--seed", seed, at_least=0)
-    folders = [run.folder.resolve() for run in runs]
-    if twice := [run.folder for place, run in enumerate(runs) if folders[place] in folders[:place]]:
-        raise ValueError(f"{twice[0]}: is given twice")
+    check_each_once(run.folder for run in runs)
     models = [run.model() for run in runs]
     tests = [_public_test(run) for run in runs]
     offsets = np.linspace(-distance, distance, resolution)
@@ -110,7 +108,7 @@ def landscapes(
         except ValueError as error:
             raise ValueError(f"{run.folder}: {error}") from None
         first = first or problem
-        losses = problem.losses([_direction(problem.layout, arrays, (seed, axis)) for axis in (0, 1)], offsets)
+        losses = problem.losses([_direction(problem.model.layout, arrays, (seed, axis)) for axis in (0, 1)], offsets)
         found.append(Landscape(label=label, epsilon=run.epsilon, num_records=problem.num_records, offsets=offsets, losses=losses))
     return found
 
@@ -135,23 +133,15 @@ class _Problem:
         return cls(model=model, loss=test.loss, centre=centre, batches=batches)
 
     @property
-    def layout(self) -> Layout:
-        return self.model.layout
-
-    @property
     def num_records(self) -> int:
         return sum(len(targets) for _, targets in self.batches)
 
     def check_alike(self, other: "_Problem") -> None:
         """Refuse a problem that can't share directions and records with another one."""
-        if self.layout != other.layout:
+        if self.model.layout != other.model.layout:
             raise ValueError("has another model than the first run; directions can't be the same")
-        alike = len(self.batches) == len(other.batches) and all(
-            torch.equal(mine, yours)
-            for ours, theirs in zip(self.batches, other.batches, strict=True)
-            for mine, yours in zip(ours, theirs, strict=True)
-        )
-        if not alike:
+        mine, theirs = ([tensor for batch in one.batches for tensor in batch] for one in (self, other))
+        if len(mine) != len(theirs) or not all(map(torch.equal, mine, theirs)):
             raise ValueError("has other test records than the first run; losses can't be compared")
 
     @torch.no_grad()
@@ -162,14 +152,11 @@ class _Problem:
         for row, up in enumerate(offsets):
             for column, along in enumerate(offsets):
                 self.model.vector.copy_(self.centre + float(along) * first + float(up) * second)
-                found[row, column] = self._loss()
-        return found
-
-    def _loss(self) -> float:
-        total = sum(
-            float(self.loss(outputs_of(self.model.module, inputs), targets)) * len(targets) for inputs, targets in self.batches
-        )
-        return total / self.num_records
+                found[row, column] = sum(
+                    float(self.loss(outputs_of(self.model.module, inputs), targets)) * len(targets)
+                    for inputs, targets in self.batches
+                )
+        return found / self.num_records
 
 
 def _direction(layout: Layout, arrays: Mapping[str, NDArray[np.generic]], seed: tuple[int, int]) -> NDArray[np.float32]:
@@ -224,7 +211,6 @@ def _public_test(run: PastRun) -> PublicTest:
     app = _app_of(run)
     with plugins.loaded(app, app.public_test) as public_test:
         try:
-            made: PublicTest = public_test(run.config)
+            return cast("PublicTest", public_test(run.config))
         except ValueError as error:
             raise ValueError(f"{run.folder}: {error}") from None
-    return made

@@ -41,9 +41,7 @@ def figure(landscapes: Sequence[Landscape]) -> Figure:
         axes.contour(*grid, levels=levels, colors="white", linewidths=0.4)
         axes.plot(0, 0, marker="+", color="white", markersize=8)
         axes.set_title("\n".join(_entry(one)), fontsize="small")
-        axes.set_aspect("equal")
-        axes.set_xlabel("first direction")
-        axes.set_ylabel("second direction")
+        axes.set(aspect="equal", xlabel="first direction", ylabel="second direction")
     result.colorbar(filled, ax=list(shown), label="test loss", format="%.3g", shrink=0.8)
     for axes in every[panels:]:
         axes.set_axis_off()
@@ -62,10 +60,7 @@ def _draw_lines(axes: Axes, landscapes: Sequence[Landscape], levels: NDArray[np.
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:.3g}")
         axes.yaxis.set_minor_formatter("{x:.3g}")
-    axes.set_ylim(levels[0], levels[-1])
-    axes.set_box_aspect(1)
-    axes.set_xlabel("first direction")
-    axes.set_ylabel("test loss")
+    axes.set(ylim=(levels[0], levels[-1]), box_aspect=1, xlabel="first direction", ylabel="test loss")
     axes.grid(alpha=0.3)
 
 

@@ -4,7 +4,7 @@ import math
 import os
 import tomllib
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,19 @@ class PastRun:
             raise ValueError(f"{self.folder}: the run was not finished: it has no final {run_folder.MODEL}")
         file = self.folder / run_folder.MODEL
         return loaded(file, file.read_bytes())
+
+
+def check_each_once(folders: Iterable[Path]) -> None:
+    """Refuse a run folder that is given twice.
+
+    Raises:
+        ValueError: naming the folder.
+    """
+    seen: set[Path] = set()
+    for folder in folders:
+        if (place := folder.resolve()) in seen:
+            raise ValueError(f"{folder}: is given twice")
+        seen.add(place)
 
 
 def read_past_run(folder: str | os.PathLike[str]) -> PastRun:

@@ -59,9 +59,10 @@ def as_csv(curves: Sequence[Curve], metric: str, notes: Sequence[str] = ()) -> s
 def as_latex(curves: Sequence[Curve], metric: str, notes: Sequence[str] = (), *, pivot: bool = False) -> str:
     """Return the table as a LaTeX `tabular`; it needs the package booktabs."""
     heads, rows = _table(curves, metric, " +- ", pivot=pivot)
-    sides = "".join(_side(head, is_text=is_text) for head, is_text in zip(heads, _are_texts(heads), strict=True))
+    # An adversary is a whole sentence.
+    sides = ["p{5cm}" if head == "against" else "rl"[text] for head, text in zip(heads, _are_texts(heads), strict=True)]
     first, *body = [" & ".join(map(_escaped, line)) + r" \\" for line in (heads, *rows)]
-    lines = [rf"\begin{{tabular}}{{{sides}}}", r"\toprule", first, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
+    lines = [rf"\begin{{tabular}}{{{''.join(sides)}}}", r"\toprule", first, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
     return "\n".join([r"% needs \usepackage{booktabs}", *(f"% note: {note}" for note in notes), *lines])
 
 
@@ -88,13 +89,6 @@ FORMATS: Mapping[str, Callable[[Sequence[Curve], str, Sequence[str]], str]] = {
 PIVOTS = {"text": partial(text, pivot=True), "latex": partial(as_latex, pivot=True), "markdown": partial(as_markdown, pivot=True)}
 
 
-def _side(head: str, *, is_text: bool) -> str:
-    """Return a column's type in LaTeX; an adversary is a whole sentence."""
-    if head == "against":
-        return "p{5cm}"
-    return "l" if is_text else "r"
-
-
 def _are_texts(heads: Sequence[str]) -> list[bool]:
     return [at == 0 or head in _TEXTS for at, head in enumerate(heads)]
 
@@ -104,10 +98,10 @@ def _table(curves: Sequence[Curve], metric: str, sign: str, *, pivot: bool) -> t
     finals = _finals(curves, metric, sign)
     if pivot:
         return _pivot(curves, finals, f"{metric}{_unit(metric)}")
-    heads = ["curve", "seeds", f"final {metric}{_unit(metric)}", _epsilon(curves), *_GUARANTEE, "rounds"]
-    epsilons = _epsilons(curves)
+    epsilon = "tight epsilon" + (" (largest)" if any(len(curve.runs) > 1 for curve in curves) else "")
+    heads = ["curve", "seeds", f"final {metric}{_unit(metric)}", epsilon, *_GUARANTEE, "rounds"]
     rows = []
-    for curve, final, epsilon in zip(curves, finals, epsilons, strict=True):
+    for curve, final, epsilon in zip(curves, finals, _epsilons(curves), strict=True):
         seeds = _seeds(curve)
         many = f"{seeds}" if seeds == len(curve.runs) else f"{seeds} ({len(curve.runs)} runs)"
         rows.append([curve.label, many, final, epsilon, *_guarantee(curve), str(curve.rounds[-1])])
@@ -120,7 +114,7 @@ def _pivot(curves: Sequence[Curve], finals: Sequence[str], metric: str) -> tuple
     cells: dict[tuple[str, ...], dict[float, list[str]]] = {}
     for curve, final in zip(curves, finals, strict=True):
         cells.setdefault(_row_key(curve), {}).setdefault(_column(curve), []).append(final)
-    heads = [f"epsilon <= {_shortest(at)}" if math.isfinite(at) else "not private" for at in columns]
+    heads = [f"epsilon <= {at:.10g}" if math.isfinite(at) else "not private" for at in columns]
     rows = [[*key, *("; ".join(found.get(at, ["-"])) for at in columns)] for key, found in cells.items()]
     return [f"final {metric}", *_GUARANTEE, *heads], rows
 
@@ -139,10 +133,6 @@ def _column(curve: Curve) -> float:
         if isinstance(wanted, int | float) and curve.epsilon <= wanted:
             return float(wanted)
     return float(digits_in_words(curve.epsilon, 4))
-
-
-def _shortest(number: float) -> str:
-    return f"{number:.10g}"
 
 
 def _record(curve: Curve) -> dict[str, Any]:
@@ -176,16 +166,11 @@ def _unit(metric: str) -> str:
     return " (%)" if metric == "accuracy" else ""
 
 
-def _epsilon(curves: Sequence[Curve]) -> str:
-    """Return the head of the column of epsilons."""
-    return "tight epsilon" + (" (largest)" if any(len(curve.runs) > 1 for curve in curves) else "")
-
-
 def _guarantee(curve: Curve) -> list[str]:
     """Return delta, unit and relation, and adversary of a curve's epsilon."""
     first, delta = curve.runs[0], curve.runs[0].delta
     if not curve.private:
-        return ["-", "-", "-"]
+        return ["-"] * len(_GUARANTEE)
     return [delta_in_words(delta) if isinstance(delta, int | float) else "-", first.unit, first.adversary]
 
 

@@ -78,9 +78,8 @@ def figure(norms: UpdateNorms, label: str) -> Figure:
         low, high = np.maximum(norms.mean - norms.std, 0.0), norms.mean + norms.std
         axes.fill_between(norms.rounds, low, high, color=canvas.COLOURS[0], alpha=0.2, label="± standard deviation over clients")
     _draw_clip_norm(axes, norms)
-    axes.set_xlabel("round")
+    axes.set(xlabel="round", ylabel="L2 norm of an update")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylabel("L2 norm of an update")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     source = "told without noise: NOT PRIVATE" if norms.rounds.size else "the clip norm alone, which is public"
@@ -101,8 +100,7 @@ def _draw_clip_norm(axes: Axes, norms: UpdateNorms) -> None:
     axes.plot(norms.clip_rounds, norms.clip_norms, "--", color=colour, label="clip norm")
     axes.set_ylim(bottom=0.0)
     if least > 0 and largest > _WIDE * least:
-        axes.set_yscale("log")
-        axes.set_ylim(bottom=0.5 * norms.mean.min(initial=least))
+        axes.set(yscale="log", ylim=(0.5 * norms.mean.min(initial=least), None))
 
 
 def in_words(norms: UpdateNorms) -> str:

@@ -106,6 +106,11 @@ class Target:
     overrides: Mapping[str, Value]
     given: tuple[str, ...] = ()
 
+    @property
+    def config(self) -> dict[str, Value]:
+        """The whole run-config."""
+        return {**self.app.defaults, **self.overrides}
+
 
 def resolve(target: str | None, settings: Sequence[str]) -> Target:
     """Find the app to run.
@@ -193,7 +198,7 @@ def with_values(target: Target, more: Mapping[str, Any]) -> dict[str, Value]:
     known = target.app.settings()
     method = str({**known, **target.overrides, **more}.get("method", ""))
     own = {key: values.from_toml(key, value, _default(target.app, known, key, method), Path.cwd()) for key, value in more.items()}
-    return {**target.app.defaults, **target.overrides, **own}
+    return {**target.config, **own}
 
 
 def _preset(app: App, target: str) -> Mapping[str, Any]:
@@ -204,8 +209,9 @@ def _preset(app: App, target: str) -> Mapping[str, Any]:
     needed: Mapping[str, Any] | None = own_module("combination").of_task(target)
     if needed is None:
         tasks: tuple[str, ...] = own_module("tasks").TASKS
-        close = difflib.get_close_matches(target, [*presets, *tasks], n=1)
-        hint = f"did you mean {close[0]}?" if close else f"`flower-dp presets` lists the presets; tasks are {', '.join(tasks)}"
+        hint = f"`flower-dp presets` lists the presets; tasks are {', '.join(tasks)}"
+        for close in difflib.get_close_matches(target, [*presets, *tasks], n=1):
+            hint = f"did you mean {close}?"
         raise ValueError(f"{target}: is neither a folder of a Flower app, nor a preset, nor a task; {hint}")
     return needed
 
@@ -213,14 +219,12 @@ def _preset(app: App, target: str) -> Mapping[str, Any]:
 def _default(app: App, known: Mapping[str, Value], key: str, method: str) -> Value:
     if key in known:
         return known[key]
-    close = values.suggested(key, known, method)
-    where = f"they are in {app.folder / 'pyproject.toml'}" if known else f"{app.name} has no settings"
-    hint = f"; did you mean {close}?" if close else f"; {where}"
+    hint = f"they are in {app.folder / 'pyproject.toml'}." if known else f"{app.name} has no settings."
+    if close := values.suggested(key, known, method):
+        hint = f"did you mean {close}?"
     if not (app.own or app.built):
-        hint += (
-            f"{'' if close else '.'} Flower passes those only that are listed under [tool.flwr.app.config] of its pyproject.toml"
-        )
-    raise ValueError(f"{key}: unknown setting of {app.name}{hint}")
+        hint += " Flower passes those only that are listed under [tool.flwr.app.config] of its pyproject.toml."
+    raise ValueError(f"{key}: unknown setting of {app.name}; {hint.rstrip('.')}")
 
 
 def own_app() -> App:
@@ -229,21 +233,19 @@ def own_app() -> App:
     Raises:
         ValueError: the package is neither in a checkout nor completely installed.
     """
-    here = Path.cwd()
-    return _own_app_in([here, *here.parents, _PACKAGE.parent, _INSTALLED])
+    return running_app(Path.cwd(), *Path.cwd().parents)
 
 
-def running_app() -> App:
+def running_app(*first: Path) -> App:
     """Return flower-dp's own app as the running package has it, wherever the working directory is.
+
+    Args:
+        first: folders in which another one may be, which is taken instead.
 
     Raises:
         ValueError: the package is neither in a checkout or bundle nor completely installed.
     """
-    return _own_app_in([_PACKAGE.parent, _INSTALLED])
-
-
-def _own_app_in(folders: Sequence[Path]) -> App:
-    for folder in folders:
+    for folder in (*first, _PACKAGE.parent, _INSTALLED):
         if (app := read_app(folder)) is not None and app.own:
             return app
     raise ValueError(f"flower-dp's app is missing in {_INSTALLED}: install flower-dp again, or name an app's folder")
@@ -269,40 +271,32 @@ def read_app(folder: Path) -> App | None:
     if not file.is_file():
         return None
     content = _read_toml(file)
-    app = content.get("tool", {}).get("flwr", {}).get("app")
+    tools = content.get("tool", {})
+    app = tools.get("flwr", {}).get("app")
     if not isinstance(app, dict):
         return None
-    name = str(content.get("project", {}).get("name", folder.resolve().name))
-    plugins = content.get("tool", {}).get("flower-dp", {})
+    plugins, components = tools.get("flower-dp", {}), app.get("components", {})
     return App(
         folder=folder.resolve(),
-        name=name,
+        name=str(content.get("project", {}).get("name", folder.resolve().name)),
         defaults=flatten(app.get("config", {})),
-        pilot=str(plugins.get("pilot", "")),
-        check=str(plugins.get("check", "")),
-        cost=str(plugins.get("cost", "")),
-        public_test=str(plugins.get("public-test", "")),
-        server=str(app.get("components", {}).get("serverapp", "")),
-        client=str(app.get("components", {}).get("clientapp", "")),
+        server=str(components.get("serverapp", "")),
+        client=str(components.get("clientapp", "")),
+        **{name.replace("-", "_"): str(plugins.get(name, "")) for name in ("pilot", "check", "cost", "public-test")},
     )
 
 
 def description(preset: Path) -> str:
     """Return the first comment line of a preset's file, without its `#`."""
-    for line in preset.read_text(encoding="utf-8").splitlines():
-        if line.startswith("#"):
-            return line.lstrip("# ").strip()
-    return ""
+    lines = preset.read_text(encoding="utf-8").splitlines()
+    return next((line.lstrip("# ").strip() for line in lines if line.startswith("#")), "")
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a nested table with one level: keys joined by dots, as Flower does it."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
 
 

@@ -11,6 +11,12 @@ from pathlib import Path
 
 from flower_dp.running.run_folder import LOG, RESUMED_LINE, new_log, write_whole
 
+log = logging.getLogger("flwr")
+
+# `extra` of what is logged to be shown on the screen of a run: `log.warning("...", extra=SHOWN)`.
+SHOWN = {"shown": True}
+# What strategies log to be shown.
+_SHOWN_TOO = ("can't train: ", "one round teaches little")
 # What Ray adds to a line that several workers have written.
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 
@@ -38,14 +44,37 @@ def logged(folder: Path, *, go_on: bool, resumed: bool = False) -> Iterator[None
         _remove_colours(folder / LOG)
 
 
-def write_to(log: str | os.PathLike[str]) -> None:
+def is_shown(record: logging.LogRecord) -> bool:
+    """Return whether a record is logged to be shown."""
+    return hasattr(record, "shown") or any(text in record.getMessage() for text in _SHOWN_TOO)
+
+
+@contextmanager
+def kept_to_be_shown() -> Iterator[list[tuple[int, str]]]:
+    """Keep, within this context, what this process logs to be shown, level and text, in place of writing it to its own log."""
+    kept: list[tuple[int, str]] = []
+
+    def passes(record: logging.LogRecord) -> bool:
+        if is_shown(record):
+            kept.append((record.levelno, record.getMessage()))
+            return False
+        return True
+
+    log.addFilter(passes)
+    try:
+        yield kept
+    finally:
+        log.removeFilter(passes)
+
+
+def write_to(path: str | os.PathLike[str]) -> None:
     """Let all that this process writes from now on be added to a file; Flower's logger writes no colours any more."""
     import flwr.serverapp  # noqa: F401, PLC0415 - it makes the handlers
 
-    with open(log, "ab") as file:
+    with open(path, "ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    for handler in logging.getLogger("flwr").handlers:
+    for handler in log.handlers:
         if hasattr(handler, "colored"):
             handler.colored = False
 

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from flower_dp.running.signals import ending_signals
+
 # How long an interrupted command may take for its runs' statements and models, and a statement that is made after its death.
 LEAVE_SECONDS, STATE_SECONDS = 90, 120
 _DONE = b"\0"
@@ -40,7 +42,7 @@ class Guard:
             import ctypes  # noqa: PLC0415  (what this process imports comes before the command)
 
             ctypes.CDLL(None).prctl(_BECOMES_PARENT_OF_ORPHANS, 1, 0, 0, 0)
-        for signum in _signals():
+        for signum in ending_signals():
             signal.signal(signum, self._pass_on)
 
     def run(self, work: Callable[[], int], seconds: int = 0) -> int | None:
@@ -49,7 +51,7 @@ class Guard:
         told, tells = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _signals())
+        signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals())
         if not (child := os.fork()):
             os.close(life)
             os.close(told)
@@ -59,7 +61,7 @@ class Guard:
         os.close(tells)
         signal.signal(signal.SIGALRM, lambda *_: self._kill())
         signal.alarm(seconds)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _signals())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
         status = os.waitpid(child, 0)[1]
         signal.alarm(0)
         self._child = 0
@@ -115,9 +117,9 @@ def _work(work: Callable[[], int], folder: Path, alive: int, tells: int) -> NoRe
     status = 1
     try:
         os.setsid()
-        for signum in _signals():
+        for signum in ending_signals():
             signal.signal(signum, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _signals())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
         _Guarded.folder, _Guarded.tells = folder, tells
         threading.Thread(target=_end_with_guard, args=(alive,), daemon=True).start()
         status = work()
@@ -129,12 +131,6 @@ def _work(work: Callable[[], int], folder: Path, alive: int, tells: int) -> NoRe
             sys.stderr.flush()
         os.write(tells, _DONE)
         os._exit(status)  # threads of an app, and Ray's own ends, aren't waited for: the guard ends what is left
-
-
-def _signals() -> list[int]:
-    """Return the signals that end a command; `nohup` asks to go on after the terminal is gone."""
-    hup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-    return [signal.SIGINT, signal.SIGTERM, *hup]
 
 
 def _end_with_guard(alive: int) -> None:

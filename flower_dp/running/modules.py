@@ -138,12 +138,12 @@ def _changed(file: str) -> int:
 def _own_files() -> list[tuple[str, str]]:
     """Return the Python modules that are neither installed nor the program itself, with their files."""
     installed = tuple(f"{place}/" for place in (sys.prefix, sys.base_prefix, sys.exec_prefix, _PACKAGE))
-    found = []
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and name not in ("__main__", "__mp_main__"):
-            if "/site-packages/" in file:
-                continue  # thousands, which take half a second to resolve
-            with suppress(OSError):
-                found.append((name, str(Path(file).resolve())))
-    return [(name, file) for name, file in found if not file.startswith(installed) and "/site-packages/" not in file]
+    named = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    own = [
+        (name, str(Path(file).resolve()))
+        for name, file in named.items()
+        # To resolve those of site-packages, thousands, takes half a second.
+        if isinstance(file, str) and file.endswith(".py") and "/site-packages/" not in file
+        if name not in ("__main__", "__mp_main__")
+    ]
+    return [(name, file) for name, file in own if not file.startswith(installed) and "/site-packages/" not in file]

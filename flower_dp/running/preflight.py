@@ -17,8 +17,7 @@ def check_settings(target: Target) -> None:
     app = target.app
     if not app.built and not (app.own and app.check and target.overrides):  # the defaults are valid
         return
-    config = {**app.defaults, **target.overrides}
-    own_module("refusals").check(config, defaults=own_app().defaults, given=target.given, built=app.built)
+    own_module("refusals").check(target.config, defaults=own_app().defaults, given=target.given, built=app.built)
 
 
 def workers_of(workers: int | None, gpus_per_worker: float) -> int:
@@ -27,7 +26,7 @@ def workers_of(workers: int | None, gpus_per_worker: float) -> int:
     Raises:
         ValueError: they need more GPUs than there are.
     """
-    checks.number("gpus_per_worker", gpus_per_worker, at_least=0)
+    checks.number("--gpus-per-worker", gpus_per_worker, at_least=0)
     gpus = num_gpus() if gpus_per_worker else None
     if gpus is None:
         return workers or default_workers()
@@ -42,9 +41,7 @@ def workers_of(workers: int | None, gpus_per_worker: float) -> int:
 
 def default_workers() -> int:
     """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def nodes_of(target: Target, nodes: int | None, workers: int) -> int | None:
@@ -53,10 +50,9 @@ def nodes_of(target: Target, nodes: int | None, workers: int) -> int | None:
     Raises:
         ValueError: there are more nodes than clients.
     """
-    app = target.app
-    if not (app.own or app.built):
+    if not (target.app.own or target.app.built):
         return nodes
-    clients = {**app.settings(), **target.overrides}.get("num-clients")
+    clients = {**target.app.settings(), **target.overrides}.get("num-clients")
     return nodes_among(clients, nodes, workers, option="--supernodes")
 
 
@@ -72,15 +68,11 @@ def nodes_among(clients: Any, nodes: int | None, workers: int, *, option: str) -
     Raises:
         ValueError: there are more nodes than clients.
     """
-    if not _is_count(clients):
+    if not isinstance(clients, int) or isinstance(clients, bool) or clients < 1:
         return nodes or workers
     if nodes is not None and nodes > clients:
         raise ValueError(f"{option}={nodes}: must be at most num-clients={clients}; without it, one node a worker hosts them all")
     return nodes or min(workers, clients)
-
-
-def _is_count(clients: Any) -> bool:
-    return isinstance(clients, int) and not isinstance(clients, bool) and clients >= 1
 
 
 def num_gpus() -> int | None:

@@ -4,8 +4,7 @@ import importlib
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
@@ -14,32 +13,13 @@ from flower_dp.core import columns
 from flower_dp.core.words import epsilon_in_words
 
 
-class Display(Protocol):
-    """Shows a run while it runs."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
-
-    def show(self, metrics: Mapping[str, Any]) -> None:
-        """Take one line of `metrics.jsonl`."""
-
-
-def display(stream: TextIO | None = None) -> Display:
-    """Return the display that fits a stream; None for standard output, which may show other lines above it."""
-    console = Console(file=stream)
-    if console.is_jupyter:
-        return Notebook()
-    if console.is_terminal and not console.is_dumb_terminal:
-        return Bar(console, among_others=stream is None)
-    return Lines(stream)
-
-
-class Lines:
-    """One plain line per round."""
+class Display:
+    """Shows a run while it runs: one plain line per round."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._pace, self._stream = Pace(), stream
+        self._stream = stream
+        self._first: tuple[int, float] | None = None
+        self._newest: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -48,39 +28,37 @@ class Lines:
         return
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Write the line."""
-        left = self._pace.seconds_left(metrics, time.monotonic())
-        parts = [round_text(metrics), *quantities(metrics)]
-        if left is not None:
-            parts.append(f"left {clock(left)}")
+        """Take one line of `metrics.jsonl`."""
+        left = self.seconds_left(metrics, time.monotonic())
+        self._newest.update(metrics)
+        self._draw(metrics, [f"left {clock(left)}"] if left else [])
+
+    def seconds_left(self, metrics: Mapping[str, Any], now: float) -> float | None:
+        """Return the seconds until the last round at the mean pace at which lines came; None before there is one."""
+        at, last = metrics.get("round"), metrics.get("num-rounds")
+        if not isinstance(at, int) or not isinstance(last, int):
+            return None
+        if self._first is None:
+            self._first = (at, now)
+        first, then = self._first
+        return (now - then) / (at - first) * (last - at) if at > first else None
+
+    def _draw(self, metrics: Mapping[str, Any], left: list[str]) -> None:
         stream = self._stream or sys.stdout
-        stream.write("  ".join(parts) + "\n")
+        stream.write("  ".join([round_text(metrics), *quantities(metrics), *left]) + "\n")
         stream.flush()
 
 
-class Notebook:
+class Notebook(Display):
     """One line of a notebook's cell, with the newest metrics, epsilon and time left.
 
     A bar of rich would be a widget, which clears the cell's results where a notebook is executed without a browser (nbconvert).
     """
 
-    def __init__(self) -> None:
-        self._pace = Pace()
-        self._newest: dict[str, Any] = {}
-        self._line: Any = None
+    _line: Any = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def show(self, metrics: Mapping[str, Any]) -> None:
-        """Change the line; a round that was not evaluated keeps the last metrics."""
-        self._newest.update(metrics)
-        left = self._pace.seconds_left(metrics, time.monotonic())
-        parts = [round_text(metrics), *quantities(self._newest), *([f"left {clock(left)}"] if left else [])]
-        text = {"text/plain": "  ".join(parts)}
+    def _draw(self, metrics: Mapping[str, Any], left: list[str]) -> None:
+        text = {"text/plain": "  ".join([round_text(metrics), *quantities(self._newest), *left])}
         if self._line is None:
             display_data: Any = importlib.import_module("IPython.display").display
             self._line = display_data(text, raw=True, display_id=True)
@@ -88,11 +66,12 @@ class Notebook:
             self._line.update(text, raw=True)
 
 
-class Bar:
+class Bar(Display):
     """A progress bar over the rounds, with the newest metrics and epsilon, and the time left."""
 
     def __init__(self, console: Console, *, among_others: bool = True) -> None:
-        self._pace, self.console = Pace(), console
+        super().__init__()
+        self.console = console
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -104,7 +83,6 @@ class Bar:
             redirect_stderr=among_others,
         )
         self._task = self._progress.add_task("starting Flower", total=None, numbers="")
-        self._newest: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -113,35 +91,24 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def show(self, metrics: Mapping[str, Any]) -> None:
-        """Move the bar; a round that was not evaluated keeps the last metrics."""
-        self._newest.update(metrics)
-        left = self._pace.seconds_left(metrics, time.monotonic())
-        numbers = [*quantities(self._newest), "" if left is None else f"left {clock(left)}"]
+    def _draw(self, metrics: Mapping[str, Any], left: list[str]) -> None:
         self._progress.update(
             self._task,
             description=round_text(metrics),
             completed=metrics.get("round", 0),
             total=metrics.get("num-rounds"),
-            numbers="  ".join(filter(None, numbers)),
+            numbers="  ".join([*quantities(self._newest), *left]),
         )
 
 
-class Pace:
-    """The pace of the rounds, measured by the times at which their lines arrive."""
-
-    def __init__(self) -> None:
-        self._first: tuple[int, float] | None = None
-
-    def seconds_left(self, metrics: Mapping[str, Any], now: float) -> float | None:
-        """Return the seconds until the last round at the mean pace so far; None before there is one."""
-        at, last = metrics.get("round"), metrics.get("num-rounds")
-        if not isinstance(at, int) or not isinstance(last, int):
-            return None
-        if self._first is None:
-            self._first = (at, now)
-        first, then = self._first
-        return (now - then) / (at - first) * (last - at) if at > first else None
+def display(stream: TextIO | None = None) -> Display:
+    """Return the display that fits a stream; None for standard output, which may show other lines above it."""
+    console = Console(file=stream)
+    if console.is_jupyter:
+        return Notebook()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return Bar(console, among_others=stream is None)
+    return Display(stream)
 
 
 def round_text(metrics: Mapping[str, Any]) -> str:

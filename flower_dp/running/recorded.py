@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import Result
 from flower_dp.core.checks import SettingsError
 from flower_dp.core.environment import RESUME, STATED
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.running.run_folder import CHECKPOINT, CONFIG, RunFolder
+from flower_dp.running.run_folder import CHECKPOINT, CONFIG, ON_LINE, RunFolder
 from flower_dp.running.trained_model import rest_of
 from flower_dp.strategies.checkpoint import CheckpointFolder
 from flower_dp.strategies.journal import OBSERVERS, Observer, Unfailing, tracker
@@ -38,7 +38,6 @@ _LARGEST_ARRAY = 2**40
 class Watch:
     """What the caller of a ServerApp learns of the run that it records; the app's main function returns nothing."""
 
-    on_line: Callable[[Mapping[str, Any]], None]
     folder: Path | None = None
     rounds: list[dict[str, Any]] = field(default_factory=list)
     statement: PrivacyStatement | None = None
@@ -59,13 +58,14 @@ def watched(
         name: the name of the run, used in the name of a new folder.
         on_line: called with every line of `metrics.jsonl`.
     """
-    watch = Watch(on_line=on_line)
-    token = WATCH.set(watch)
+    watch = Watch()
+    token, lines = WATCH.set(watch), ON_LINE.set(on_line)
     observers = OBSERVERS.set(partial(unasked, config, name))
     try:
         yield watch
     finally:
         OBSERVERS.reset(observers)
+        ON_LINE.reset(lines)
         WATCH.reset(token)
 
 
@@ -89,13 +89,7 @@ class Recording:
 
     @classmethod
     def begin(
-        cls,
-        path: str | os.PathLike[str] | None,
-        config: Mapping[str, Any],
-        name: str,
-        *,
-        resume: bool = False,
-        **fields: Any,
+        cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any], name: str, *, resume: bool = False, **fields: Any
     ) -> "Recording":
         """Create the folder, see `RunFolder.create`; or take that of a run that goes on.
 
@@ -107,7 +101,7 @@ class Recording:
         again = bool(launched) or (resume and path is not None and (Path(path).expanduser() / CONFIG).is_file())
         folder = RunFolder.again(path, config) if again else RunFolder.create(path, config, name)
         log.info("The run's folder is %s", folder.path)
-        watch = WATCH.get() or Watch(on_line=lambda line: None)
+        watch = WATCH.get() or Watch()
         watch.folder = folder.path
         where = CheckpointPlace(folder=folder.path / CHECKPOINT, resume=resume, only_state=launched == STATED)
         return cls(folder=folder, watch=watch, checkpoints=where, **fields)
@@ -120,7 +114,6 @@ class Recording:
         """Write a line of `metrics.jsonl`."""
         self.folder.append(line)
         self.watch.rounds.append(dict(line))
-        self.watch.on_line(line)
 
     def end(self, statement: PrivacyStatement, result: Result | None) -> None:
         """Write the statement, and the model: of a run that did not end that of its checkpoint."""
@@ -131,14 +124,13 @@ class Recording:
             self.folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY), self.others)
             self.watch.result = result
             return
-        kept = CheckpointFolder(self.checkpoints.folder)
-        found = None if kept.is_empty else kept.read()
-        if found is not None and found.why_stuck:
-            log.info("The run did not end, and can't go on: %s", found.why_stuck)
-        else:
-            log.info("The run did not end. It goes on with resume=True and this folder: %s", self.folder.path)
-        if found is not None:
+        kept, stuck = CheckpointFolder(self.checkpoints.folder), ""
+        if not kept.is_empty:
+            found = kept.read()
+            stuck = found.why_stuck
             self.folder.finish(found.arrays, self.others, unfinished=f"after round {found.server_round}")
+        goes_on = f"It can't go on: {stuck}" if stuck else f"It goes on with resume=True and this folder: {self.folder.path}"
+        log.info("The run did not end. %s", goes_on)
 
 
 def record_run(
@@ -189,18 +181,16 @@ def record_run(
         ...     strategy, arrays = make_strategy(), make_arrays()
         ...     record_run(strategy, grid, arrays, num_rounds=20, config=context.run_config)
     """
-    trackers = () if on_round is None else (tracker(on_round),)
     others = {} if model is None else rest_of(model)
     if model is not None:
         arguments |= _naming_the_base(model, strategy, arguments)
     recording = Recording.begin(path, config, name, not_covered=tuple(not_covered), others=others, resume=resume)
-    observers = (recording, *trackers)
+    observers = (recording,) if on_round is None else (recording, tracker(on_round))
     token = OBSERVERS.set(lambda: observers)
     try:
-        result: Result = strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=evaluate_fn, **arguments)
+        return strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=evaluate_fn, **arguments)
     finally:
         OBSERVERS.reset(token)
-    return result
 
 
 def _naming_the_base(model: "nn.Module", strategy: DPStrategy, arguments: Mapping[str, Any]) -> dict[str, ConfigRecord]:

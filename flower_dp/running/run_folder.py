@@ -6,7 +6,8 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,6 +41,8 @@ RESULTS = (CONFIG, METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, P
 # Modes of a new folder, and of its log: the log, and the times of files, may tell how many clients took part.
 _OWNERS_ALONE, _OWNERS_FILE, _ANY_FILE = 0o700, 0o600, 0o666
 _MOST_ROUNDS = 2**31 - 1
+# Called with every line of `metrics.jsonl` that is written in this context.
+ON_LINE: ContextVar[Callable[[Mapping[str, Any]], None]] = ContextVar("on_line", default=lambda line: None)
 # Settings that say where a run is kept, and nothing of what it does.
 _FREE = {"output-dir", "resume"}
 
@@ -82,10 +85,13 @@ class RunFolder:
         Raises:
             ValueError: The folder already holds a run, or `path` is a file.
         """
-        launched = os.environ.get(RUN_FOLDER) if path is None else None
-        folder = cls(path=_launched_folder(Path(launched)) if launched else new_folder(path, name))
-        write_whole(folder.path / CONFIG, tomli_w.dumps(dict(config)).encode())
-        return folder
+        passed = os.environ.get(RUN_FOLDER) if path is None else None
+        folder = Path(passed) if passed else new_folder(path, name)
+        # The folder that `flower-dp run` has created may contain links to the app's files.
+        if held := [name for name in RESULTS if name not in (LOG, CHECKPOINT) and (folder / name).exists()]:
+            raise ValueError(f"{folder}: already holds {held[0]}; a run of an app has one run folder; give another one a path")
+        write_whole(folder / CONFIG, tomli_w.dumps(dict(config)).encode())
+        return cls(path=folder)
 
     @classmethod
     def again(cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any]) -> Self:
@@ -128,6 +134,7 @@ class RunFolder:
         line = json.dumps(_plain(metrics), allow_nan=False)
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+        ON_LINE.get()(metrics)
 
     def state(self, statement: Mapping[str, Any], text: str) -> None:
         """Write the privacy statement, also of a run that failed, since its releases before the failure count.
@@ -141,11 +148,7 @@ class RunFolder:
         write_whole(self.path / STATEMENT_TEXT, (text.rstrip("\n") + "\n").encode())
 
     def finish(
-        self,
-        arrays: Mapping[str, NDArray[np.generic]],
-        others: Mapping[str, Any] | None = None,
-        *,
-        unfinished: str = "",
+        self, arrays: Mapping[str, NDArray[np.generic]], others: Mapping[str, Any] | None = None, *, unfinished: str = ""
     ) -> None:
         """Write the final model, what it consists of, and the plot of the metrics.
 
@@ -191,13 +194,6 @@ class RunFolder:
         return put_into(model, arrays, others, str(self.path / MODEL))
 
 
-def _launched_folder(folder: Path) -> Path:
-    """Return the folder that `flower-dp run` has created, which may contain links to the app's files, if it holds no run yet."""
-    if held := [name for name in RESULTS if name not in (LOG, CHECKPOINT) and (folder / name).exists()]:
-        raise ValueError(f"{folder}: already holds {held[0]}; a run of an app has one run folder; give another one a path")
-    return folder
-
-
 def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
     """Return the absolute path of a folder for one run, created if necessary, that holds nothing but a `flower.log`.
 
@@ -214,29 +210,24 @@ def new_folder(path: str | os.PathLike[str] | None, name: str) -> Path:
     """
     if path is not None:
         folder = Path(path).expanduser().absolute()
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"output_dir={str(path)!r}: is a file; must be a new or an empty folder")
         try:
             folder.mkdir(_OWNERS_ALONE, parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"output_dir={str(path)!r}: can't be made: {error.strerror}; take another folder") from None
-        held = sorted(entry.name for entry in folder.iterdir() if entry.name != LOG)
-        if held:
-            raise ValueError(f"output_dir={str(path)!r}: already holds {held[0]}; must be a new or an empty folder")
+            raise ValueError(f"run folder {str(path)!r}: can't be made: {error.strerror}; take another folder") from None
+        if held := sorted(entry.name for entry in folder.iterdir() if entry.name != LOG):
+            raise ValueError(f"run folder {str(path)!r}: already holds {held[0]}; must be a new or an empty folder")
         return folder
     parent = Path.home() / ".flower-dp" / "runs"
     parent.mkdir(parents=True, exist_ok=True)
     safe_name = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") or "run"
     stem = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{safe_name}"
-    count = 1
+    folder, count = parent / stem, 1
     while True:
-        folder = parent / (stem if count == 1 else f"{stem}-{count}")
         try:
             folder.mkdir(_OWNERS_ALONE)  # fails if another run has just created it
-        except FileExistsError:
-            count += 1
-        else:
             return folder
+        except FileExistsError:
+            folder, count = parent / f"{stem}-{count + 1}", count + 1
 
 
 def forget_statement(folder: Path) -> None:
@@ -300,9 +291,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: A whole line is not a JSON object, or its `round` is no whole number.
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / METRICS
+    file = Path(path, METRICS) if Path(path).is_dir() else Path(path)
     if not file.exists():
         return []
     rows = []

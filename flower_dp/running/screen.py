@@ -1,8 +1,7 @@
 """What a command shows while runs are made, on standard output that may be closed at any time."""
 
-import json
+import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -13,28 +12,12 @@ from typing import Any, Self, TextIO
 
 import typer
 
-from flower_dp.running.flower_log import plain
+from flower_dp.running.flower_log import is_shown, plain
 from flower_dp.running.progress import Display
-from flower_dp.running.run_folder import LOG, METRICS
 from flower_dp.running.signals import Interrupted
 
-# In lines that are in the log alone: the traceback of an error on a client.
-_TRACEBACK = "traceback | "
-# After the first cause of a failing dry run the server's traceback, which follows from it, is in the log alone as well.
-_FIRST_CAUSE = "dry run, first cause: "
-_SERVERS_TRACEBACK = "Traceback (most recent call last)"
-_LOGGED = re.compile(r"(\([^()]*\) )?[A-Z]+\s*:\s")
-# Lines of the log that are always shown: of a node whose clients can't train, and why; of noise that is longer than any mean; of
-# GPUs that the run leaves alone.
-_SHOWN = (
-    "can't train: ",
-    _FIRST_CAUSE,
-    "dry run: a row of the data set is ",
-    "dry run: the first record can't be read: ",
-    "one round teaches little",
-    "the model has learnt nothing",
-    "not used by this run: ",
-)
+log = logging.getLogger("flwr")
+
 _LOOK_SECONDS = 0.1
 
 
@@ -82,18 +65,18 @@ def own_stream() -> Iterator[TextIO]:
                 stream.flush()
 
 
-class Screen:
-    """Shows the metrics of a run, its log until the first metrics appear, and warnings that explain a useless result.
+class Screen(logging.Handler):
+    """Shows the metrics of a run, and what this process logs to be shown; before that the whole log of a run in its folder.
 
-    The run folder is followed within this context.
+    The log is followed until the first metrics, or the first error that is logged to be shown: its traceback, and what follows
+    from it, are in the log alone.
 
     Args:
         display: for the metrics.
         stream: for lines of the log.
-        folder: the run folder.
-        goes_on: whether what is in it already was shown by an earlier process; its file of metrics is then replaced.
-        rows: whether rounds are shown.
-        quiet: whether the log is not shown before the metrics either.
+        file: the log, which is followed within this context.
+        goes_on: whether what is in it already was shown by an earlier process.
+        quiet: whether the log is not followed at all.
         interrupt: called with SIGPIPE if nobody reads the stream any longer.
     """
 
@@ -101,80 +84,65 @@ class Screen:
         self,
         display: Display,
         stream: TextIO | None,
-        folder: Path,
+        file: Path,
         *,
         goes_on: bool,
-        rows: bool = True,
         quiet: bool,
         interrupt: Callable[[int], None],
     ) -> None:
+        super().__init__()
         self._display, self._stream, self._quiet, self._interrupt = display, stream, quiet, interrupt
-        metrics, log = folder / METRICS, folder / LOG
-        self._rows = rows
-        self._told_cause = self._in_traceback = False
-        self._metrics = _Tail(metrics, self._row, old=metrics.stat().st_ino if goes_on and metrics.exists() else None)
-        self._log = _Tail(log, self.tell, begin=log.stat().st_size if goes_on and log.exists() else 0)
-        self._over = threading.Event()
+        self._file, self._offset = file, file.stat().st_size if goes_on and file.exists() else 0
+        self._over, self._reading = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def __enter__(self) -> Self:
+        log.addHandler(self)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+        log.removeHandler(self)
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show the line of a round."""
+        """Show the line of a round, and no more of the log."""
+        self._read()
         self._quiet = True
         with shown(self._stream):
             self._display.show(metrics)
 
-    def tell(self, line: str) -> None:
-        """Show a line of the log, if it is one to be shown."""
-        self._told_cause |= _FIRST_CAUSE in line
-        if line.startswith(_SERVERS_TRACEBACK):
-            self._in_traceback = self._told_cause
-        elif _LOGGED.match(line):
-            self._in_traceback = False
-        left_out = self._in_traceback or _TRACEBACK in line
-        if left_out or (self._quiet and not any(text in line for text in _SHOWN)):
-            return
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show what is logged to be shown, unless the log is, which has it."""
+        if is_shown(record):
+            self._quiet |= record.levelno >= logging.ERROR
+            if self._quiet:
+                self._write(f"{record.levelname}: {record.getMessage().partition(chr(10))[0]}")
+
+    def _follow(self) -> None:
+        try:
+            while not self._over.wait(_LOOK_SECONDS):
+                self._read()
+            self._read()
+        except Interrupted as error:
+            self._interrupt(error.signum)
+
+    def _read(self) -> None:
+        """Show the new whole lines of the log."""
+        with self._reading:
+            if self._quiet or not self._file.exists():
+                return
+            with self._file.open("rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+            whole = content[: content.rfind(b"\n") + 1]
+            self._offset += len(whole)
+            for line in whole.decode("utf-8", errors="replace").splitlines():
+                self._write(plain(line))
+
+    def _write(self, line: str) -> None:
         if (console := getattr(self._display, "console", None)) is not None:  # above the bar
             console.out(line, highlight=False)
         else:
             echo(line, self._stream)
-
-    def _row(self, line: str) -> None:
-        with suppress(ValueError):  # what is shown while a run lasts must not end it
-            if self._rows and isinstance(row := json.loads(line), dict):
-                self.show(row)
-
-    def _follow(self) -> None:
-        try:
-            over = False
-            while not over:
-                over = self._over.wait(_LOOK_SECONDS)
-                self._metrics.read()
-                self._log.read()
-        except Interrupted as error:
-            self._interrupt(error.signum)
-
-
-class _Tail:
-    """Passes on the whole lines of a file from byte `begin` on; not those of the file with inode `old`, that another replaces."""
-
-    def __init__(self, path: Path, take: Callable[[str], None], *, begin: int = 0, old: int | None = None) -> None:
-        self._path, self._take, self._offset, self._old = path, take, begin, old
-
-    def read(self) -> None:
-        if not self._path.exists() or self._path.stat().st_ino == self._old:
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.decode("utf-8", errors="replace").splitlines():
-            self._take(plain(line))

@@ -14,6 +14,12 @@ class Interrupted(KeyboardInterrupt):
         self.signum = signum
 
 
+def ending_signals() -> list[int]:
+    """Return the signals that end a command, of those that this system has; `nohup` asks to go on after the terminal is gone."""
+    hup = getattr(signal, "SIGHUP", None)
+    return [signal.SIGINT, signal.SIGTERM, *([] if hup is None or signal.getsignal(hup) is signal.SIG_IGN else [hup])]
+
+
 class Signals:
     """Within this context SIGINT, SIGTERM and SIGHUP are recorded, so that no step is interrupted; or the first one is raised.
 
@@ -23,17 +29,12 @@ class Signals:
 
     def __init__(self, *, raises: bool = False) -> None:
         self._raises = raises
-        self._came: int | None = None
-        self.count = 0
+        self._came, self.count = 0, 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-                signum = getattr(signal, name, None)
-                if signum is None or (name == "SIGHUP" and signal.getsignal(signum) is signal.SIG_IGN):
-                    continue  # not on this system; or nohup asked to go on after the terminal is gone
-                self._before[signum] = signal.signal(signum, self._note)
+            self._before = {signum: signal.signal(signum, self._note) for signum in ending_signals()}
         return self
 
     def set_again(self) -> None:
@@ -64,5 +65,5 @@ class Signals:
 
     def check(self) -> None:
         """Raise Interrupted if a signal came."""
-        if self._came is not None:
+        if self._came:
             raise Interrupted(self._came)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flower_dp.core import checks
+
 Value = bool | int | float | str
 _TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 # How alike two names must be for one to be suggested as what was meant.
@@ -24,7 +26,7 @@ def from_toml(key: str, value: Any, default: Value, base: Path) -> Value:
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
-        raise ValueError(f"{key}={value!r}: must be {_TYPES[wanted]}")
+        raise checks.bad(key, value, _TYPES[wanted])
     return _absolute(key, value, base)
 
 

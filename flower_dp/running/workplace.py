@@ -1,11 +1,12 @@
-"""The run folder as the working directory of an app: links to the app's files, and new files of the run.
+"""What surrounds an app: environment variables, and the run folder as its working directory, with links to the app's files.
 
 Under `flwr run .` an app's relative paths start at its own folder. Here new files are written to the run folder, and files of
 the app's folder are found through links. Python modules are not linked: Ray's workers would import them instead of the bundle's.
 """
 
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,20 @@ from pathlib import Path
 from flower_dp.running.run_folder import RESULTS
 
 _NOT_DATA = ("pyproject.toml", "__pycache__")
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within this context."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

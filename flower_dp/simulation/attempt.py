@@ -2,14 +2,13 @@
 
 import importlib
 import logging
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, chdir, closing, contextmanager
+from contextlib import ExitStack, chdir, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flwr.clientapp import ClientApp
 
@@ -23,7 +22,8 @@ from flower_dp.running.launched import Launched
 from flower_dp.running.modules import forget
 from flower_dp.running.recorded import watched
 from flower_dp.running.values import Value
-from flower_dp.running.workplace import app_files_linked
+from flower_dp.running.workplace import app_files_linked, environment
+from flower_dp.simulation import grid, workers
 from flower_dp.simulation.cluster import Cluster, address_of, bundled
 from flower_dp.simulation.local_grid import LocalGrid, SimulatedGrid
 from flower_dp.strategies.started import Stated
@@ -31,6 +31,9 @@ from flower_dp.strategies.started import Stated
 log = logging.getLogger("flwr")
 
 Config = Mapping[str, Value]
+# Begins to make the grid of an app and its run-config, and returns what waits for it.
+Grids = Callable[[App, Config], Callable[[], SimulatedGrid]]
+OnLine = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +54,11 @@ class Outcome:
 def attempt(
     begun: Launched,
     folder: Path,
-    grid: Callable[[App, Config], Callable[[], SimulatedGrid]],
+    grids: Grids,
     *,
     resume: str = "",
     check: Callable[[], None] = lambda: None,
+    on_line: OnLine = lambda line: None,
 ) -> Outcome:
     """Run an app's ServerApp in a run folder, and say how that ended, whatever the app does.
 
@@ -64,14 +68,15 @@ def attempt(
     Args:
         begun: what is run.
         folder: the run folder.
-        grid: begins to make the grid of an app and its run-config, and returns what waits for it.
+        grids: makes the grid.
         resume: whether the run in the folder goes on (`environment.RESUMED`), or its statement alone is made (`STATED`).
         check: called meanwhile; ValueError, OSError and ImportError refuse the settings.
+        on_line: called with every line of the run's metrics.
     """
     with logged(folder, go_on=bool(resume), resumed=resume == RESUMED):
         try:
-            _run(begun, folder, grid, resume, check)
-        except (SettingsError, _RefusedError) as error:  # before anything was spent
+            _run(begun, folder, grids, resume, check, on_line)
+        except SettingsError as error:  # before anything was spent
             return Outcome(status="refused", details=str(error))
         except KeyboardInterrupt as error:
             return Outcome(status="interrupted", details=first_line(error), signum=getattr(error, "signum", 0))
@@ -85,19 +90,8 @@ def attempt(
     return Outcome(status="completed")
 
 
-class _RefusedError(Exception):
-    """Settings are refused before the ServerApp begins."""
-
-
-def _run(
-    begun: Launched,
-    folder: Path,
-    grid: Callable[[App, Config], Callable[[], SimulatedGrid]],
-    resume: str,
-    check: Callable[[], None],
-) -> None:
-    app = begun.target.app
-    config = {**app.defaults, **begun.overrides}
+def _run(begun: Launched, folder: Path, grids: Grids, resume: str, check: Callable[[], None], on_line: OnLine) -> None:
+    app, config = begun.target.app, begun.target.config
     with ExitStack() as stack:
         if not app.own:
             stack.callback(setattr, sys, "dont_write_bytecode", sys.dont_write_bytecode)
@@ -105,25 +99,20 @@ def _run(
             stack.callback(forget, str(app.folder))  # another app may have modules of the same names
             stack.enter_context(app_files_linked(folder, app.folder))
             stack.enter_context(chdir(folder))
-        made = grid(app, config)
+        made = grids(app, config)
         try:
             check()
         except (ValueError, OSError, ImportError) as error:
-            raise _RefusedError(str(error)) from error
+            raise SettingsError(str(error)) from error
         server = app.server_app()
-        stack.enter_context(passed(folder, resume))
-        stack.enter_context(watched(config, begun.name))
+        stack.enter_context(environment({RUN_FOLDER: str(folder), RESUME: resume}))
+        stack.enter_context(watched(config, begun.name, on_line))
         there = stack.enter_context(closing(made()))
         server(there, there.server_context())
 
 
 def on_ray(
-    begun: Launched,
-    folder: Path,
-    *,
-    resume: str,
-    check: Callable[[], None],
-    started: Callable[[], None],
+    begun: Launched, folder: Path, *, resume: str, check: Callable[[], None], started: Callable[[], None], on_line: OnLine
 ) -> Outcome:
     """Make an attempt on a Ray of its own, which starts while settings are checked and modules are imported, and ends with it.
 
@@ -133,64 +122,45 @@ def on_ray(
         resume: see `attempt`.
         check: see `attempt`; the app's own check follows it.
         started: called when Ray is there, before the ServerApp begins.
+        on_line: see `attempt`.
     """
     threads = ThreadPoolExecutor(1)
     making: list[Future[SimulatedGrid]] = []
 
     def made(app: App, config: Config) -> SimulatedGrid:
-        from flower_dp.simulation.grid import RayGrid  # noqa: PLC0415  (while other modules are imported)
-        from flower_dp.simulation.workers import Workers, log_unused_gpus, start_ray  # noqa: PLC0415
-
         cluster = Cluster(address=address_of(begun.ray_address), bundle=bundled(app)) if begun.ray_address else None
-        ray = start_ray(begun.workers, ray_folder(), cluster)
-        workers = Workers(num_workers=begun.workers, gpus=begun.gpus_per_worker, cluster=cluster)
+        ray = workers.start_ray(begun.workers, ray_folder(), cluster)
+        actors = workers.Workers(num_workers=begun.workers, gpus=begun.gpus_per_worker, cluster=cluster)
         if not begun.gpus_per_worker and not resume:  # a run that goes on can't change it
-            log_unused_gpus(ray, "--gpus-per-worker 1")
-        return RayGrid(app.client_app(away=cluster is not None), workers, num_nodes=begun.supernodes, run_config=config)
+            workers.log_unused_gpus(ray, "--gpus-per-worker 1")
+        return grid.RayGrid(app.client_app(away=cluster is not None), actors, num_nodes=begun.supernodes, run_config=config)
 
     def begin(app: App, config: Config) -> Callable[[], SimulatedGrid]:
         importlib.import_module("ray")  # in one thread: two would wait for each other
-        found = threads.submit(made, app, config)
-        making.append(found)
+        making.append(threads.submit(made, app, config))
 
         def there() -> SimulatedGrid:
-            grid = found.result()
+            found = making[0].result()
             started()
-            return grid
+            return found
 
         return there
 
     def checked() -> None:
         check()
-        app = begun.target.app
-        if app.check and begun.overrides:  # the defaults are valid
+        if (app := begun.target.app).check and begun.overrides:  # the defaults are valid
             with plugins.loaded(app, app.check) as own:
-                own({**app.defaults, **begun.overrides})
+                own(begun.target.config)
 
     try:
-        return attempt(begun, folder, begin, resume=resume, check=checked)
+        return attempt(begun, folder, begin, resume=resume, check=checked, on_line=on_line)
     finally:
         threads.shutdown(wait=False)
         # A thread that uses Ray after its end makes Ray end this process, without a word: such a Ray ends with the process.
-        if all(found.done() for found in making) and "flower_dp.simulation.workers" in sys.modules:
-            sys.modules["flower_dp.simulation.workers"].stop_ray()
+        if all(found.done() for found in making):
+            workers.stop_ray()
 
 
 def state(begun: Launched, folder: Path) -> Outcome:
     """Make the statement of what the run in a folder was charged; nothing is sent."""
     return attempt(begun, folder, lambda app, config: lambda: LocalGrid(ClientApp(), 0, config), resume=STATED)
-
-
-@contextmanager
-def passed(folder: Path, resume: str) -> Iterator[None]:
-    """Pass a run folder to `RunFolder.create` within this context."""
-    values = {RUN_FOLDER: str(folder), RESUME: resume}
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

@@ -50,12 +50,12 @@ def address_of(ray_address: str) -> str:
     form = _FORM.fullmatch(address)
     if form is None:
         hint = "; run on a machine of the cluster, without Ray's client protocol" if "://" in address else ""
-        raise ValueError(f"ray_address={address!r}: must be HOST:PORT or auto{hint}")
+        raise ValueError(f"Ray cluster {address!r}: must be HOST:PORT or auto{hint}")
     host, port = _seen_by_ray(form["host"].strip("[]")), int(form["port"])
     try:
         socket.create_connection((host, port), timeout=_ANSWER_SECONDS).close()
     except (OSError, OverflowError) as error:
-        raise ConnectionError(f"ray_address={address!r}: no Ray cluster answers at {host}:{port} ({error})") from None
+        raise ConnectionError(f"Ray cluster {address!r}: none answers at {host}:{port} ({error})") from None
     asked = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     _check_grpc(asked)
     return asked
@@ -70,7 +70,7 @@ def _check_grpc(address: str) -> None:
     try:
         grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
     except grpc.FutureTimeoutError:
-        raise ConnectionError(f"ray_address={address!r}: what answers there is no Ray cluster, or expects TLS") from None
+        raise ConnectionError(f"Ray cluster {address!r}: what answers there is none, or expects TLS") from None
     finally:
         channel.close()
 
@@ -93,7 +93,7 @@ def _found() -> str:
         return noted.read_text(encoding="utf-8").strip()
     except OSError:
         raise ConnectionError(
-            f"ray_address='auto': RAY_ADDRESS is not set, and `ray start` has begun no cluster on this machine ({noted})"
+            f"Ray cluster 'auto': RAY_ADDRESS is not set, and `ray start` has begun no cluster on this machine ({noted})"
         ) from None
 
 
@@ -171,17 +171,17 @@ def check_machines(ray: Any, cpus: float, gpus: float) -> None:
         try:
             what = differences(here, ray.get(answer, timeout=0.1))
         except Exception as error:  # flower-dp is not there, or the machine does not answer
-            what = f"does not say what it has installed: {_last_line(error)}"
+            what = f"does not say what it has installed: {last_line(str(error))}"
         if what:
             wrong.append(f"machine {machine}: {what}")
     if wrong:
         raise ValueError("\n".join([*wrong, "every machine of the cluster needs the same versions as this one"]))
 
 
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"\w*Error\b", line)]
-    return (named or lines or [type(error).__name__])[-1]
+def last_line(text: str) -> str:
+    """Return the last line of what Ray says, or of those that name an error."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
+    return ([line for line in lines if re.match(r"\w*Error\b", line)] or lines)[-1]
 
 
 def fitting(node: Mapping[str, Any], cpus: float, gpus: float) -> int:
@@ -200,3 +200,8 @@ def fitting(node: Mapping[str, Any], cpus: float, gpus: float) -> int:
     if not gpus:
         return of_cpus
     return min(of_cpus, int(has.get("GPU", 0)) * int(1 / gpus) if gpus <= 1 else int(has.get("GPU", 0) / gpus))
+
+
+def fits(ray: Any, cpus: float, gpus: float) -> int:
+    """Return how many workers fit on all machines that Ray has."""
+    return sum(fitting(node, cpus, gpus) for node in ray.nodes())

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import secrets
 import sys
 import threading
@@ -15,16 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
 
 from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.core import checks
+from flower_dp.running.flower_log import SHOWN
 from flower_dp.simulation.cluster import installed
 from flower_dp.simulation.identity import CLIENT_APP_CRASHED, NODE_UNAVAILABLE, numbered
 from flower_dp.simulation.local_grid import SimulatedGrid
 from flower_dp.simulation.placement import Placement
-from flower_dp.simulation.worker import FIRST_NODE, Answer, Value
+from flower_dp.simulation.worker import EMPTY, FIRST_NODE, Answer, Setup, Value
 from flower_dp.simulation.workers import Workers
 from flower_dp.wire import KEY
 
@@ -38,7 +38,6 @@ _PATIENCE_SECONDS = 60.0
 _GRACE_SECONDS = 10.0
 # Clients that a line of the log names.
 _LISTED = 5
-_EMPTY = pickle.dumps(RecordDict())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +49,14 @@ class _Call:
         node: to which it goes.
         message: the message.
         patience: seconds after which the worker that has it ends itself; None for never.
+        arrived: takes its reply.
     """
 
     number: str
     node: int
     message: Message
     patience: float | None = None
+    arrived: Callable[[Message], None]
 
     def __str__(self) -> str:
         """Return the node and the clients that are asked, as a log has them."""
@@ -119,43 +120,39 @@ class RayGrid(SimulatedGrid):
     ) -> None:
         import ray  # noqa: PLC0415  (a third of a second)
 
-        dumps: Callable[[Any], bytes] = ray.cloudpickle.dumps
-
         super().__init__(secrets.randbits(62) + 1, run_config or {})
-        self._made: range | None = None
-        if num_nodes is not None:
-            checks.integer("num_nodes", num_nodes, at_least=1)
-            self._made = range(FIRST_NODE, FIRST_NODE + num_nodes)
+        self._made = None if num_nodes is None else _nodes_of(checks.integer("num_nodes", num_nodes, at_least=1))
         own = {partition: dict(node_config(partition)) for partition in range(num_nodes or 0)} if node_config else {}
         if workers.away and any(LEDGER_PATH in config for config in own.values()):
             raise ValueError(
                 f"node_config: {LEDGER_PATH} is a file of one machine, and the nodes of a cluster move between machines"
             )
-        setup = {
-            "app": dumps((lambda: app) if isinstance(app, ClientApp) else app),
-            "run_id": self._run.run_id,
-            "run_config": self._run_config,
-            "num_nodes": num_nodes,
-            "node_config": own,
-            "folder": "" if workers.away else str(Path.cwd()),
-            "path": () if workers.away else tuple(os.path.abspath(place) for place in sys.path),
-            "bytecode": not sys.dont_write_bytecode,
-            "log_file": log_file,
-            "versions": installed() if workers.away else {},
-        }
-        setup_on_machines = ray.put(dumps(setup))  # it may hold data: every machine gets it once
+        dumps: Callable[[Any], bytes] = ray.cloudpickle.dumps
+        setup = Setup(
+            app=dumps((lambda: app) if isinstance(app, ClientApp) else app),
+            run_id=self._run.run_id,
+            run_config=self._run_config,
+            num_nodes=num_nodes,
+            node_config=own,
+            folder="" if workers.away else str(Path.cwd()),
+            path=() if workers.away else tuple(os.path.abspath(place) for place in sys.path),
+            bytecode=not sys.dont_write_bytecode,
+            log_file=log_file,
+            versions=installed() if workers.away else {},
+        )
         # Node -> its pickled state, where that has changed, and the actor that has it too.
         self._states: dict[int, bytes] = {}
         self._holders: dict[int, Any] = {}
         # Ray's reference to an answer -> the worker, what it has, and when it is ended.
         self._running: dict[Any, tuple[int, _Call, float]] = {}
         self._busy: set[int] = set()
-        # Message id -> its reply, None before there is one, or where it is put; without those that nobody waits for any more.
-        self._replies: dict[str, Message | deque[Message] | None] = {}
+        # Ids of messages without a reply, but for those that nobody waits for any more; replies that were not pulled yet.
+        self._awaited: set[str] = set()
+        self._replies: dict[str, Message] = {}
         self._lock, self._waiting = threading.RLock(), threading.Lock()
         self._ray, self._workers = ray, workers
         self._queues: list[deque[_Call]] = [deque() for _ in workers.actors]
-        self._placement = Placement(workers, setup_on_machines)
+        self._placement = Placement(workers, ray.put(dumps(setup)))  # it may hold data: every machine gets it once
 
     def __enter__(self) -> "RayGrid":
         return self
@@ -175,13 +172,13 @@ class RayGrid(SimulatedGrid):
     def expect(self, num_clients: int) -> None:
         """Make a node for each client that a strategy expects, unless nodes were made already."""
         if self._made is None:
-            self._made = range(FIRST_NODE, FIRST_NODE + num_clients)
+            self._made = _nodes_of(num_clients)
             log.info("%d SuperNodes, one per client; --supernodes changes that", num_clients)
 
     @property
     def _nodes(self) -> range:
         if self._made is None:
-            self._made = range(FIRST_NODE, FIRST_NODE + len(self._workers.actors))
+            self._made = _nodes_of(len(self._workers.actors))
         return self._made
 
     # Flower's Grid
@@ -192,15 +189,18 @@ class RayGrid(SimulatedGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and return their ids."""
-        return self._push(messages, self.patience)
+        return self._push(
+            messages, self.patience, lambda reply: self._replies.update({reply.metadata.reply_to_message_id: reply})
+        )
 
-    def _push(self, messages: Iterable[Message], patience: float | None, arrived: deque[Message] | None = None) -> list[str]:
+    def _push(self, messages: Iterable[Message], patience: float | None, arrived: Callable[[Message], None]) -> list[str]:
         sent = []
         with self._lock:
             for message in messages:
-                call = _Call(number=numbered(message), node=message.metadata.dst_node_id, message=message, patience=patience)
-                sent.append(call.number)
-                self._replies[call.number] = arrived
+                number, node = numbered(message), message.metadata.dst_node_id
+                call = _Call(number=number, node=node, message=message, patience=patience, arrived=arrived)
+                sent.append(number)
+                self._awaited.add(number)
                 if call.node in self._nodes:
                     self._queues[(call.node - FIRST_NODE) % len(self._queues)].append(call)
                 else:
@@ -211,7 +211,8 @@ class RayGrid(SimulatedGrid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies to these messages that are there; each is returned once."""
         self._advance(0.0)
-        return self._take(message_ids)
+        with self._lock:
+            return [self._replies.pop(number) for number in message_ids if number in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Send messages and return the replies that come within `timeout` seconds, in the order of the messages."""
@@ -223,7 +224,7 @@ class RayGrid(SimulatedGrid):
     def stream(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
         """Send messages and return the replies that come within `timeout` seconds, each as it arrives; none of them is kept."""
         arrived = deque[Message]()
-        ids = self._push(messages, None if timeout is None else max(2 * timeout, _PATIENCE_SECONDS), arrived)
+        ids = self._push(messages, None if timeout is None else max(2 * timeout, _PATIENCE_SECONDS), arrived.append)
         return self._arriving(ids, arrived, math.inf if timeout is None else time.monotonic() + timeout)
 
     def _arriving(self, ids: list[str], arrived: deque[Message], deadline: float) -> Iterator[Message]:
@@ -239,17 +240,11 @@ class RayGrid(SimulatedGrid):
 
     # Calls
 
-    def _take(self, ids: Iterable[str]) -> list[Message]:
-        with self._lock:
-            found = [(number, reply) for number in ids if isinstance(reply := self._replies.get(number), Message)]
-            for number, _ in found:
-                del self._replies[number]
-        return [reply for _, reply in found]
-
     def _forget(self, ids: Iterable[str]) -> None:
         """Nobody waits for these any more; what no worker has yet is not sent."""
         with self._lock:
-            if gone := {number for number in ids if self._replies.pop(number, self) is not self}:
+            if gone := self._awaited.intersection(ids):
+                self._awaited -= gone
                 for queue in self._queues:
                     kept = [call for call in queue if call.number not in gone]
                     queue.clear()
@@ -272,7 +267,7 @@ class RayGrid(SimulatedGrid):
             return
         queue.remove(call)
         actor = self._workers.actors[index]
-        state = None if self._holders.get(call.node) is actor else self._states.get(call.node, _EMPTY)
+        state = None if self._holders.get(call.node) is actor else self._states.get(call.node, EMPTY)
         self._placement.idle.remove(index)
         self._busy.add(call.node)
         until = math.inf if call.patience is None else time.monotonic() + call.patience + _GRACE_SECONDS
@@ -343,6 +338,8 @@ class RayGrid(SimulatedGrid):
         """Keep the node's state, and return its reply, or an error reply if it answers another message."""
         if answer.trace:
             log.error("%s: %s", call, answer.trace)
+        for level, text in answer.shown:
+            log.log(level, "%s", text, extra=SHOWN)
         if answer.state is not None:
             self._states[call.node] = answer.state
         if not answer.reply.has_error():
@@ -354,13 +351,14 @@ class RayGrid(SimulatedGrid):
 
     def _settle(self, call: _Call, reply: Message) -> None:
         """A reply is there."""
-        if call.number in self._replies:
+        if call.number in self._awaited:
+            self._awaited.remove(call.number)
             numbered(reply)
-            if isinstance(arrived := self._replies[call.number], deque):
-                arrived.append(reply)
-                del self._replies[call.number]
-            else:
-                self._replies[call.number] = reply
+            call.arrived(reply)
+
+
+def _nodes_of(number: int) -> range:
+    return range(FIRST_NODE, FIRST_NODE + number)
 
 
 def clients_of(message: Message) -> tuple[str, ...]:

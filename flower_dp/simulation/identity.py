@@ -5,7 +5,6 @@ its number from the Grid that sends it.
 """
 
 import importlib.metadata
-import re
 from functools import lru_cache
 from typing import Any
 from uuid import uuid4
@@ -52,10 +51,6 @@ def run_of(run_id: int) -> Any:
 @lru_cache(maxsize=1)
 def _identity() -> Any:
     """Return Flower's class, once it is clear that messages are made from it."""
-    version = importlib.metadata.version("flwr")
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or not (1, 41) <= tuple(map(int, numbers.groups())) < (2, 0):
-        raise _unknown(version, "it is another release")
     try:
         from flwr.supercore.task_identity import TaskIdentity  # noqa: PLC0415, TID251
 
@@ -65,16 +60,12 @@ def _identity() -> Any:
         number = numbered(made)
         reply = Message(RecordDict(), reply_to=made)
         TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = before
+        got = made.metadata.run_id, made.metadata.src_node_id, reply.metadata.src_node_id, reply.metadata.reply_to_message_id
+        if got != (3, 4, 5, number):
+            raise ValueError(f"its messages have run, nodes and number {got}")
     except Exception as error:  # whatever it is, simulations can't be run with it
-        raise _unknown(version, f"{type(error).__name__}: {error}") from error
-    got = made.metadata.run_id, made.metadata.src_node_id, reply.metadata.src_node_id, reply.metadata.reply_to_message_id
-    if got != (3, 4, 5, number):
-        raise _unknown(version, f"its messages have run, nodes and number {got}")
+        raise FlowerVersionError(
+            f"flwr {importlib.metadata.version('flwr')}: simulations on Ray without Flower's runtime know flwr {_KNOWN} "
+            f"({type(error).__name__}: {error}); install one that this flower-dp knows, or run the app with plain `flwr run`"
+        ) from error
     return TaskIdentity
-
-
-def _unknown(version: str, why: str) -> FlowerVersionError:
-    return FlowerVersionError(
-        f"flwr {version}: simulations on Ray without Flower's runtime know flwr {_KNOWN} ({why}); install a release that this "
-        "flower-dp knows, or run the app with plain `flwr run`"
-    )

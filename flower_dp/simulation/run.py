@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,20 +12,20 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import Result
 
 from flower_dp.core import checks
-from flower_dp.core.environment import RESUMED
+from flower_dp.core.environment import RESUME, RESUMED, RUN_FOLDER
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running import progress as screen
 from flower_dp.running.apps import resolve, with_values
 from flower_dp.running.modules import forget
-from flower_dp.running.preflight import default_workers, nodes_among
+from flower_dp.running.preflight import nodes_among
 from flower_dp.running.recorded import watched
 from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_TEXT, new_folder
-from flower_dp.simulation.attempt import passed
-from flower_dp.simulation.cluster import Cluster, address_of, bundled, check_machines
+from flower_dp.running.workplace import environment
+from flower_dp.simulation.cluster import Cluster, address_of, bundled
 from flower_dp.simulation.grid import RayGrid
 from flower_dp.simulation.local_grid import LocalGrid, SimulatedGrid
 from flower_dp.simulation.worker import Value
-from flower_dp.simulation.workers import Workers, log_unused_gpus, session_of, start_ray, stop_ray
+from flower_dp.simulation.workers import warm_workers
 from flower_dp.strategies.checkpoint import CheckpointFolder
 
 
@@ -152,21 +152,19 @@ def simulate(
         loaded = stack.enter_context(_loaded(app, client_app, values, away=bool(ray_address)))
         nodes_among(loaded.num_clients, num_nodes, 1, option="num_nodes")  # before anything starts
         folder = _folder(output_dir, resume, loaded.name)
-        stack.enter_context(_run_folder(folder, resume=resume is not None))
-        if resume is not None and folder is not None and _has_ended(folder):
-            return _run(loaded, LocalGrid(ClientApp(), 0, loaded.run_config), None)
-        try:
-            cluster = Cluster(address=address_of(ray_address), bundle=loaded.bundle) if ray_address else None
-            workers = warm_workers(cpus=cpus_per_node, gpus=gpus_per_node, at_most=num_nodes, cluster=cluster)
-            stack.callback(workers.keep)
-            nodes = nodes_among(loaded.num_clients, num_nodes, len(workers.actors), option="num_nodes")
-            grid = stack.enter_context(
-                RayGrid(loaded.client, workers, num_nodes=nodes, run_config=loaded.run_config, node_config=node_config)
-            )
-            return _run(loaded, grid, stack.enter_context(screen.display()) if progress else None)
-        except KeyboardInterrupt:
-            cool_down()
-            raise
+        if folder is not None:
+            stack.callback(_remove_if_empty, folder)  # a run that did not begin leaves nothing
+            passed = {RUN_FOLDER: str(folder), RESUME: "" if resume is None else RESUMED}
+            stack.enter_context(environment(passed))
+            if resume is not None and _has_ended(folder):
+                return _run(loaded, LocalGrid(ClientApp(), 0, loaded.run_config), None)
+        cluster = Cluster(address=address_of(ray_address), bundle=loaded.bundle) if ray_address else None
+        workers = stack.enter_context(warm_workers(cpus=cpus_per_node, gpus=gpus_per_node, at_most=num_nodes, cluster=cluster))
+        nodes = nodes_among(loaded.num_clients, num_nodes, len(workers.actors), option="num_nodes")
+        grid = stack.enter_context(
+            RayGrid(loaded.client, workers, num_nodes=nodes, run_config=loaded.run_config, node_config=node_config)
+        )
+        return _run(loaded, grid, stack.enter_context(screen.display()) if progress else None)
 
 
 def _run(loaded: _Loaded, grid: SimulatedGrid, display: screen.Display | None) -> Run:
@@ -191,38 +189,31 @@ def _loaded(app: Any, client_app: ClientApp | None, values: Mapping[str, Value],
     if isinstance(app, str | os.PathLike):
         if client_app is not None:
             raise ValueError("client_app: the app's folder names its own; leave it out")
-        with _from_folder(str(app), values, away=away) as loaded:
-            yield loaded
+        what = resolve(str(app), [])
+        target, config = what.app, with_values(what, values)
+        try:
+            yield _Loaded(
+                server=target.server_app(),  # the package's own, wherever it is
+                client=target.client_app(away=away),
+                run_config=config,
+                name=what.name,
+                num_clients={**target.settings(), **config}["num-clients"] if target.own or target.built else None,
+                bundle=bundled(target) if away else b"",
+            )
+        finally:
+            if not target.own:
+                forget(str(target.folder))  # another app may have modules of the same names
         return
-    server, client = (
-        (app, client_app) if isinstance(app, ServerApp) else (getattr(app, "server", None), getattr(app, "client", None))
-    )
+    server, client = app, client_app
+    if not isinstance(app, ServerApp):
+        server, client = getattr(app, "server", None), getattr(app, "client", None)
     if not isinstance(server, ServerApp):
         raise ValueError(f"app: is a {type(app).__name__}: must be flower_dp.app(...), a ServerApp, or the folder of an app")
     if not isinstance(client, ClientApp):
         raise ValueError(f"client_app: is a {type(client).__name__}: must be the ClientApp that belongs to the ServerApp")
     count = getattr(app, "num_clients", None)  # of what `flower_dp.app` has returned
-    yield _Loaded(
-        server=server, client=client, run_config=values, name="run", num_clients=count(values) if callable(count) else None
-    )
-
-
-@contextmanager
-def _from_folder(target: str, values: Mapping[str, Value], *, away: bool) -> Iterator[_Loaded]:
-    what = resolve(target, [])
-    app, config = what.app, with_values(what, values)
-    try:
-        yield _Loaded(
-            server=app.server_app(),  # the package's own, wherever it is
-            client=app.client_app(away=away),
-            run_config=config,
-            name=what.name,
-            num_clients={**app.settings(), **config}["num-clients"] if app.own or app.built else None,
-            bundle=bundled(app) if away else b"",
-        )
-    finally:
-        if not app.own:
-            forget(str(app.folder))  # another app may have modules of the same names
+    num_clients = count(values) if callable(count) else None
+    yield _Loaded(server=server, client=client, run_config=values, name="run", num_clients=num_clients)
 
 
 def _folder(output_dir: Any, resume: Any, name: str) -> Path | None:
@@ -243,40 +234,6 @@ def _has_ended(folder: Path) -> bool:
     return not checkpoints.is_empty and checkpoints.read().ended
 
 
-@contextmanager
-def _run_folder(folder: Path | None, *, resume: bool) -> Iterator[None]:
-    try:
-        with nullcontext() if folder is None else passed(folder, RESUMED if resume else ""):
-            yield
-    finally:
-        if folder is not None:
-            with suppress(OSError):
-                folder.rmdir()  # a run that did not begin leaves nothing
-
-
-# The workers of this process
-
-_warm: dict[tuple[Any, ...], Workers] = {}
-
-
-def warm_workers(*, cpus: float, gpus: float, at_most: int | None, cluster: Cluster | None = None) -> Workers:
-    """Return the workers of the last call, if they are of this kind and still there, else new ones in their place."""
-    ray = start_ray(default_workers(), cluster=cluster)
-    key = session_of(ray), cpus, gpus, at_most
-    if key not in _warm or not _warm[key].use():
-        _warm.clear()
-        if cluster is not None:
-            check_machines(ray, cpus, gpus)
-        options = ("cpus_per_node", "gpus_per_node")
-        _warm[key] = Workers(cpus=cpus, gpus=gpus, at_most=at_most, cluster=cluster, options=options)
-        if not gpus:
-            log_unused_gpus(ray, "gpus_per_node=1")
-    return _warm[key]
-
-
-def cool_down() -> None:
-    """End the workers, and Ray if it was started here."""
-    for old in _warm.values():
-        old.close()
-    _warm.clear()
-    stop_ray()
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()

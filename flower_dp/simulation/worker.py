@@ -10,9 +10,8 @@ import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -24,6 +23,8 @@ from flower_dp.simulation.identity import CLIENT_APP_RAISED, LOAD_CLIENT_APP, id
 Value = bool | int | float | str
 # Of the first node; Flower's server is node 1.
 FIRST_NODE = 2
+# The pickled state of a node that has had no message.
+EMPTY = pickle.dumps(RecordDict())
 _STDERR = 2
 
 
@@ -33,7 +34,7 @@ class Setup:
 
     Attributes:
         run_id: the run.
-        app: returns the ClientApp.
+        app: a pickle of a function that returns the ClientApp, which may be in a folder that is not known in the worker yet.
         run_config: the run's settings.
         num_nodes: of the run; node ids are FIRST_NODE, FIRST_NODE + 1, ... None: every message says it.
         node_config: further settings of nodes, by partition.
@@ -45,7 +46,7 @@ class Setup:
     """
 
     run_id: int
-    app: Callable[[], ClientApp]
+    app: bytes
     run_config: Mapping[str, Value]
     num_nodes: int | None
     node_config: Mapping[int, Mapping[str, Value]]
@@ -54,6 +55,25 @@ class Setup:
     bytecode: bool
     versions: Mapping[str, str]
     log_file: str = ""
+
+    def load(self) -> ClientApp:
+        """Prepare this process for the run, and return its app.
+
+        Raises:
+            Exception: what importing the app raises, or that this machine has other versions installed.
+        """
+        if self.log_file:
+            flower_log.write_to(self.log_file)
+        if other := differences(self.versions, installed() if self.versions else {}):
+            raise RuntimeError(f"machine {socket.gethostname()}: {other}")
+        os.chdir(self.folder or ".")
+        sys.path += [place for place in self.path if place not in sys.path]
+        modules.forget_changed()
+        sys.dont_write_bytecode = not self.bytecode
+        app = pickle.loads(self.app)()  # noqa: S301  (made by this run's own server)
+        if not isinstance(app, ClientApp):
+            raise TypeError(f"the app is a {type(app).__name__}: must be a ClientApp")
+        return app
 
     def context(self, node: int, num_nodes: int | None) -> Context:
         """Return the context of a node with an empty state."""
@@ -66,17 +86,19 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A reply, the node's state after it, and what the app's own log would say of an error.
+    """A reply, the node's state after it, and what the app has logged for the screen.
 
     Attributes:
         reply: the reply; an error reply if the app raised.
         state: the pickled state; None if it is as before the message.
         trace: traceback of an error; "" without one.
+        shown: level and text of what was logged to be shown (`flower_log.SHOWN`).
     """
 
     reply: Message
     state: bytes | None = None
     trace: str = ""
+    shown: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(slots=True)
@@ -98,25 +120,11 @@ class Worker:
         """Begin a run, and import its app; what can't be imported is told in every reply."""
         self._setup, self._app, self._failure, self._nodes = None, None, "", {}
         try:
-            # The app may be in a folder that is not known here yet; it is a pickle of its own for that.
-            found: dict[str, Any] = pickle.loads(setup)  # noqa: S301  (made by this run's own server)
-            if found.get("log_file"):
-                flower_log.write_to(found["log_file"])
-            if other := differences(found["versions"], installed() if found["versions"] else {}):
-                raise RuntimeError(f"machine {socket.gethostname()}: {other}")
-            os.chdir(found["folder"] or ".")
-            sys.path += [place for place in found["path"] if place not in sys.path]
-            modules.forget_changed()
-            sys.dont_write_bytecode = not found["bytecode"]
-            found["app"] = pickle.loads(found["app"])  # noqa: S301
-            self._setup = Setup(**found)
-            app = self._setup.app()
-            if not isinstance(app, ClientApp):
-                raise TypeError(f"the app is a {type(app).__name__}: must be a ClientApp")
-            self._app = app
-        except BaseException as error:  # an app may end the process when it is imported
-            if isinstance(error, KeyboardInterrupt):
-                raise
+            found: Setup = pickle.loads(setup)  # noqa: S301
+            self._app, self._setup = found.load(), found
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # an app may end the process when it is imported
             self._failure = traceback.format_exc()
 
     def run(self, message: Message, state: bytes | None, patience: float | None = None, num_nodes: int | None = None) -> Answer:
@@ -128,18 +136,19 @@ class Worker:
             patience: seconds after which this process writes to its log where it is, and ends; None for never.
             num_nodes: of the run, if that was not known when it began.
         """
-        if patience is None:
-            return self._run(message, state, num_nodes)
-        faulthandler.dump_traceback_later(patience, exit=True, file=_STDERR)
+        if patience is not None:
+            faulthandler.dump_traceback_later(patience, exit=True, file=_STDERR)
         try:
-            return self._run(message, state, num_nodes)
+            with flower_log.kept_to_be_shown() as shown:
+                answer = self._run(message, state, num_nodes)
+            return replace(answer, shown=tuple(shown))
         finally:
             faulthandler.cancel_dump_traceback_later()
 
     def _run(self, message: Message, state: bytes | None, num_nodes: int | None) -> Answer:
         if self._setup is None or self._app is None:
-            arguments = self._failure.strip().splitlines()[-1]
-            return Answer(reply=Message(Error(LOAD_CLIENT_APP, arguments), reply_to=message), trace=self._failure)
+            last = self._failure.strip().splitlines()[-1]
+            return Answer(reply=Message(Error(LOAD_CLIENT_APP, last), reply_to=message), trace=self._failure)
         number = message.metadata.dst_node_id
         node = self._node(self._setup.context(number, num_nodes), state)
         identify(self._setup.run_id, number)
@@ -148,9 +157,9 @@ class Worker:
             if not isinstance(reply, Message):
                 raise TypeError(f"the ClientApp returned a {type(reply).__name__}: must be a Message")
             after = pickle.dumps(node.context.state)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
             # As if the message had not come: half of a change of the state would be worse than none.
             node.context.state = pickle.loads(node.state)  # noqa: S301
             reply = Message(Error(CLIENT_APP_RAISED, str(error)), reply_to=message)
@@ -160,9 +169,7 @@ class Worker:
 
     def _node(self, fresh: Context, state: bytes | None) -> _Node:
         """Return a node with the state that it has, or is given."""
-        if fresh.node_id not in self._nodes:
-            self._nodes[fresh.node_id] = _Node(context=fresh, state=pickle.dumps(fresh.state))
-        node = self._nodes[fresh.node_id]
+        node = self._nodes.setdefault(fresh.node_id, _Node(context=fresh, state=EMPTY))
         if state is not None:
             node.context.state, node.state = pickle.loads(state), state  # noqa: S301
         return node

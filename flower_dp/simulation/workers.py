@@ -1,6 +1,7 @@
 """Ray, and the actors on it that run ClientApps. Both stay from one simulation to the next."""
 
 import atexit
+import importlib
 import importlib.util
 import logging
 import os
@@ -11,29 +12,48 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flower_dp.core import checks
-from flower_dp.running import ray_settings
+from flower_dp.running.flower_log import SHOWN
 from flower_dp.running.guard import short_folder
 from flower_dp.running.preflight import default_workers
-from flower_dp.simulation.cluster import Cluster, address_of, check_machines, fitting
+from flower_dp.running.workplace import environment
+from flower_dp.simulation.cluster import Cluster, address_of, check_machines, fits, last_line
 
 # Everything listens on this machine's own address only: Ray asks nobody for a password.
 _ADDRESS = "127.0.0.1"
+# What every process of Ray reads from its environment: messages of up to 4 MiB go directly to the worker, not through Ray's
+# object store.
+_MESSAGES = {"RAY_max_direct_call_object_size": str(2**22)}
+# What Ray reads when it starts.
+STARTED = {
+    **_MESSAGES,
+    # Ray starts workers at niceness 15, so other programs would take the cores from the training.
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # How often a process tries to reach another one of this machine that starts: by default once a second, ten times. A busy
+    # machine takes longer, as it may for a worker's imports.
+    "RAY_raylet_client_connect_timeout_milliseconds": "20",
+    "RAY_raylet_client_num_connect_attempts": "3000",
+    "RAY_worker_register_timeout_seconds": "180",
+    # Otherwise Ray looks for a `uv run` among the parents of this process.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # On Linux Ray would take the address by which others reach this machine in place of its own, and listen to all.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
 
 log = logging.getLogger("flwr")
 
+# Held while Ray starts or ends.
 _lock = threading.Lock()
-_starts = threading.Event()
 # What was started or joined here: the folder of a Ray of this process's own, or the cluster.
 _ours: Path | Cluster | None = None
-# Workers that are kept for a next run: they end where others are made, which may need their cores.
-_idle: list["Workers"] = []
+# Workers that are kept for a next run, by their kind: they end where others are made, which may need their cores.
+_idle: dict[Any, "Workers"] = {}
 
 
 class RayStartError(RuntimeError):
@@ -59,29 +79,19 @@ def start_ray(num_cpus: int, folder: Path | None = None, cluster: Cluster | None
         raise ImportError("Ray is not installed: pip install 'flower-dp[simulation]'", name="ray")
     import ray  # noqa: PLC0415  (a third of a second)
 
-    with _lock, _starting():
-        if ray.is_initialized() and _ours is None:
-            _check_theirs(ray, cluster)
-            return ray
-        if ray.is_initialized() and (_ours if isinstance(_ours, Cluster) else None) == cluster:
-            return ray
+    with _lock:
         if ray.is_initialized():
+            if _ours is None:
+                _check_theirs(ray, cluster)
+                return ray
+            if (_ours if isinstance(_ours, Cluster) else None) == cluster:
+                return ray
             _stop(ray)
-        if cluster is not None:
+        if cluster is None:
+            _ours = _start(ray, num_cpus, folder or short_folder(), to_screen)
+        else:
             _join(ray, cluster)
             _ours = cluster
-            atexit.register(stop_ray)
-            return ray
-        folder = short_folder() if folder is None else folder
-        try:
-            if threading.current_thread() is threading.main_thread():
-                _init(ray, num_cpus, folder, to_screen)
-            else:
-                _init_in_a_lasting_thread(ray, num_cpus, folder, to_screen)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        _ours = folder
         atexit.register(stop_ray)
         return ray
 
@@ -97,18 +107,9 @@ def start_meanwhile(num_cpus: int, folder: Path) -> None:
     threading.Thread(target=start, daemon=True).start()
 
 
-@contextmanager
-def _starting() -> Iterator[None]:
-    _starts.set()
-    try:
-        yield
-    finally:
-        _starts.clear()
-
-
 def end_this_process() -> None:
     """Send SIGTERM to this process. While Ray starts, whose own code may wait forever and hears no signal, end it at once."""
-    if _starts.is_set():
+    if _lock.locked():
         os._exit(1)  # nothing was begun; Ray's processes end with this one
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -118,105 +119,103 @@ def _check_theirs(ray: Any, cluster: Cluster | None) -> None:
     there = ray.get_runtime_context().gcs_address
     if cluster is not None and (cluster.bundle or there != cluster.address):
         raise ConnectionError(
-            f"ray_address={cluster.address!r}: this process has called ray.init() itself, for {there}; call ray.shutdown() before"
+            f"Ray cluster {cluster.address!r}: this process has called ray.init() itself, for {there}; call ray.shutdown() before"
         )
 
 
 def _join(ray: Any, cluster: Cluster) -> None:
-    environment: dict[str, Any] = {"env_vars": ray_settings.MESSAGES}
+    runtime: dict[str, Any] = {"env_vars": _MESSAGES}
     try:
         with (
             warnings.catch_warnings(),
             _sigterm_stays(),
-            _set(ray_settings.MESSAGES),
+            environment(_MESSAGES),
             tempfile.TemporaryDirectory(prefix="flower-dp-") as folder,
         ):
             warnings.simplefilter("ignore")
             if cluster.bundle:
-                environment["working_dir"] = str(Path(folder, "app.zip"))
+                runtime["working_dir"] = str(Path(folder, "app.zip"))
                 Path(folder, "app.zip").write_bytes(cluster.bundle)
-            ray.init(address=cluster.address, runtime_env=environment, logging_level=logging.ERROR)
+            ray.init(address=cluster.address, runtime_env=runtime, logging_level=logging.ERROR)
     except (RuntimeError, ValueError, OSError) as error:
-        raise ConnectionError(f"ray_address={cluster.address!r}: {str(error).strip()}") from error
+        raise ConnectionError(f"Ray cluster {cluster.address!r}: {str(error).strip()}") from error
 
 
-def _init_in_a_lasting_thread(ray: Any, num_cpus: int, folder: Path, to_screen: bool) -> None:
-    """Start Ray in a thread that never ends: on Linux its processes end with the thread that has started them."""
-    started, errors = threading.Event(), []
+def _start(ray: Any, num_cpus: int, folder: Path, to_screen: bool) -> Path:
+    """Start Ray, and return its folder.
 
-    def start_and_stay() -> None:
+    Another thread than the main one might end before Ray does, with which Linux would end Ray's processes: a thread that never
+    ends starts it.
+    """
+    started, errors = threading.Event(), list[BaseException]()
+
+    def start(*, stays: bool = True) -> None:
         try:
             _init(ray, num_cpus, folder, to_screen)
         except BaseException as error:
             errors.append(error)
-            started.set()
-            return
+            stays = False
         started.set()
-        threading.Event().wait()
+        if stays:
+            threading.Event().wait()
 
-    threading.Thread(target=start_and_stay, name="Ray", daemon=True).start()
+    if threading.current_thread() is threading.main_thread():
+        start(stays=False)
+    else:
+        threading.Thread(target=start, name="Ray", daemon=True).start()
     started.wait()
     if errors:
+        shutil.rmtree(folder, ignore_errors=True)
         raise errors[0]
+    return folder
 
 
 def _init(ray: Any, num_cpus: int, folder: Path, to_screen: bool = True) -> None:
-    paths = [str(Path(place).absolute()) for place in sys.path if Path(place).is_dir()]
-    constants = ray._private.ray_constants  # read from the environment when Ray was imported
-    among_others, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
-    try:
-        path = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-        with warnings.catch_warnings(), _sigterm_stays(), lean(ray), _set(ray_settings.STARTED | ray_settings.ALONE | path):
-            warnings.simplefilter("ignore")  # hints on future releases of Ray
-            start = partial(
-                ray.init,
-                address="local",
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                log_to_driver=to_screen,
-                _node_ip_address=_ADDRESS,
-                _temp_dir=str(folder),
-            )
-            try:
-                start()
-            except Exception as error:  # a machine that is busy, or slow to read Ray from its disk, may have it the second time
-                log.warning("Ray does not start, and is tried once more: %s", _last_line(str(error)))
-                ray.shutdown()
-                _start_again(start, folder)
-    finally:
-        constants.ENABLE_RAY_CLUSTER = among_others
-
-
-def _start_again(start: Callable[[], Any], folder: Path) -> None:
-    """Start Ray a second time.
+    """Start Ray. A machine that is busy, or slow to read Ray from its disk, may have it the second time.
 
     Raises:
         RayStartError: it does not start.
     """
+    paths = dict.fromkeys(str(Path(place).absolute()) for place in sys.path if Path(place).is_dir())
+    constants = ray._private.ray_constants  # read from the environment when Ray was imported
+    among_others, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    settings = STARTED | {"PYTHONPATH": os.pathsep.join(paths)}
     try:
-        start()
-    except Exception as error:
-        load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
-        told = _last_logged(folder)
-        raise RayStartError(
-            f"Ray does not start on this machine, tried twice: {_last_line(str(error))}; it gives up where the machine is busy "
-            f"or its disk slow (load {load} on {default_workers()} cores), without memory, or without space in {folder.parent} "
-            f"({shutil.disk_usage(folder.parent).free / 2**30:.1f} GiB free): end other programs, and try again"
-            + (f"; the last line of its log: {told}" if told else "")
-        ) from error
+        with warnings.catch_warnings(), _sigterm_stays(), lean(ray), environment(settings):
+            warnings.simplefilter("ignore")  # hints on future releases of Ray
+            for again in (True, False):
+                try:
+                    ray.init(
+                        address="local",
+                        num_cpus=num_cpus,
+                        include_dashboard=False,
+                        logging_level=logging.ERROR,
+                        log_to_driver=to_screen,
+                        _node_ip_address=_ADDRESS,
+                        _temp_dir=str(folder),
+                    )
+                    return
+                except Exception as error:
+                    if not again:
+                        raise RayStartError(_why_not_started(error, folder)) from error
+                    log.warning("Ray does not start, and is tried once more: %s", last_line(str(error)))
+                    ray.shutdown()
+    finally:
+        constants.ENABLE_RAY_CLUSTER = among_others
 
 
-def _last_logged(folder: Path) -> str:
-    """Return the last line that one of Ray's own processes has written to its log."""
+def _why_not_started(error: Exception, folder: Path) -> str:
+    """Return Ray's own reason, what it needs, and the last line of its processes' logs."""
+    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+    free = shutil.disk_usage(folder.parent).free / 2**30
     logs = [file for name in ("raylet", "gcs_server") for file in folder.glob(f"session_*/logs/{name}.*") if file.stat().st_size]
     newest = max(logs, key=lambda file: file.stat().st_mtime, default=None)
-    return "" if newest is None else _last_line(newest.read_text(encoding="utf-8", errors="replace"))
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no reason given"
+    told = "" if newest is None else last_line(newest.read_text(encoding="utf-8", errors="replace"))
+    return (
+        f"Ray does not start on this machine, tried twice: {last_line(str(error))}; it gives up where the machine is busy or "
+        f"its disk slow (load {load} on {default_workers()} cores), without memory, or without space ({free:.1f} GiB free in "
+        f"{folder.parent}): end other programs, and try again" + (f"; the last line of its log: {told}" if told else "")
+    )
 
 
 @contextmanager
@@ -227,19 +226,15 @@ def lean(ray: Any) -> Iterator[None]:
     is replaced here is private to Ray; a version of Ray without it starts as usual.
     """
     node = getattr(getattr(ray._private, "node", None), "Node", object)
-    own = {"start_api_server": _no_dashboard, "start_monitor": lambda node: None}
+    own = {"start_api_server": lambda node, *_, **__: setattr(node, "_webui_url", ""), "start_monitor": lambda node: None}
     before = {name: getattr(node, name) for name in own if hasattr(node, name)}
-    for name in before:
-        setattr(node, name, own[name])
     try:
+        for name in before:
+            setattr(node, name, own[name])
         yield
     finally:
         for name, usual in before.items():
             setattr(node, name, usual)
-
-
-def _no_dashboard(node: Any, *_: Any, **__: Any) -> None:
-    node._webui_url = ""
 
 
 @contextmanager
@@ -262,33 +257,17 @@ def _sigterm_stays() -> Iterator[None]:
             signal.signal(signal.SIGTERM, after)
 
 
-@contextmanager
-def _set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within this context."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ |= variables
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def stop_ray() -> None:
     """End the Ray that `start_ray` has started, or leave the cluster, with all workers; a Ray of somebody else goes on.
 
     One that another thread starts at this moment goes on, too, and ends with this process.
     """
-    if _starts.is_set():
-        return
-    with _lock:
-        if _ours is not None:
-            import ray  # noqa: PLC0415
-
-            _stop(ray)
+    if _lock.acquire(blocking=False):
+        try:
+            if _ours is not None:
+                _stop(importlib.import_module("ray"))
+        finally:
+            _lock.release()
 
 
 def _stop(ray: Any) -> None:
@@ -342,11 +321,12 @@ class Workers:
         self._session = session_of(self._ray)
         self.away = cluster is not None
         self._needs = cpus, gpus
-        fit, of_cpus = (sum(fitting(node, cpus, each) for node in self._ray.nodes()) for each in (gpus, 0.0))
+        fit = fits(self._ray, cpus, gpus)
         if fit < (num_workers or 1):
             there = self._ray.cluster_resources()
-            of_all = f"num_workers={num_workers}" if fit else f"{options[1]}={gpus:g}"
-            named = of_all if of_cpus else f"{options[0]}={cpus:g}"
+            named = f"num_workers={num_workers}" if fit else f"{options[1]}={gpus:g}"
+            if not fits(self._ray, cpus, 0.0):
+                named = f"{options[0]}={cpus:g}"
             raise ValueError(
                 f"{named}: only {fit} workers with {cpus:g} CPU cores and {gpus:g} GPUs each fit on "
                 f"{there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs; {num_workers or 1} must"
@@ -364,27 +344,15 @@ class Workers:
 
     def have_room(self) -> bool:
         """Return whether the machines that are left have room for all of them."""
-        fit = sum(fitting(node, *self._needs) for node in self._ray.nodes())
-        return fit >= len(self.actors)
+        return fits(self._ray, *self._needs) >= len(self.actors)
 
     def failure(self, ready: Any) -> str:
         """Return why an actor could not be started, "" if it was; Ray has an answer to `ready`."""
         try:
             self._ray.get(ready)
         except Exception as error:  # such as a machine that lacks this package
-            return str(error).strip().splitlines()[-1]
+            return last_line(str(error))
         return ""
-
-    def keep(self) -> None:
-        """Keep the actors for a next run; they end as soon as other workers are made."""
-        if self.actors and self not in _idle:
-            _idle.append(self)
-
-    def use(self) -> bool:
-        """Take the kept actors for a run; return whether they are still there."""
-        if self in _idle:
-            _idle.remove(self)
-        return bool(self.actors)
 
     def close(self) -> None:
         """End all actors; those of an earlier Ray have ended with it."""
@@ -392,8 +360,6 @@ class Workers:
             for actor in self.actors:
                 self._ray.kill(actor)
         self.actors = []
-        if self in _idle:
-            _idle.remove(self)
 
 
 def room(ray_address: str, gpus: float) -> int:
@@ -411,15 +377,41 @@ def room(ray_address: str, gpus: float) -> int:
     ray = start_ray(0, cluster=Cluster(address=address_of(ray_address)))
     try:
         check_machines(ray, 1.0, gpus)
-        return sum(fitting(node, 1.0, gpus) for node in ray.nodes())
+        return fits(ray, 1.0, gpus)
     finally:
         stop_ray()
 
 
+@contextmanager
+def warm_workers(*, cpus: float, gpus: float, at_most: int | None, cluster: Cluster | None = None) -> Iterator[Workers]:
+    """Lend the workers of the last run, if they are of this kind and still there, else new ones.
+
+    An interruption ends them, and Ray if it was started here.
+    """
+    try:
+        ray = start_ray(default_workers(), cluster=cluster)
+        kind = session_of(ray), cpus, gpus, at_most
+        if (workers := _idle.pop(kind, None)) is None:
+            if cluster is not None:
+                check_machines(ray, cpus, gpus)
+            options = ("cpus_per_node", "gpus_per_node")
+            workers = Workers(cpus=cpus, gpus=gpus, at_most=at_most, cluster=cluster, options=options)
+            if not gpus:
+                log_unused_gpus(ray, "gpus_per_node=1")
+        try:
+            yield workers
+        finally:
+            _idle[kind] = workers
+    except KeyboardInterrupt:
+        end_idle()
+        stop_ray()
+        raise
+
+
 def end_idle() -> None:
     """End the workers that are kept for a next run."""
-    for workers in tuple(_idle):
-        workers.close()
+    while _idle:
+        _idle.popitem()[1].close()
 
 
 def session_of(ray: Any) -> tuple[Any, Any]:
@@ -436,7 +428,7 @@ def log_unused_gpus(ray: Any, option: str) -> None:
         option: what gives each worker a GPU.
     """
     if line := unused_gpus(ray.cluster_resources().get("GPU", 0), option):
-        log.info(line)
+        log.info(line, extra=SHOWN)
 
 
 def unused_gpus(num_gpus: float, option: str, *, user: str = "run") -> str:

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from flower_dp.audit.one_run import OneRunAudit
+from flower_dp.cli import audits
 from flower_dp.cli import main as cli
 from flower_dp.core import noise
 
@@ -43,6 +45,21 @@ def test_a_refuted_claim_ends_with_status_1(call, monkeypatch):
     assert code == 1
     assert "VIOLATION: the run claims epsilon 1, and it is at least" in out
     assert "for each record (replace-one)" in out
+
+
+def test_text_has_claim_bound_and_guesses():
+    words = {"unit": "client", "relation": "add-or-remove-one", "sees": "all models"}
+    numbers = {"num_canaries": 1000, "num_guesses": 100, "num_correct": 75, "confidence": 0.95, "delta": 1e-4}
+    text = audits.text_of_run(OneRunAudit(claimed=4.0, **numbers, **words))
+    assert "claimed epsilon   4 at delta 0.0001, for each client (add-or-remove-one)" in text
+    assert "lower bound       0.673 with confidence 0.95" in text
+    assert "75 of 100 right, about 1000 canaries" in text
+    assert "VIOLATION" not in text
+    # 100 guesses that are all right refute less than log(p / (1 - p)) = 3.49 with p^100 = 0.05, for delta is not 0.
+    assert "TOO FEW" not in audits.text_of_run(OneRunAudit(claimed=3.2, **numbers, **words))
+    assert "TOO FEW CANARIES: without any error they would prove epsilon >= 3.202 and no more" in text
+    assert "infinite: not private" in audits.text_of_run(OneRunAudit(claimed=float("inf"), **numbers, **words))
+    assert "VIOLATION" in audits.text_of_run(OneRunAudit(claimed=0.5, **numbers, **words))
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_a_violation_is_status_1(call, monkeypatch):
         ((), "--all: or a method, case or preset is missing"),
         (("dp-fedavg", "--all"), "--all: belongs to no case"),
         (("nonsense",), "nonsense: is no method (dp-fedavg, "),
-        (("dp-fedavg", "--trials", "5"), "--trials=5"),
+        (("dp-fedavg", "--trials", "5"), "'--trials'"),
         (("dp-fedavg", "--confidence", "1"), "--confidence=1"),
         (("dp-fedavg", "--set", "num-rounds=3"), "--set: belongs to a preset"),
         (("dp-fedavg", "--plot", "it.mp3"), "--plot=it.mp3: must end in"),

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from flower_dp.clients.training import dry_run
 from flower_dp.core.sampling import FullSampling
-from flower_dp.running import screen
+from flower_dp.running import flower_log, screen
 from flower_dp.running.screen import Screen
 from flower_dp.running.signals import Interrupted
 from flower_dp.strategies import DPFedAvg, diagnostics
@@ -21,22 +22,23 @@ from flower_dp.strategies.population.client_manager import ClientManager, KnownC
 from flower_dp.wire import MESSAGE_API, Hosted, Model
 from tests.stock import arrays
 
+log = logging.getLogger("flwr")
+
 
 def screen_of(display, folder=Path("nowhere"), **more):
-    return Screen(display, None, folder, **{"goes_on": False, "quiet": True, "interrupt": print} | more)
+    return Screen(display, None, folder / "flower.log", **{"goes_on": False, "quiet": True, "interrupt": print} | more)
 
 
 @pytest.fixture
-def shown(caplog, capsys):
-    """What a screen that shows rounds already still shows of what was logged."""
+def shown(capsys):
+    """What a screen that shows rounds already still shows of what is logged."""
 
-    def lines():
-        screen = screen_of(SimpleNamespace())
-        for record in caplog.records:
-            screen.tell(record.getMessage())
+    def lines(act):
+        with screen_of(SimpleNamespace()):
+            log.warning("of no use to anybody")
+            act()
         return capsys.readouterr().out
 
-    caplog.set_level(logging.INFO, "flwr")
     return lines
 
 
@@ -44,56 +46,15 @@ def shown(caplog, capsys):
 def test_noise_that_is_longer_than_any_mean_is_warned_of(shown, noise_multiplier, warned):
     made = DPFedAvg(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=FullSampling(), num_clients=2, delta=1e-3)
     clients = KnownClients(names=("a", "b"), nodes=(1, 2), record_names=MESSAGE_API, hosting=True)
-    diagnostics.log_start(made.rules, clients, Model.of(arrays(w=np.ones(16, np.float32))))
-    assert ("200.0 times as long as any mean without it: one round teaches little" in shown()) == warned
+    out = shown(lambda: diagnostics.log_start(made.rules, clients, Model.of(arrays(w=np.ones(16, np.float32)))))
+    assert ("200.0 times as long as any mean without it: one round teaches little" in out) == warned
 
 
 def test_a_node_that_cannot_train_is_named(shown):
     manager = ClientManager(2, timeout=1, newcomers=False)
-    manager._note({7: Hosted(names=("a",), methods=frozenset(), unable="the model does not take inputs")})
-    assert shown() == "node 7 can't train: the model does not take inputs; its 1 clients send no update\n"
-
-
-@pytest.mark.parametrize("quiet", [True, False])
-def test_the_first_cause_of_a_failing_dry_run_is_one_line_and_its_traceback_is_in_the_log_alone(capsys, caplog, quiet):
-    from flower_dp.clients.training.dry_run import _log_cause
-
-    try:
-        raise RuntimeError("found two devices\ncuda:0 and cpu")
-    except RuntimeError as error:
-        _log_cause(f"a step, quiet {quiet},", error)
-    (record,) = caplog.records
-    lines = record.getMessage().splitlines()
-    assert len(lines) > 3
-    screen = screen_of(SimpleNamespace(), quiet=quiet)
-    for line in lines:
-        screen.tell(f"(Worker pid=1) {line}")
-    shown = capsys.readouterr().out.splitlines()
-    assert shown == [f"(Worker pid=1) {lines[0]}"]
-    assert "fails: RuntimeError: found two devices cuda:0 and cpu (test_screen.py:" in shown[0]
-
-
-SERVERS = [
-    "ERROR :     Simulation raised an exception",
-    "Traceback (most recent call last):",
-    '  File "process.py", line 47, in main',
-    "RuntimeError: no client can train: the model's forward fails",
-    "in two lines",
-    "INFO :      The run did not end.",
-]
-
-
-def test_after_the_first_cause_of_a_dry_run_the_servers_traceback_is_in_the_log_alone(capsys):
-    """It follows from the first cause, and hid it. Of an app that fails for another reason it is shown."""
-    screen = screen_of(SimpleNamespace(), quiet=False)
-    for line in SERVERS:
-        screen.tell(line)
-    assert capsys.readouterr().out.splitlines() == SERVERS
-    for line in ("ERROR :     dry run, first cause: a step fails: AttributeError: no such table (model.py:25)", *SERVERS):
-        screen.tell(line)
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0].endswith("(model.py:25)")
-    assert shown[1:] == [SERVERS[0], SERVERS[-1]]
+    answers = {7: Hosted(names=("a",), methods=frozenset(), unable="the model does not take inputs")}
+    out = shown(lambda: manager._note(answers))
+    assert out == "WARNING: node 7 can't train: the model does not take inputs; its 1 clients send no update\n"
 
 
 def test_a_table_that_is_no_data_set_is_named(shown):
@@ -101,8 +62,37 @@ def test_a_table_that_is_no_data_set_is_named(shown):
     from flower_dp.clients import DatasetRecords
     from flower_dp.clients.training.dry_run import _example
 
-    _example(DatasetRecords(dataset=[{"age": 3, "ill": 1}]), "cpu", public=False)
-    assert shown() == "dry run: a row of the data set is a dict\n"
+    dry_run._warn_once.cache_clear()
+    out = shown(lambda: _example(DatasetRecords(dataset=[{"age": 3, "ill": 1}]), "cpu", public=False))
+    assert out == "WARNING: dry run: a row of the data set is a dict\n"
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_first_cause_of_a_failing_dry_run_is_one_line_and_all_that_follows_is_in_the_log_alone(tmp_path, capsys, quiet):
+    """Its traceback, and the server's, hid it. Another error of an app is shown with its traceback, until metrics come."""
+    file = tmp_path / "flower.log"
+    with screen_of(SimpleNamespace(), tmp_path, quiet=quiet):
+        file.write_text("Traceback (most recent call last):\nRuntimeError: of an app\n")
+        time.sleep(0.3)
+        before = capsys.readouterr().out
+        try:
+            raise RuntimeError("found two devices\ncuda:0 and cpu")
+        except RuntimeError as error:
+            dry_run._log_cause(f"a step, quiet {quiet},", error)
+        with file.open("a") as more:
+            more.write("Traceback (most recent call last):\nRuntimeError: no client can train\n")
+    assert before == ("" if quiet else "Traceback (most recent call last):\nRuntimeError: of an app\n")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "fails: RuntimeError: found two devices cuda:0 and cpu (test_screen.py:" in line
+
+
+def test_what_a_worker_logs_to_be_shown_is_kept_for_the_server_and_nothing_else_is(caplog):
+    with flower_log.kept_to_be_shown() as kept:
+        log.warning("%s", "shown", extra=flower_log.SHOWN)
+        log.warning("not shown")
+    log.warning("after it", extra=flower_log.SHOWN)
+    assert kept == [(logging.WARNING, "shown")]
+    assert caplog.messages == ["not shown", "after it"]
 
 
 def test_a_reader_that_closes_ends_what_is_made_as_a_signal_does(monkeypatch):
@@ -161,24 +151,3 @@ def test_the_terminal_stays_that_while_a_process_writes_to_a_log(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "log"], capture_output=True, text=True, check=True)
     assert (done.stdout, (tmp_path / "log").read_text()) == ("shown\n", "of the app\n")
-
-
-def test_rounds_of_a_run_folder_are_shown_and_a_broken_line_ends_nothing(tmp_path):
-    rows, metrics = [], tmp_path / "metrics.jsonl"
-    with screen_of(SimpleNamespace(show=rows.append), tmp_path):
-        for line in ('{"round": 1}', "nonsense", "[1]", '{"round": 2}'):
-            with metrics.open("a") as file:
-                file.write(line + "\n")
-        time.sleep(0.3)
-        assert rows == [{"round": 1}, {"round": 2}]
-
-
-def test_a_run_that_goes_on_shows_the_rounds_of_its_new_file(tmp_path):
-    rows, metrics = [], tmp_path / "metrics.jsonl"
-    metrics.write_text('{"round": 1}\n')
-    with screen_of(SimpleNamespace(show=rows.append), tmp_path, goes_on=True):
-        time.sleep(0.3)
-        assert rows == []
-        (tmp_path / "part").write_text('{"round": 1}\n{"round": 2}\n')
-        (tmp_path / "part").replace(metrics)
-    assert rows == [{"round": 1}, {"round": 2}]

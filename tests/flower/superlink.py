@@ -17,8 +17,8 @@ from typing import Any, Self
 
 import tomli_w
 
-from flower_dp.running import ray_settings
 from flower_dp.running.flower_log import plain
+from flower_dp.simulation.workers import STARTED
 from tests.flower.processes import POLL_SECONDS, Programs
 
 CONNECTION = "flower-dp"
@@ -167,11 +167,10 @@ def _environment(private_folder: Path, home: Path) -> dict[str, str]:
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        **ray_settings.STARTED,
+        **STARTED,
         "RAY_TMPDIR": str(private_folder),
         "PYTHONUNBUFFERED": "1",
     }
-    environment |= ray_settings.ALONE
     environment["PATH"] = os.pathsep.join([*_program_folders(), environment.get("PATH", os.defpath)])
     for name in ("NO_PROXY", "no_proxy"):
         environment[name] = ",".join(filter(None, [environment.get(name), "127.0.0.1", "localhost"]))

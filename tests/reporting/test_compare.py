@@ -93,13 +93,6 @@ def test_labels_are_the_keys_in_which_curves_differ(write):
     assert found[0].mean == pytest.approx([0.1, 0.6])
 
 
-def test_keys_that_older_runs_do_not_know_are_in_a_label_where_it_needs_them(write):
-    old, new = write("a", [0.1]), write("b", [0.1], bias=True)
-    assert [curve.label for curve in curves(old, new)] == ["bias not set", "bias=true"]
-    newest = write("c", [0.1], bias=True, clip_norm=1.0)
-    assert [curve.label for curve in curves(old, newest)] == ["clip-norm=0.5", "clip-norm=1"]
-
-
 def test_a_label_has_no_settings_of_another_method(write):
     tables = {"dp-fedavg.clip-norm": 0.5, "dp-fedsam.clip-norm": 0.5}
     first, second = write("a", [0.1], **tables), write("b", [0.1], **tables | {"dp-fedavg.clip-norm": 2.0})
@@ -110,12 +103,6 @@ def test_a_label_has_no_settings_of_another_method(write):
         "method=dp-fedavg, dp-fedavg.clip-norm=2",
         "method=dp-fedsam, dp-fedsam.clip-norm=1",
     ]
-
-
-def test_the_loss(write):
-    (curve,) = curves(write("a", [0.1, 0.5]), write("b", [0.3, 0.5], seed=1), metric="loss")
-    assert curve.mean == pytest.approx([0.4, 1.0])
-    assert curve.std == pytest.approx([math.sqrt(0.08), 0])  # 0.2 and 0.6
 
 
 def test_any_metric_that_runs_have(write, call):
@@ -407,17 +394,6 @@ def test_curves_of_one_line_are_in_the_order_of_epsilon_and_one_label_names_all(
         compare.curves_of(runs, "accuracy", names=["{speed}"])
 
 
-def test_a_pivot_by_targets_and_without_privacy(write, call):
-    own = {"method": "dp-fedavg"}
-    folders = [
-        write("a", [0.1, 0.5], statement=STATEMENT | {"epsilon": 3.9}, **own | {"dp-fedavg.target-epsilon": 4.0}),
-        write("b", [0.1, 0.6], statement=STATEMENT | {"epsilon": 2.34567}, **own | {"dp-fedavg.noise-multiplier": 1.0}),
-        write("c", [0.1, 0.9], statement={"private": False}, **own | {"dp-fedavg.noise-multiplier": 0.0}),
-    ]
-    heads = call(*folders, "--pivot")[1].splitlines()[0].split("  ")
-    assert [head.strip() for head in heads if head.strip()][-3:] == ["epsilon <= 2.346", "epsilon <= 4", "not private"]
-
-
 @pytest.mark.drawn
 @pytest.mark.parametrize(("suffix", "start"), [("pdf", b"%PDF"), ("svg", b"<?xml"), ("PNG", PNG)])
 def test_a_picture_of_any_type(three, call, tmp_path, suffix, start):
@@ -446,19 +422,6 @@ def test_the_last_metric_against_epsilon(three, call):
     assert (status, err) == (2, "error: --against=epsilon: no run is private\n")
 
 
-def test_as_many_runs_of_every_curve_are_told_once(write):
-    written = [
-        [write(f"a{seed}", [0.1, 0.5], seed=seed), write(f"b{seed}", [0.1, 0.6], clip_norm=1.0, seed=seed)] for seed in range(3)
-    ]
-    found = curves(*(folder for pair in written for folder in pair))
-    for drawn in (against_epsilon(found, "accuracy"), figure(found, "accuracy")):
-        assert "mean of 3 runs with different seeds" in drawn.get_suptitle()
-        assert all("n = " not in text.get_text() for text in drawn.legends[0].get_texts())
-    drawn = against_epsilon(curves(*written[0]), "accuracy")
-    assert "one run a point" in drawn.get_suptitle()
-    assert all("n = " not in text.get_text() for text in drawn.legends[0].get_texts())
-
-
 @pytest.mark.parametrize("letters", [5, 19, 35])
 def test_the_legend_is_within_the_figure(write, letters):
     found = []
@@ -471,26 +434,6 @@ def test_the_legend_is_within_the_figure(write, letters):
     box = legend.get_window_extent()
     assert box.x0 >= 0
     assert box.x1 <= drawn.bbox.x1
-
-
-@pytest.mark.parametrize("name", ["_ours", "", "ours"])
-@pytest.mark.parametrize("drawn", [figure, against_epsilon])
-def test_every_curve_is_in_the_legend(write, name, drawn):
-    found = [compare.read_run(write(str(at), [0.1, 0.5], **{"blur-strength": float(at)}), "accuracy") for at in range(2)]
-    (legend,) = drawn(compare.curves_of(found, "accuracy", names=[name, "theirs"]), "accuracy").legends
-    first, second = (text.get_text().split("\n")[0].strip() for text in legend.get_texts())
-    assert (first.startswith(name), second.startswith("theirs")) == (True, True)
-
-
-def test_a_long_legend_leaves_the_axes_their_height(write):
-    heights = []
-    for count in (2, 14):
-        settings = [{"dp_fedavg.name": "w " * 40 + str(place), "blur_strength": float(place)} for place in range(count)]
-        found = [write(f"run{place}-of-{count}", [0.1, 0.5], **one) for place, one in enumerate(settings)]
-        drawn = against_epsilon(curves(*found), "accuracy")
-        drawn.draw_without_rendering()
-        heights.append(drawn.axes[0].get_window_extent().height)
-    assert heights[1] > 0.9 * heights[0]
 
 
 @pytest.mark.drawn
@@ -540,21 +483,6 @@ def test_the_picture_tells_what_it_shows(write):
     assert "standard deviation" in drawn.get_suptitle()
     names = [text.get_text() for text in drawn.legends[0].get_texts()]
     assert names == ["clip-norm=0.5\ntight epsilon 1.5, n = 2", "clip-norm=1\nnot private, n = 1"]
-
-
-def test_only_rounds_where_nothing_is_private(write):
-    drawn = figure(curves(write("a", [0.1, 0.5], statement={"private": False, "epsilon": None})), "accuracy")
-    assert len(drawn.axes) == 1
-    assert "spread over seeds is not known" in drawn.get_suptitle()
-
-
-def test_many_curves_are_told_apart(write):
-    folders = [write(f"r{size}", [0.1] * 30, cohort_size=size) for size in range(1, 10)]
-    looks = set()
-    for container in figure(curves(*folders), "accuracy").axes[0].containers:
-        drawn = container.lines[0]
-        looks.add((drawn.get_color(), drawn.get_linestyle()))
-    assert len(looks) == 9
 
 
 # refusals

@@ -139,21 +139,6 @@ def test_what_can_not_be_compared_is_refused_naming_the_folder(tmp_path, given):
         landscapes([odd])
 
 
-@pytest.mark.parametrize(
-    ("keywords", "match"),
-    [
-        ({"resolution": 4}, "--resolution=4: must be odd"),
-        ({"resolution": 1}, "--resolution=1"),
-        ({"distance": 0.0}, "--distance=0"),
-        ({"num_records": 0}, "--records=0"),
-        ({"seed": -1}, "--seed=-1"),
-    ],
-)
-def test_nonsense_is_refused(keywords, match):
-    with pytest.raises(ValueError, match=match):
-        landscapes([], **keywords)
-
-
 APP = """
 [project]
 name = "mine"
@@ -231,16 +216,6 @@ def test_all_runs_are_drawn_on_one_scale():
     assert (levels[0][0], levels[0][-1]) == pytest.approx((0.8, 3.2))
     assert [axes.get_title() for axes in panels] == ["flat\nloss 0.9, tight epsilon 2", "steep\nloss 0.8, not private"]
     assert "9 test records" in drawn.get_suptitle()
-
-
-def test_wide_losses_are_drawn_on_a_logarithmic_scale_and_what_is_not_finite_is_left_out():
-    drawn = landscape_figure.figure([land("a", [[math.inf, 2.0, 90.0], [2.0, 0.5, 2.0], [math.nan, 2.0, 3.0]])])
-    assert drawn.axes[0].get_yscale() == "log"
-    assert drawn.axes[0].get_ylim() == pytest.approx((0.5, 90.0))
-    flat = landscape_figure.figure([land("a", np.full((3, 3), 2.0))])
-    assert flat.axes[0].get_ylim() == pytest.approx((1.5, 2.5))
-    with pytest.raises(ValueError, match="losses: none is finite"):
-        landscape_figure.figure([land("a", np.full((3, 3), math.nan))])
 
 
 # The command, on runs of the app

@@ -61,16 +61,6 @@ def test_a_clip_norm_that_moves_is_that_of_the_rounds(tmp_path):
     assert "NOT PRIVATE" not in axes.get_title()
 
 
-def test_a_clip_norm_far_above_all_norms_is_named_and_not_drawn(tmp_path):
-    norms = read_update_norms(recorded(tmp_path / "run", [answer(1.0), answer(2.0)], {"noise": {"clip_norm": 1000.0}}))
-    (axes,) = figure(norms, "x").axes
-    assert axes.get_ylim()[1] < 5
-    assert "clip norm: 1000 at least, above the axis" in [text.get_text() for text in axes.get_legend().get_texts()]
-    without = read_update_norms(recorded(tmp_path / "without", [answer(1.0)], {}))
-    assert without.clip_norms.size == 0
-    assert len(figure(without, "x").axes[0].lines) == 1
-
-
 def test_a_run_without_norms_names_the_setting(tmp_path, capsys):
     recorded(tmp_path / "run", [{"accuracy": 0.5}])
     assert call(tmp_path / "run") == 2

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from flower_dp.core.checks import SettingsError
 from flower_dp.running import flower_log, run_folder
 
 CODE = """
@@ -70,19 +69,6 @@ def test_how_the_log_of_a_process_ends_that_has_died(tmp_path, log, why):
     told = "the process that ran the app ended before the run did"
     assert flower_log.of_a_dead_process(tmp_path / "flower.log") == told + why
     assert flower_log.of_a_dead_process(tmp_path / "nowhere") == told
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ValueError("no data\nfor you"), "ValueError: no data"),
-        (SettingsError("seed=1: was 2"), "flower_dp.core.checks.SettingsError: seed=1: was 2"),
-        (SystemExit(3), "SystemExit: 3"),
-        (KeyError(), "KeyError"),
-    ],
-)
-def test_the_first_line_of_an_error(error, line):
-    assert flower_log.first_line(error) == line
 
 
 def test_warnings_of_a_log_once_each(tmp_path):

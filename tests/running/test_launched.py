@@ -1,6 +1,7 @@
 """What `flower-dp run` was asked for, kept for a run that goes on."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,12 @@ def test_how_a_run_was_begun_is_read_back(tmp_path):
         ValueError, match=r"other: holds no run that `flower-dp run` has begun: it has no checkpoint/launch.json$"
     ):
         Launched.read(tmp_path / "other")
+    assert BEGUN.target.app.own
+    gone = replace(BEGUN, app=str(tmp_path / "gone"))
+    with pytest.raises(ValueError, match="is no longer the folder of a Flower app"):
+        _ = gone.target
+    Launched.forget(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])

@@ -1,7 +1,6 @@
 import pytest
 
 from flower_dp.running import apps, preflight
-from flower_dp.running.values import suggested
 
 PYPROJECT = """
 [project]
@@ -50,30 +49,8 @@ def test_an_app_of_flower_dp_takes_settings_that_its_file_does_not_list(target):
         target("app = 3", "learning-rate=0.2")
 
 
-def test_another_sampling_leaves_out_the_rate_that_a_preset_or_the_apps_file_sets(target, tmp_path):
-    preset = apps.resolve("mnist-nbafl-k-of-n", ["sampling=full"])
-    assert preset.overrides["sampling"] == "full"
-    assert "cohort-size" not in preset.overrides
-    preflight.check_settings(preset)
-    made = target(BUILT)
-    file = tmp_path / "pyproject.toml"
-    file.write_text(file.read_text() + 'method = "dp-fedavg"\nsampling = "poisson"\nsampling-rate = 0.2\n')
-    assert apps.resolve(str(made.app.folder), ["num-rounds=2"]).overrides == {"num-rounds": 2}
-    given = ["sampling=fixed-size", "cohort-size=5", "dp-fedavg.delta=1e-3"]
-    found = apps.resolve(str(made.app.folder), given)
-    assert found.overrides["sampling-rate"] == apps.own_app().defaults["sampling-rate"]
-    preflight.check_settings(found)
-    # A rate of one's own is not left out: it is refused.
-    with pytest.raises(ValueError, match=r"sampling-rate=0\.3: is not read with sampling='fixed-size'"):
-        preflight.check_settings(apps.resolve(str(made.app.folder), [*given, "sampling-rate=0.3"]))
-    # Nothing that was not set is set.
-    assert "sampling-rate" not in apps.resolve(None, ["method=dp-fedavg", "sampling=full"]).overrides
-
-
 WITHOUT = {
-    "evaluation.every=0": "evaluation.every = 1\nevaluation.metrics = 'loss=5'\nevaluation.noise-multiplier = 2.0",
-    "blur-strength=0": "blur-strength = 3.0\nblur-bound = 0.5",
-    "dp-fedavg.clip-quantile=0": "dp-fedavg.clip-quantile = 0.5\ndp-fedavg.largest-clip-norm = 9.0",
+    "sampling=full": "sampling = 'poisson'\nsampling-rate = 0.2",
     "dp-fedavg.epsilon=4": "dp-fedavg.noise-multiplier = 3.0\ndp-fedavg.target-epsilon = 2.0",
     "fed-smp.mask=rand-k": "method = 'fed-smp'\nfed-smp.mask = 'top-k'\nfed-smp.random-ratio = 0.2\nfed-smp.delta = 1e-3",
     "method=nbafl": "momentum = 0.9\nbatch-size = 3\nnbafl.epsilon = 5.0\nnbafl.delta = 1e-3",
@@ -90,14 +67,6 @@ def test_a_choice_unsets_what_the_apps_file_sets_and_nothing_reads_beside_it(giv
     preflight.check_settings(apps.resolve(str(made.app.folder), [given]))
     # What stands there and is read stays.
     assert apps.resolve(str(made.app.folder), ["num-rounds=2"]).overrides == {"num-rounds": 2}
-
-
-def test_what_the_apps_file_sets_for_nobody_stays_refused(target, tmp_path):
-    made = target(BUILT)
-    file = tmp_path / "pyproject.toml"
-    file.write_text(file.read_text() + "method = 'dp-fedavg'\nblur-bound = 0.5\n")
-    with pytest.raises(ValueError, match="blur-bound"):
-        preflight.check_settings(apps.resolve(str(made.app.folder), ["sampling=full"]))
 
 
 def test_an_empty_value_unsets_what_a_preset_or_the_apps_file_sets(target, tmp_path):
@@ -143,23 +112,6 @@ def test_gpus_that_are_not_there_are_missed(monkeypatch, gpus, each, workers):
     monkeypatch.setattr(preflight, "num_gpus", lambda: gpus)
     with pytest.raises(ValueError, match=f"--gpus-per-worker={each:g}: .* need more GPUs than Ray finds here"):
         preflight.workers_of(workers, each)
-
-
-@pytest.mark.parametrize(
-    ("key", "meant"),
-    [
-        ("epsilon", "dp-fedavg.epsilon"),
-        ("clip-norm", "dp-fedavg.clip-norm"),
-        ("dp-fedavg.epsilo", "dp-fedavg.epsilon"),
-        ("nbafl.clip", "dp-fedavg.clip-norm"),
-        ("learning-rat", "learning-rate"),
-        ("num-round", "num-rounds"),
-        ("sam-radiu", "dp-fedsam.sam-radius"),
-        ("foo", ""),
-    ],
-)
-def test_keys_of_the_chosen_method_are_suggested_first(key, meant):
-    assert suggested(key, apps.own_app().defaults, "dp-fedavg") == meant
 
 
 def test_all_settings_that_an_app_can_not_take_are_named(target):

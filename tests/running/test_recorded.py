@@ -11,7 +11,6 @@ from safetensors.numpy import load_file
 from flower_dp import RunFolder, record_run
 from flower_dp.clients import DPPASGDRecipe, FedSGDDPCRecipe, model_arrays
 from flower_dp.core.sampling import PoissonSampling
-from flower_dp.reporting.past_run import read_past_run
 from flower_dp.running.recorded import watched
 from flower_dp.strategies import DPPASGD, DPFedAvg, FedSGDDPC
 from tests.grids import LocalGrid
@@ -118,26 +117,6 @@ def test_a_strategy_that_is_started_by_the_app_fills_the_run_folder(launched):
     np.testing.assert_array_equal(load_file(launched / "model.safetensors")["weight"], result.arrays["weight"].numpy())
 
 
-def test_record_run_writes_the_folder_once(launched):
-    strategy = FedSGDDPC(**LAPLACE, num_clients=2, cohort_size=2, num_records=8, learning_rate=0.5)
-    grid = grid_of(FedSGDDPCRecipe(**LAPLACE, num_replies=2), {name: records(name) for name in NAMES[:2]})
-    record_run(strategy, grid, model_arrays(linear()), num_rounds=2, config={"of": "the app"}, not_covered=["the app's own"])
-    assert (launched / "run-config.toml").read_text() == 'of = "the app"\n'
-    assert [line["round"] for line in lines_of(launched)] == [0, 1, 2]
-    assert "the app's own" in (launched / "statement.txt").read_text()
-
-
-def test_a_second_run_of_an_app_has_no_folder_and_goes_on(launched, caplog):
-    started()
-    before = (launched / "metrics.jsonl").read_bytes()
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        strategy, _ = started()
-    assert len(strategy.rounds) == 2
-    assert (launched / "metrics.jsonl").read_bytes() == before
-    assert "this run has no run folder: " in caplog.text
-    assert "already holds run-config.toml" in caplog.text
-
-
 def test_an_error_of_the_folder_does_not_lose_a_run_that_did_not_ask_for_one(launched, monkeypatch, caplog):
     def full(*_):
         raise OSError("no space left on device")
@@ -148,17 +127,6 @@ def test_an_error_of_the_folder_does_not_lose_a_run_that_did_not_ask_for_one(lau
     assert len(strategy.rounds) == 2
     assert "the run folder failed at round 1, and the run goes on: OSError: no space left on device" in caplog.text
     np.testing.assert_array_equal(load_file(launched / "model.safetensors")["weight"], result.arrays["weight"].numpy())
-
-
-def test_an_apps_own_config_toml_does_not_hide_the_runs_settings(launched, tmp_path):
-    (tmp_path / "config.toml").write_text("of = 'the app'")
-    (launched / "config.toml").symlink_to(tmp_path / "config.toml")
-    started()
-    assert (launched / "config.toml").read_text() == "of = 'the app'"
-    run = read_past_run(launched)
-    assert run.config == {"num-rounds": 2, "lr": 0.1}
-    assert run.finished
-    assert [line["round"] for line in run.rows] == [0, 1, 2]
 
 
 def test_the_model_of_the_folder_is_the_best_where_the_method_chooses_one(launched):

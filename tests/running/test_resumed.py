@@ -1,7 +1,6 @@
 """Run folders of runs that go on: their lines, statement and model, and what they refuse."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from flwr.app import MetricRecord
 from flower_dp import record_run
 from flower_dp.core.checks import SettingsError
 from flower_dp.core.sampling import FullSampling
-from flower_dp.running.launched import Launched
 from flower_dp.running.recorded import watched
 from flower_dp.strategies import DPFedAvg, writer
 from flower_dp.strategies.started import Stated
@@ -169,10 +167,7 @@ def test_an_app_that_starts_a_strategy_itself_goes_on(launched, monkeypatch):
 def test_an_app_whose_settings_have_changed_begins_no_other_run_instead(launched, monkeypatch):
     monkeypatch.setenv("FLOWER_DP_RESUME", "resume")
     asked = grid()
-    with (
-        watched({"num-rounds": 5}, "run"),
-        pytest.raises(SettingsError, match=r"num-rounds=5: was 4 in .*: it can't change"),
-    ):
+    with watched({"num-rounds": 5}, "run"), pytest.raises(SettingsError, match=r"num-rounds=5: was 4 in .*: it can't change"):
         strategy().start(asked, model(), num_rounds=5)
     assert not asked.sent
     assert json.loads((launched / "statement.json").read_text())["num_rounds"] == 3
@@ -197,18 +192,3 @@ def test_a_statement_is_made_again_without_a_message(kind, launched, monkeypatch
     assert json.loads((launched / "statement.json").read_text()) == before
     assert json.loads((launched / "model.json").read_text())["unfinished"] == "after round 3"
     assert [line["round"] for line in lines_of(launched)] == [0, 1, 2, 3]
-
-
-def test_how_a_run_was_begun_is_read_back(tmp_path):
-    words = {"app": "", "name": "x", "overrides": {"seed": 1, "lr": 0.5}, "workers": 2, "supernodes": 3}
-    begun = Launched(**words, gpus_per_worker=0.0)
-    begun.write(tmp_path)
-    assert Launched.read(tmp_path) == begun
-    assert begun.target.app.own
-    Launched.forget(tmp_path)
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="holds no run that `flower-dp run` has begun"):
-        Launched.read(tmp_path)
-    gone = Launched(**words | {"app": str(Path(tmp_path) / "gone")}, gpus_per_worker=0.0)
-    with pytest.raises(ValueError, match="is no longer the folder of a Flower app"):
-        _ = gone.target

@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(scope="package")
 def ray_here():
     """Ray in this process, the same for all tests here: the first of them starts it. This process connects to nobody else."""
-    from flower_dp.simulation.run import cool_down
+    from flower_dp.simulation import stop_ray
 
     connect = socket.socket.connect
 
@@ -22,7 +22,7 @@ def ray_here():
         yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # Ray forgets the processes that it has ended
-        cool_down()
+        stop_ray()
         gc.collect()
 
 

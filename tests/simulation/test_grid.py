@@ -1,7 +1,6 @@
 """The Grid on Ray: the same bits as in one process, and what becomes of errors, dead workers, late replies and states."""
 
 import os
-import random
 import signal
 import threading
 import time
@@ -26,7 +25,6 @@ from flower_dp.wire import KEY
 from tests.adversaries.fuzzing import THOROUGH
 from tests.contract_runs import SEED, SMALL, STILL, WatchedGrid, app_of, start, still_data, still_model
 from tests.contracts import METHODS, Words
-from tests.forks import trains_after_a_fork
 from tests.grids import asks_to_train
 from tests.simulation.obedient import Broken, app_that, forging, obey, reported, to
 
@@ -127,39 +125,6 @@ def one_client(method, arguments):
     return client_app(lambda context: client)
 
 
-@trains_after_a_fork
-def test_a_forked_process_does_not_repeat_the_noise_of_its_parent():
-    """A worker that was forked has all of its parent's memory."""
-    read, write = os.pipe()
-    client = client_app_of_noise()
-    before = client()
-    if (child := os.fork()) == 0:  # pragma: no cover
-        os.write(write, client().tobytes())
-        os._exit(0)
-    os.waitpid(child, 0)
-    theirs = np.frombuffer(os.read(read, before.nbytes), before.dtype)
-    os.close(read)
-    os.close(write)
-    rows = np.stack([before, client(), theirs])
-    # Three correlations, each beyond 6 standard deviations with probability 2e-9.
-    assert np.abs(np.corrcoef(rows) - np.eye(3)).max() < 6 / np.sqrt(before.size)
-
-
-def client_app_of_noise():
-    """Call a node on a message again and again; return what it has sent."""
-    (method,) = [method for method in METHODS if method.label == "dp-fedsam distributed"]
-    arguments = Words(num_rounds=1)
-    grid = WatchedGrid(app_of(method, arguments, STILL, num_nodes=4), 4)
-    start(method.strategy(arguments), grid, arguments, STILL)
-    message = grid.train_messages[0]
-
-    def ask():
-        (reply,) = grid.send_and_receive([message])
-        return list(next(iter(reply.content.array_records.values())).values())[-1].numpy()[:500].astype(np.float64)
-
-    return ask
-
-
 def test_a_dead_workers_clients_are_missing_in_that_round_alone(workers):
     """With a strategy: the round goes on, the statement says who was missing."""
     (method,) = [method for method in METHODS if method.label == "dp-fedavg"]
@@ -227,19 +192,6 @@ def test_the_nodes_are_flowers(grid):
     (strange,) = grid.send_and_receive([to(77)])
     assert strange.error.code == 5
     assert "node 77" in strange.error.reason
-
-
-def test_an_app_that_can_not_be_loaded_is_flowers_error(workers):
-    def missing():
-        import a_module_that_is_not_there
-
-        return a_module_that_is_not_there
-
-    for app, arguments in ((missing, "No module named 'a_module_that_is_not_there'"), (lambda: 3, "the app is a int: must be a")):
-        with RayGrid(app, workers, num_nodes=1) as grid:
-            (reply,) = grid.send_and_receive([to(2)])
-        assert reply.error.code == 1
-        assert arguments in reply.error.reason
 
 
 def test_a_dead_worker_costs_its_message_and_comes_back_with_the_state(grid):
@@ -319,30 +271,6 @@ def test_a_worker_that_can_not_end_itself_is_ended(pushed, grid, monkeypatch, ca
     assert len(replies) == 1
     assert reported(replies[0])["process"] != stopped
     assert "a worker has died while it served node 2: it does not respond" in caplog.text
-
-
-@pytest.mark.slow
-def test_workers_that_are_killed_at_random_cost_a_message_each_and_no_more(grid):
-    """Of eight messages a round; a killed worker is at work, or idle, or being replaced."""
-    rng, killed, failed = random.Random(5), 0, 0
-    processes = {reported(reply)["process"] for reply in grid.send_and_receive([to(node) for node in (2, 3, 4, 5)])}
-    for _ in range(8):
-
-        def kill(process):
-            time.sleep(rng.uniform(0.0, 0.6))
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-
-        killer = threading.Thread(target=kill, args=(rng.choice(sorted(processes)),))
-        killer.start()
-        killed += 1
-        replies = grid.send_and_receive([to(node, do="sleep", seconds=0.1) for node in (2, 3, 4, 5, 2, 3, 4, 5)])
-        killer.join()
-        assert len(replies) == 8
-        failed += sum(reply.has_error() for reply in replies)
-        processes = {reported(reply)["process"] for reply in replies if not reply.has_error()}
-    assert 0 < failed <= killed
-    assert not any(reply.has_error() for reply in [grid.send_and_receive([to(node)])[0] for node in (2, 3, 4, 5)][-2:])
 
 
 # Workers that find no machine
@@ -484,14 +412,3 @@ def test_threads_may_share_a_grid(grid):
     }
     assert all(count == list(range(2, 12)) for count in counts.values())
     assert threading.active_count() < 50
-
-
-def test_messages_may_be_pushed_and_pulled(grid):
-    ids = list(grid.push_messages([to(2), to(3, do="raise", what="x")]))
-    found, deadline = {}, time.monotonic() + 60
-    while len(found) < 2 and time.monotonic() < deadline:
-        for reply in grid.pull_messages(ids):
-            assert reply.metadata.reply_to_message_id not in found
-            found[reply.metadata.reply_to_message_id] = reply
-    assert [found[number].has_error() for number in ids] == [False, True]
-    assert list(grid.pull_messages(ids)) == []

@@ -55,6 +55,7 @@ def test_the_folder_of_a_ray_that_does_not_start_is_removed(tmp_path, monkeypatc
 
     monkeypatch.setattr(workers, "short_folder", lambda: folder)
     monkeypatch.setattr(workers, "_init", fail)
+    monkeypatch.setattr(workers, "_ours", None)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     with pytest.raises(workers.RayStartError):
         workers.start_ray(2)
@@ -88,7 +89,18 @@ def test_a_run_that_is_refused_while_its_workers_are_made_does_not_end_ray_under
     monkeypatch.setattr(workers, "start_ray", start)
     monkeypatch.setattr(workers, "stop_ray", lambda: ended.append(True))
     begun = Launched(app="", name="mine", overrides={}, workers=1, supernodes=None, gpus_per_worker=0.0)
-    outcome = attempt.on_ray(begun, tmp_path, resume="", check=check, started=lambda: None)
+    outcome = attempt.on_ray(begun, tmp_path, resume="", check=check, started=lambda: None, on_line=print)
     goes_on.set()
     assert (outcome.status, outcome.details) == ("refused", "rounds=-1: must be >= 0")
     assert ended == ([] if busy else [True])
+
+
+def test_the_dashboard_and_the_autoscaler_are_off_within_it_alone_and_a_ray_without_them_starts_as_usual():
+    started = []
+    node = type("Node", (), {"start_api_server": lambda node, **_: started.append(1)})
+    before = dict(vars(node))
+    for ray in (SimpleNamespace(node=SimpleNamespace(Node=node)), SimpleNamespace()):
+        with workers.lean(SimpleNamespace(_private=ray)):
+            node().start_api_server(include_dashboard=False) if vars(ray) else None
+            assert not hasattr(node, "start_monitor")
+    assert (dict(vars(node)), started) == (before, [])

@@ -1,14 +1,12 @@
 """`flower_dp.simulate`: what may be run, what comes back, what is warm, and what an interruption leaves."""
 
 import json
-import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-import tomllib
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +19,9 @@ from flwr.serverapp import ServerApp
 
 import flower_dp
 from flower_dp.core.checks import SettingsError
-from flower_dp.core.environment import RUN_FOLDER
-from flower_dp.running.launched import Launched
 from flower_dp.simulation import run as simulation
 from flower_dp.simulation import workers
-from flower_dp.sweeps import pool
 from tests.simulation.obedient import pair
-from tests.sweeps.conftest import APP, MODULE
 from tests.torch_free import module
 
 ROOT = Path(flower_dp.__file__).parents[1]
@@ -141,41 +135,6 @@ def test_a_folder_that_changes_between_two_calls(tmp_path, monkeypatch):
 
 @pytest.mark.flwr_run
 @pytest.mark.usefixtures("ray_here")
-def test_a_run_of_a_sweep(tmp_path, monkeypatch):
-    """Of an app with a model of its own; tests/sweeps has the processes of a whole sweep."""
-    before = sys.dont_write_bytecode
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "pyproject.toml").write_text(APP)
-    (tmp_path / "app" / "my_app.py").write_text(MODULE)
-    (tmp_path / "run").mkdir()
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.chdir(tmp_path)
-    for handler in logging.getLogger("flwr").handlers:  # as in a process of its own, where pytest captures nothing
-        monkeypatch.setattr(handler, "stream", sys.__stderr__)
-    begun = Launched(
-        app=str(tmp_path / "app"),
-        name="mine",
-        overrides={"num-rounds": 2, "learning-rate": 0.2, "seed": 5},
-        workers=1,
-        supernodes=1,
-        gpus_per_worker=0.0,
-    )
-    (tmp_path / "lock").touch()
-    warm = simulation.warm_workers(cpus=1.0, gpus=0.0, at_most=1)
-    outcome, whole = pool._make(begun, tmp_path / "run", "", warm, tmp_path / "lock")
-    log = (tmp_path / "run" / "flower.log").read_text()
-    assert (outcome.status, outcome.details, whole) == ("completed", "", True), log
-    assert "[ROUND 2/2]" in log
-    assert (Path.cwd(), sys.dont_write_bytecode, RUN_FOLDER in os.environ) == (tmp_path, before, False)
-    assert not list((tmp_path / "app").glob("__pycache__"))
-    config = tomllib.loads((tmp_path / "run" / "run-config.toml").read_text())
-    assert (config["learning-rate"], config["seed"], config["num-clients"]) == (0.2, 5, 20)
-    assert json.loads((tmp_path / "run" / "statement.json").read_text())["num_rounds"] == 2
-    assert not [name for name in sys.modules if name.startswith("my_")]
-
-
-@pytest.mark.flwr_run
-@pytest.mark.usefixtures("ray_here")
 def test_two_apps_on_warm_workers(capsys):
     found = []
     server, client = pair(found)
@@ -217,10 +176,9 @@ def two_cores(monkeypatch):
     """A machine of two cores without a GPU; Ray is a stub."""
     there = {"CPU": 2.0}
     ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": there}], cluster_resources=lambda: there)
-    for place in (workers, simulation):
-        monkeypatch.setattr(place, "start_ray", lambda *_, **__: ray)
-        monkeypatch.setattr(place, "session_of", lambda ray: ("stub",))
-    monkeypatch.setattr(simulation, "_warm", {})
+    monkeypatch.setattr(workers, "start_ray", lambda *_, **__: ray)
+    monkeypatch.setattr(workers, "session_of", lambda ray: ("stub",))
+    monkeypatch.setattr(workers, "_idle", {})
 
 
 @pytest.mark.parametrize(
@@ -229,20 +187,16 @@ def two_cores(monkeypatch):
         ({"num_workers": 1, "gpus": 1.0}, "gpus=1: only 0 workers"),
         ({"num_workers": 3}, "num_workers=3: only 2 workers"),
         ({"cpus": 8.0}, "cpus=8: only 0 workers"),
+        ({"gpus": 1.0}, "gpus=1: only 0 workers"),
     ],
 )
 def test_workers_that_do_not_fit_name_the_argument_that_is_too_large(arguments, named, two_cores):
     with pytest.raises(ValueError, match=named):
         workers.Workers(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("cpus", "gpus", "named"), [(1.0, 1.0, "gpus_per_node=1: only 0 workers"), (8.0, 0.0, "cpus_per_node=8: only 0 workers")]
-)
-def test_a_simulation_whose_workers_do_not_fit_names_its_own_setting(cpus, gpus, named, two_cores):
-    """It named num_workers, which a simulation has not."""
-    with pytest.raises(ValueError, match=named):
-        simulation.warm_workers(cpus=cpus, gpus=gpus, at_most=None)
+    if "num_workers" not in arguments:  # a simulation names its own setting
+        kind = {"cpus": 1.0, "gpus": 0.0, "at_most": None} | arguments
+        with pytest.raises(ValueError, match=named.replace("=", "_per_node=")), workers.warm_workers(**kind):
+            pass
 
 
 OWN = flower_dp.app(model_fn=lambda: torch.nn.Linear(3, 2), data_fn=lambda client, num_clients: pytest.fail("asked for data"))
@@ -278,7 +232,7 @@ def test_no_node_is_without_a_client_however_many_workers_there_are(monkeypatch)
         made.append(num_nodes)
         raise KeyError
 
-    monkeypatch.setattr(simulation, "warm_workers", lambda **_: SimpleNamespace(actors=range(8), keep=lambda: None))
+    monkeypatch.setattr(simulation, "warm_workers", lambda **_: nullcontext(SimpleNamespace(actors=range(8))))
     monkeypatch.setattr(simulation, "RayGrid", grid)
     for num_clients in (4, 20):
         with pytest.raises(KeyError):

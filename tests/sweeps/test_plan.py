@@ -55,7 +55,7 @@ def test_the_command_makes_the_same_run(write, monkeypatch):
     )
     (run,) = planned(path)
     given = {}
-    monkeypatch.setattr("flower_dp.cli.runs._launch", lambda begun, folder, *, check: given.update(begun=begun))
+    monkeypatch.setattr("flower_dp.cli.launch.launch", lambda begun, folder, *, check: given.update(begun=begun))
     monkeypatch.setenv("HOME", str(path.parent))
     with pytest.raises(SystemExit):
         cli.main(shlex.split(run.command)[1:])

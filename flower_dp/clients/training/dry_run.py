@@ -121,7 +121,7 @@ def log_private_kind(clients: Mapping[str, Records]) -> None:
     try:
         name, records = next(iter(clients.items()))
         if isinstance(records, DatasetRecords) and records.example is None and not _is_pair(records.dataset[0]):
-            log.error("client %s can't train: %s (only this log says so, since a record does)", name, reasons.ROWS)
+            log.error("client %s can't train: %s (only this log says so)", name, reasons.ROWS, extra={"shown": True})
     except Exception as error:
         _warn_once(f"dry run: the first record can't be read: {type(error).__name__}: {error}")
 
@@ -326,13 +326,13 @@ def _log_cause(what: str, error: BaseException) -> None:
 
 @lru_cache(maxsize=64)
 def _log_once(line: str, trace: str) -> None:
-    log.error("%s%s", line, trace)
+    log.error("%s%s", line, trace, extra={"shown": True})
 
 
 @lru_cache(maxsize=64)
 def _warn_once(line: str) -> None:
     """Log a warning that many clients of this process may have in common."""
-    log.warning("%s", line)
+    log.warning("%s", line, extra={"shown": True})
 
 
 def _is_pair(row: Any) -> bool:
