@@ -28,13 +28,16 @@ from flower_dp.clients import (
 from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
 from flower_dp.clients.local.agreement import why_not
 from flower_dp.clients.reasons import Declined
-from flower_dp.clients.reply import parts
+from flower_dp.clients.reply import client_level, parts
 from flower_dp.core.clipping import NOT_FINITE, NotFiniteError
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.privacy import accounting
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.release import Release
 from flower_dp.wire import Answer, Ask, Instruction, OwnAsk, Promise
@@ -872,15 +875,33 @@ def test_terms_that_differ_in_one_word_are_other_terms() -> None:
             assert why_not(other, promise, OwnAsk(weight=1.0, terms=opened.kind, noise_multiplier=0.0, number=1)), change
 
 
-@pytest.mark.parametrize("num_evaluations", [1, 3, 7, 10, 49, 1000])
-@pytest.mark.parametrize("epsilon", [0.1, 0.3, 1.0, 3.0])
-def test_evaluations_never_cost_more_than_their_budget(epsilon: float, num_evaluations: int) -> None:
-    """The exact sum of what the float64 scales cost, not a float64 sum."""
-    training_terms = BUDGET.terms("c0", records("c0"))
-    terms = EvaluationBudget(epsilon=epsilon, num_evaluations=num_evaluations).terms("c0", training_terms)
-    scale = Fraction(terms.release.mechanism.noise_multiplier)
-    sensitivity = 2 if terms.release.relation == "replace-one" else 1
-    assert num_evaluations * sensitivity / scale <= Fraction(epsilon)
+@pytest.mark.parametrize("relation", ["replace-one", "add-or-remove-one"])
+@pytest.mark.parametrize("epsilon", [0.1, 0.3, 1.0, 3.0, 7.7])
+def test_replies_and_evaluations_never_cost_more_than_their_budget(epsilon: float, relation: Relation) -> None:
+    """The exact sum of what the float64 scales cost, and what the accountant makes of it: no float64 sum of budgets."""
+    for count in [*range(1, 50), 199, 1000]:
+        terms = gradient_terms(
+            mechanism="laplace", clip_norm=1.0, epsilon=epsilon, delta=0.0, num_replies=count, num_records=8, relation=relation
+        )
+        evaluations = EvaluationBudget(epsilon=epsilon, num_evaluations=count).terms("c0", terms)
+        for release in (terms.release, evaluations.release):
+            scale = Fraction(release.mechanism.noise_multiplier)
+            assert count * (2 if relation == "replace-one" else 1) / scale <= Fraction(epsilon)
+        cost = accounting.epsilon(accounting.repeated(terms.event, count), delta=0.0, relation=relation)
+        assert cost.epsilon <= epsilon
+
+
+@pytest.mark.parametrize(
+    ("noise_std", "noise_multiplier", "part"),
+    [(0.0, 1.0, parts.ServerNoise()), (0.0, 0.0, parts.NotPrivate()), (0.5, 1.0, parts.GaussianShare(noise_std=0.5))],
+)
+def test_rows_that_the_server_makes_private_are_not_taken_for_rows_of_a_run_without_privacy(
+    noise_std: float, noise_multiplier: float, part: Any
+) -> None:
+    """Of a run without privacy anything may be chosen by size; before the server's noise nothing may."""
+    placement = "distributed" if noise_std or not noise_multiplier else "central"
+    made = ask(noise_multiplier=noise_multiplier, placement=placement, noise_std=noise_std, size=9)
+    assert client_level.pipeline(made, train=None, length=9).noise == part  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["a\nEPSILON: 0", "\x1b[2J", "x" * 10_000])
