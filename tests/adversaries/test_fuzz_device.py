@@ -32,11 +32,11 @@ from flower_dp.clients import (
     model_arrays,
     privacy_mod,
 )
-from flower_dp.clients.account import LEDGER_PATH, StateAccount
+from flower_dp.clients.account import StateAccount
 from flower_dp.clients.reasons import SEE_LOG, Declined
 from flower_dp.clients.reply import parts
 from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.device_store import DeviceLedger, evaluation_account
+from flower_dp.privacy.device_store import evaluation_account
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.strategies import LocalEvaluation, PrivateEvaluation
 from flower_dp.wire import Answer, Instruction
@@ -493,28 +493,6 @@ def test_no_message_moves_a_device_from_its_own_terms(label: str, data: st.DataO
 
 def instruction_of_any(message: Message) -> Instruction:
     return Instruction.from_json(message.content["config"][wire.KEY], [np.zeros(18, np.float32)] * 3)
-
-
-@pytest.mark.slow
-@examples(6)
-@given(data=st.data())
-def test_no_message_passes_the_budget_in_a_ledger_file(data: st.DataObject, tmp_path_factory: Any) -> None:
-    method = BY_LABEL["fedsgd-dpc laplace"]
-    path = tmp_path_factory.mktemp("ledger") / "ledger.sqlite"
-    ledger = DeviceLedger.create(path, HOSTED)
-    runs = [local(method, context=empty(**{LEDGER_PATH: str(path)})) for _ in range(2)]
-    rows_of = dict.fromkeys(("train", "evaluate"), 0)
-    for message in data.draw(changed(method.label, most=8)):
-        device = data.draw(st.sampled_from(runs))
-        with bounded(), watched() as rows:
-            device.ask(message)
-        rows_of[message.metadata.message_type] += len(rows)
-        entries = ledger.read()
-        assert sum(entries[name].replies for name in HOSTED) >= rows_of["train"]
-        assert all(entries[name].replies <= WORDS.replies for name in HOSTED)
-        evaluations = [entries[one].replies for name in HOSTED if (one := evaluation_account(name)) in entries]
-        assert sum(evaluations) >= rows_of["evaluate"]
-        assert all(count <= BUDGET.num_evaluations for count in evaluations)
 
 
 # Somebody's own app behind the mod
