@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -240,8 +241,7 @@ def run_of_a_numpy_client(path: Any, with_context: bool) -> Message:
     """One message of a new run, through Flower's own ClientApp; a new run's state is empty."""
 
     def client_fn(context: Context) -> Any:
-        keywords: dict[str, Any] = {"context": context} if with_context else {}
-        return LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", **keywords).to_client()
+        return own_device(context=context if with_context else None).to_client()
 
     grid = LocalGrid(ClientApp(client_fn=client_fn), 1)
     grid.contexts[1].node_config[LEDGER_PATH] = str(path)
@@ -271,8 +271,7 @@ def test_a_client_object_that_is_kept_does_not_reply_with_the_context_of_an_earl
 
     def client_fn(context: Context) -> Any:
         if not kept:
-            words = {"recipe": BUDGET, "device": "cpu", "context": context}
-            kept.append(LocalDPClient(model=linear(), clients={"c0": records("c0")}, **words))
+            kept.append(own_device(context=context))
         return kept[0].to_client()
 
     grid = LocalGrid(ClientApp(client_fn=client_fn), 1)
@@ -285,20 +284,6 @@ def test_a_client_object_that_is_kept_does_not_reply_with_the_context_of_an_earl
     assert "declined: context: is of an earlier message; make the client in client_fn" in replies[1].error.reason
     kept[0].attach(grid.contexts[1])
     assert not grid.send_and_receive([numpy_message(local())])[0].has_error()
-
-
-def test_an_apps_own_ledger_does_not_hide_the_owners(tmp_path: Any) -> None:
-    """Without a context the client does not know whether there is another."""
-    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
-    made = own_device(context=None, ledger=ledger.path)
-    with pytest.raises(Declined, match="context: this client has no account"):
-        made.answer(model(), config_of(local()))
-    assert ledger.read()["c0"].replies == 0
-
-
-def test_a_client_without_an_account_that_is_given_the_context_refuses_a_ledger() -> None:
-    with pytest.raises(Declined, match="ledger-path: this client keeps no account"):
-        device(None, context=context_of(**{LEDGER_PATH: "ledger.sqlite"}))
 
 
 def test_a_client_is_not_named_as_an_account_of_evaluations(tmp_path: Any) -> None:
@@ -316,53 +301,44 @@ OWN = NbAFLTerms(clip_norm=1.5, paper_epsilon=0.8, delta=0.01, uplink_exposures=
 ZEROS = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
 
 
-def forget(context: Context) -> None:
-    context.state = RecordDict()
-
-
-def clear(context: Context) -> None:
-    context.state.clear()
-
-
 def lower(context: Context) -> None:
     if KEY in context.state.config_records:
         context.state.config_records[KEY]["replies"][0] = 1  # type: ignore[index]
 
 
-def forge(context: Context) -> None:
-    context.state[KEY] = ConfigRecord({"clients": ["a"], "replies": [-20], "terms": [OWN.terms().text]})
-
-
-def spoil(context: Context) -> None:
-    context.state = None  # type: ignore[assignment]
-
-
 def another_kind(context: Context) -> None:
-    if KEY in context.state:
-        del context.state[KEY]
+    context.state.clear()
     context.state[KEY] = MetricRecord({"replies": 0})
 
 
-def no_ledger(context: Context) -> None:
-    context.node_config.pop(LEDGER_PATH, None)
+def fail(context: Context) -> None:
     context.state.clear()
+    raise ValueError("Jane Doe")
+
+
+FORGED = {"clients": ["a"], "replies": [-20], "terms": [OWN.terms().text]}
+SPOILS: dict[str, Callable[[Context], Any]] = {
+    "another state": lambda context: setattr(context, "state", RecordDict()),
+    "an empty state": lambda context: context.state.clear(),
+    "a lower count": lower,
+    "a forged account": lambda context: context.state.update({KEY: ConfigRecord(FORGED)}),  # type: ignore[dict-item]
+    "no state": lambda context: setattr(context, "state", None),
+    "another kind of record": another_kind,
+    "an error": fail,
+    "no ledger": lambda context: (context.node_config.pop(LEDGER_PATH, None), context.state.clear()),
+}
 
 
 def spoiling_app(spoils: Any) -> ClientApp:
+    """An app that spoils its context in whatever it does."""
     app = ClientApp(mods=[privacy_mod(name="a", terms=OWN, policy=ClientPolicy(allow_metrics=True))])
 
     def serve(message: Message, context: Context) -> Message:
         spoils(context)
-        return Message(RecordDict({"metrics": MetricRecord({"loss": 0.5})}), reply_to=message)
+        return Message(RecordDict({"arrays": ZEROS, "metrics": MetricRecord({"loss": 0.5})}), reply_to=message)
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        spoils(context)
-        return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
-
-    app.evaluate()(serve)
-    app.query()(serve)
-    app.query("anything")(serve)
+    for register in (app.train(), app.evaluate(), app.query(), app.query("anything")):
+        register(serve)
     return app
 
 
@@ -372,39 +348,21 @@ def nbafl(noise_multiplier: float = 0.0) -> Message:
     return wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, asked)
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["the node's state", "a ledger"])
 @pytest.mark.parametrize("kind", ["train", "evaluate", "query", "query.anything"])
-@pytest.mark.parametrize("spoils", [forget, clear, lower, forge, spoil, another_kind], ids=lambda function: function.__name__)
-def test_no_message_lets_an_app_change_the_account(spoils: Any, kind: str) -> None:
+@pytest.mark.parametrize("what", SPOILS)
+def test_no_message_lets_an_app_change_the_account(what: str, kind: str, on_device: bool, tmp_path: Any) -> None:
     """An app that cleared its state in an evaluation sent 20 replies on a budget of 2."""
-    app, context, sent = spoiling_app(spoils), context_of(), 0
-    for _ in range(6):
+    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["a"])
+    app, context, sent = spoiling_app(SPOILS[what]), context_of(**{LEDGER_PATH: str(ledger.path)} if on_device else {}), 0
+    for _ in range(4):
         if kind != "train":
-            app(Message(RecordDict({"arrays": ZEROS}), 1, kind), context)
+            with suppress(RuntimeError):
+                app(Message(RecordDict({"arrays": ZEROS}), 1, kind), context)
         content = app(nbafl(), context).content
         sent += not wire.Answer.from_json(str(content[wire.KEY][wire.KEY]), ("a",)).refused
     assert sent == 2
-    assert StateAccount(context.state).replies("a") == 2
-
-
-def test_an_app_does_not_take_the_ledger_from_the_nodes_config(tmp_path: Any) -> None:
-    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["a"])
-    app, context = spoiling_app(no_ledger), context_of(**{LEDGER_PATH: str(ledger.path)})
-    for _ in range(4):
-        app(nbafl(), context)
-    assert ledger.read()["a"].replies == 2
-
-
-def test_an_app_that_raises_has_not_changed_the_account_either() -> None:
-    def serve(message: Message, context: Context) -> Message:
-        clear(context)
-        raise ValueError("Jane Doe")
-
-    app, context = spoiling_app(lambda context: None), context_of()
-    app.query("raises")(serve)
-    app(nbafl(), context)
-    with pytest.raises(RuntimeError, match=r"^this client's app failed; the node's own log says why$"):
-        app(Message(RecordDict(), 1, "query.raises"), context)
-    assert StateAccount(context.state).replies("a") == 1
+    assert (ledger.read()["a"].replies if on_device else StateAccount(context.state).replies("a")) == 2
 
 
 @pytest.mark.parametrize(
