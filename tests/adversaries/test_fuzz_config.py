@@ -1,4 +1,4 @@
-"""Run-configs and node-configs of any values: a clear error, or a client with no more than the device's own budget."""
+"""Run-configs of any values: a clear error, or a client with no more than the device's own budget, and its own settings."""
 
 # ruff: noqa: PT017 (a refusal is as good as a right answer)
 import math
@@ -19,20 +19,13 @@ from flower_dp.clients import LocalDPClient
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.methods import METHODS
 from flower_dp.privacy import accounting
-from tests.adversaries.fuzzing import HUGE, SMALL, TEXTS, bounded, examples
+from tests.adversaries.fuzzing import bounded, examples
 from tests.apps.test_methods import DEFAULTS
 
 CLIENTS = 4
 RECORDS = 20
 NODE = {"partition-id": 1, "num-partitions": CLIENTS}
 SHARING = ("dp-fedavg", "dp-fedsam", "fed-smp")
-
-SCALARS = st.one_of(
-    st.sampled_from([*(value for value in (*HUGE, *SMALL) if isinstance(value, float) or abs(value) < 2**63), True, False]),
-    st.sampled_from([text for text in TEXTS if text.isprintable() or "\n" in text]),
-    st.floats(),
-    st.integers(-(2**40), 2**40),
-)
 
 
 def load_records(client: int, num_clients: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,14 +56,6 @@ def honest(method: str) -> dict[str, Any]:
     run |= {"cohort-size": 2} if sampling == "fixed-size" else {}
     run |= {"learning-rate-decay": 0.0} if method in ("dp-fedpaq", "scaffold", "fedsgd-dpc") else {}
     return run | ({f"{method}.delta": 1e-3} if method in SHARING else OWN[method][0])
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_honest_configs_make_clients(method: str) -> None:
-    """Else the tests of this file would try nothing."""
-    client = client_of(honest(method), NODE)
-    assert method in client.methods
-    assert list(client.clients) == ["client-1"]
 
 
 KEYS = sorted(key for key in DEFAULTS if key not in NOT_READ)
@@ -106,21 +91,6 @@ def refused_or_made(run: dict[str, Any], node: dict[str, Any]) -> NodeClient | N
         except ValueError as error:
             assert str(error).strip()
             return None
-
-
-@pytest.mark.slow
-@examples(15)
-@pytest.mark.parametrize("method", METHODS)
-@given(data=st.data())
-def test_settings_of_any_type_are_refused_or_make_a_client_of_this_node(method: str, data: st.DataObject) -> None:
-    run_keys, node_keys = (
-        data.draw(st.lists(st.sampled_from(keys), max_size=2, unique=True))
-        for keys in (KEYS, ["partition-id", "num-partitions", "num-clients", "num-rounds", "seed", f"{method}.clip-norm"])
-    )
-    run, node = ({key: data.draw(SCALARS) for key in keys} for keys in (run_keys, node_keys))
-    client = refused_or_made(honest(method) | run, NODE | node)
-    # The device's owner may let it host others than one of the run's; where it has set nothing, the server may.
-    assert client is None or len(client.clients) <= CLIENTS or "num-clients" in run | node
 
 
 def assert_budget(client: NodeClient, method: str) -> None:
@@ -169,29 +139,12 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
 @given(data=st.data())
 def test_no_run_config_weakens_what_a_device_has_set_for_itself(method: str, data: st.DataObject) -> None:
     own, check = KINDS[method]
+    assert refused_or_made(honest(method), NODE | own)
     client = refused_or_made(honest(method) | data.draw(lies(method)), NODE | own)
     if client is not None:
         assert list(client.clients) == ["client-1"]
         assert not client.policy.allow_metrics
         check(client, method)
-
-
-@pytest.mark.slow
-@examples(40)
-@given(
-    data=st.data(),
-    own=st.fixed_dictionaries({}, optional={"nbafl.num-replies": st.integers(1, 9), "nbafl.uplink-exposures": st.integers(1, 9)}),
-)
-def test_no_run_config_lowers_the_noise_of_the_papers_epsilon(own: dict[str, int], data: st.DataObject) -> None:
-    """The noise is made for as many replies as the device says, or else for as many as it may ever send."""
-    papers = {"nbafl.paper-epsilon": 1.0, "nbafl.delta": 1e-3}
-    client = refused_or_made(honest("nbafl") | data.draw(lies("nbafl")), NODE | papers | own)
-    if client is not None:
-        terms = client.recipe.terms("client-1", client.clients["client-1"])  # type: ignore[attr-defined]
-        # Wei et al. 2020: of one exposure c (2 C / m) / epsilon.
-        made_for = terms.release.mechanism.noise_multiplier / (math.sqrt(2 * math.log(1.25 / 1e-3)) * 2 / RECORDS)
-        assert terms.num_replies <= own.get("nbafl.num-replies", terms.num_replies)
-        assert made_for >= own.get("nbafl.uplink-exposures", terms.num_replies) / LOOSE
 
 
 @examples(40)

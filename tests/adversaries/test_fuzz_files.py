@@ -3,9 +3,7 @@
 # ruff: noqa: PT017 (a refusal is as good as a right answer)
 import json
 import math
-import sqlite3
 import tomllib
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,8 @@ from torch import nn
 
 from flower_dp.cli import main as cli
 from flower_dp.clients import FedSGDDPCRecipe
-from flower_dp.privacy import ledger_tables, store
 from flower_dp.privacy.device_store import DeviceLedger, Numbered
 from flower_dp.privacy.private_file import LedgerError
-from flower_dp.privacy.store import Store
 from flower_dp.reporting import compare, tables, update_norms
 from flower_dp.reporting.past_run import read_past_run
 from flower_dp.running import run_folder
@@ -91,43 +87,6 @@ def test_a_changed_ledger_is_refused_or_has_the_same_accounts(seed: int, ledger:
     path = place / "changed.sqlite"
     path.write_bytes(bytes(cut(ledger.read_bytes(), seed)))
     assert_it_is_shown_or_refused(path, ledger)
-    path.with_name(path.name + ".mark").unlink(missing_ok=True)
-
-
-@pytest.mark.slow
-@examples(60)
-@given(data=st.data(), column=st.sampled_from(["about", "owners", "which", "events"]))
-def test_whatever_a_charge_says_is_shown_or_refused(data: st.DataObject, column: str, ledger: Path, place: Path) -> None:
-    """Who may write the file may say what he likes there, with the right digest."""
-    path = place / "signed.sqlite"
-    path.write_bytes(ledger.read_bytes())
-    db = sqlite3.connect(path)
-    *_, (_, before), (last, _) = db.execute("SELECT id, digest FROM charges ORDER BY id").fetchall()
-    columns = ("about", "owners", "which", "events")
-    found = db.execute(f"SELECT {', '.join(columns)} FROM charges WHERE id = ?", (last,)).fetchone()  # noqa: S608
-    row = dict(zip(columns, found, strict=True))
-    if column == "about":
-        row[column] = data.draw(changed(row[column].encode())).decode(errors="replace")
-    else:
-        row[column] = data.draw(st.binary(max_size=12))
-    with Store(path, read_only=True) as store_of:
-        run, charge = store_of.runs["r"], store_of.each[-1][1]
-    own = store.digest_of(before, run, row["about"], charge.owners, row["which"], [store.text_of(one) for one in charge.events])
-    db.execute("DROP TRIGGER charges_update")
-    db.execute(
-        "UPDATE charges SET about = ?, owners = ?, which = ?, events = ?, digest = ? WHERE id = ?", (*row.values(), own, last)
-    )
-    db.execute(next(one for one in ledger_tables.SCHEMA if "TRIGGER charges_update" in one))
-    db.commit()
-    db.close()
-    path.chmod(0o600)
-    with bounded():
-        assert_ends_well("ledger", str(path))
-        assert_ends_well("ledger", str(path), "--json")
-        with suppress(LedgerError):
-            entries = DeviceLedger(path).read()
-            assert entries["c0"].replies <= 2
-            DeviceLedger(path).charge({"c0": TERMS}, {"c0": Numbered(run="s", number=1)})
     path.with_name(path.name + ".mark").unlink(missing_ok=True)
 
 
@@ -225,21 +184,6 @@ def test_a_changed_run_is_read_or_refused(name: str, data: st.DataObject, place:
     stated = json.loads((place / "changed" / run_folder.STATEMENT_JSON).read_bytes())
     if not (stated.get("private") and isinstance(stated.get("epsilon"), int | float)):
         assert math.isinf(runs[1].epsilon)
-
-
-@pytest.mark.filterwarnings("ignore:Glyph")  # matplotlib has letters of some scripts alone, and warns of others
-@pytest.mark.parametrize(
-    "command", ["compare {honest} {changed}", "compare {changed} --against epsilon", "figure update-norms {changed}"]
-)
-@examples(2)
-@pytest.mark.slow
-@given(data=st.data())
-def test_a_changed_run_is_drawn_or_refused(command: str, data: st.DataObject, place: Path, written: dict[str, bytes]) -> None:
-    name = data.draw(st.sampled_from([run_folder.CONFIG, run_folder.METRICS, run_folder.STATEMENT_JSON]))
-    put(place / "changed", written | {name: data.draw(changed(written[name], **FORMS[name]))})
-    words = command.format(honest=place / "honest", changed=place / "changed").split()
-    with np.errstate(all="ignore"):
-        assert_ends_well(*words, "--output", str(place / "figure.png"))
 
 
 def model() -> nn.Module:

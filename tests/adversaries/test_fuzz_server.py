@@ -22,7 +22,6 @@ from flower_dp.core import compression
 from flower_dp.strategies import DPStrategy, LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.exchange import Asked, More
 from flower_dp.strategies.exchange.plain import PlainExchange
-from flower_dp.strategies.population.client_query import ClientQuery
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.run_state import RunState
 from flower_dp.wire import Hosted, hosted_of
@@ -338,48 +337,6 @@ def test_no_answer_to_the_query_names_more_or_other_than_lines(content: RecordDi
             assert name.isprintable()
             assert 0 < len(name) <= 200
         assert not hosted.unable or hosted.unable.isprintable()
-
-
-class Forging(LocalGrid):
-    """A grid whose node 1 answers every query with forged contents, in turn."""
-
-    forged: list[Any]
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        out = []
-        for reply in super().send_and_receive(messages, timeout=timeout):
-            if reply.metadata.src_node_id == 1 and self.forged:
-                out.append(reply_with(self.forged.pop(0), reply))
-            else:
-                out.append(reply)
-        return out
-
-
-@examples(30)
-@given(
-    answers=st.lists(
-        st.one_of(told(), st.builds(Error, code=st.sampled_from([0, 2, 3, 99]), reason=st.sampled_from([*TEXTS, None]))),
-        max_size=4,
-    )
-)
-def test_no_answer_to_the_query_keeps_others_from_being_known(answers: list[Any]) -> None:
-    method = BY_LABEL["dp-fedavg"]
-
-    def client_fn(context: Context) -> Any:
-        name = f"c{int(context.node_config['partition-id'])}"
-        return method.client(WORDS, model=linear(), clients={name: data_of(name, False)})
-
-    grid = Forging(client_app(client_fn), 3)
-    grid.forged = list(answers)
-    query = ClientQuery()
-    with bounded() as lines:
-        hosted: dict[int, Hosted] = {}
-        for _ in range(2):
-            hosted |= query.ask(grid, [1, 2, 3], most_names=10)
-    assert {2, 3} <= set(hosted)
-    assert hosted[2].names == ("c1",)
-    assert_told_well(lines)
-    assert all(reason.isprintable() and len(reason) <= LONGEST for reason in query.failures.values())
 
 
 def test_a_stream_that_grows_without_end_is_read_no_further_than_its_vector() -> None:
