@@ -4,129 +4,117 @@
 import copy
 import json
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_dp import wire
-from flower_dp.clients import client_app, model_arrays
+from flower_dp.clients import FedSGDDPCRecipe, LocalDPClient, client_app, model_arrays
 from flower_dp.core import compression
-from flower_dp.strategies import DPStrategy, LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.exchange import Asked, More
-from flower_dp.strategies.exchange.plain import PlainExchange
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.run_state import RunState
+from flower_dp.core.sampling import FullSampling
+from flower_dp.strategies import DPFedSAM, DPStrategy, FedSGDDPC, LocalEvaluation, PrivateEvaluation
 from flower_dp.wire import Hosted, hosted_of
 from tests.adversaries.fuzzing import TEXTS, THOROUGH, Lines, bounded, contents, examples, npy, texts, values
 from tests.adversaries.test_fuzz_device import BOUNDS, BUDGET, data_of
-from tests.contracts import METHODS, SAMPLERS, Method, Words
+from tests.contracts import METHODS, Method, Words, dp_client
 from tests.grids import LocalGrid
 from tests.local_grids import linear
 from tests.stock import shifted, stock_app
 
 LENGTH = 18
-WORDS = Words(num_rounds=3, noise_seed=5)
+SEED = 5
+WORDS = Words(num_rounds=3, noise_seed=SEED)
 # The longest line that a reply may put into the server's log.
 LONGEST = 700
+LAPLACE = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 1.0, "num_replies": 3}
+
+
+def evaluating(**own: Any) -> Any:
+    evaluation = PrivateEvaluation(noise_multiplier=0.1, sampling=FullSampling(), metrics=BOUNDS)
+    words = {"clip_norm": 0.5, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
+    return lambda: DPFedSAM(**words | own, noise_seed=SEED, evaluation=evaluation)
+
+
+def own_evaluation() -> DPStrategy:
+    evaluation = LocalEvaluation(budget=BUDGET, metrics=BOUNDS)
+    words = {"num_clients": 4, "cohort_size": 4, "num_records": 8, "learning_rate": 0.1, "noise_seed": SEED}
+    return FedSGDDPC(**LAPLACE, **words, evaluation=evaluation)
+
+
+# Private evaluations, and whose client answers.
+EVALUATIONS: dict[str, tuple[Any, Any]] = {
+    "an evaluation with the server's noise": (evaluating(placement="central"), dp_client),
+    "an evaluation without a trusted server": (evaluating(placement="distributed", trusted_server=False), dp_client),
+    "an evaluation of single clients": (own_evaluation, lambda words, **own: own_client(**own)),
+}
 BY_LABEL = {method.label: method for method in METHODS}
-with_methods = pytest.mark.parametrize("label", [one.label for one in METHODS if THOROUGH or not one.variant])
+LABELS = [one.label for one in METHODS if THOROUGH or not one.variant or one.label == "dp-fedsam central"]
+with_methods = pytest.mark.parametrize("label", [*LABELS, *EVALUATIONS])
 
 
-class Keeping(PlainExchange):
-    """An exchange that keeps what it has added up."""
-
-    __slots__ = ()
-    kept: list[Collected] = []  # noqa: RUF012
-
-    def total(self, asked: Asked, replies: Iterable[Message], more: More, *, seeded: bool) -> Collected:
-        collected = super().total(asked, replies, more, seeded=seeded)
-        self.kept.append(replace(collected, total=collected.total.copy()))  # the release adds noise to it
-        return collected
+def own_client(**words: Any) -> Any:
+    return LocalDPClient(**words, recipe=FedSGDDPCRecipe(**LAPLACE))
 
 
-@dataclass
-class Round:
-    """A round whose messages are out, of one kind, and the honest replies to them, by node."""
-
-    kind: str
-    strategy: DPStrategy
-    state: RunState
-    asked: dict[str, Asked]
-    honest: dict[int, Message]
-    without: Collected = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.without, _ = self.total([reply for node, reply in self.honest.items() if node != 1])
-
-    @property
-    def now(self) -> Asked:
-        return next(iter(self.asked.values()))
-
-    def total(self, replies: list[Message]) -> tuple[Collected, Any]:
-        """Return what was added up, and what the strategy makes of it."""
-        self.strategy._run.asked = {}  # of an example that added up nothing
-        self.strategy.state, self.strategy._run.asked = self.state, dict(self.asked)
-        Keeping.kept.clear()
-        aggregate = self.strategy.aggregate_train if self.kind == "train" else self.strategy.aggregate_evaluate
-        result = aggregate(1, replies)
-        (collected,) = Keeping.kept
-        return collected, result
-
-
-def app_of(method: Method) -> tuple[ClientApp, int]:
-    if method.client is None:
-        app = stock_app(shifted(lambda node: 0.02 * node))
-
-        @app.evaluate()
-        def evaluate(message: Message, context: Context) -> Message:
-            return Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.5, "loss": 1.0})}), reply_to=message)
-
-        return app, 4
+def app_of(make: Any) -> tuple[ClientApp, int]:
+    """An app and its number of nodes; of those that name clients, node 1 hosts two."""
+    if make is None:
+        return stock_app(shifted(lambda node: 0.02 * node)), 4
 
     def client_fn(context: Context) -> Any:
         part = int(context.node_config["partition-id"])
         hosted = {name: data_of(name, False) for name in ("c0", "c1", "c2", "c3")[part::2]}
-        client = method.client(WORDS, model=linear(), clients=hosted, noise_seed=3)
-        if not method.target:
+        client = make(WORDS, model=linear(), clients=hosted, noise_seed=3)
+        if hasattr(client, "evaluation_budget"):
             client.evaluation_budget = BUDGET
         return client
 
     return client_app(client_fn), 2
 
 
+class Round:
+    """A round of training, or an evaluation after one, whose messages are answered; all noise is from fixed seeds."""
+
+    def __init__(self, label: str) -> None:
+        made, make = EVALUATIONS.get(label) or (lambda: BY_LABEL[label].strategy(WORDS), BY_LABEL[label].client)
+        self.strategy, self.trains = made(), label not in EVALUATIONS
+        app, num_nodes = app_of(make)
+        grid, self.mine = LocalGrid(app, num_nodes), 4 // num_nodes
+        self.strategy.plan(WORDS.num_rounds)
+        messages = list(self.strategy.configure_train(1, model_arrays(linear()), ConfigRecord(), grid))
+        if not self.trains:
+            arrays, _ = self.strategy.aggregate_train(1, grid.send_and_receive(messages))
+            messages = list(self.strategy.configure_evaluate(1, arrays, ConfigRecord(), grid))
+        self.honest, *self.others = grid.send_and_receive(messages)
+        assert len(self.others) == num_nodes - 1
+
+    def ended(self, mine: list[Message], *, first: bool = True) -> np.ndarray:
+        """End it with these replies in the place of node 1's; return the model, or the metrics."""
+        replies = [*mine, *self.others] if first else [*self.others, *mine]
+        if not self.trains:
+            values = self.strategy.aggregate_evaluate(1, replies) or {}
+            return np.array(list(dict(values).values()), float)
+        arrays, metrics = self.strategy.aggregate_train(1, replies)
+        # Noise from a seed protects nobody.
+        assert all(np.isfinite(value) for name, value in metrics.items() if name != "epsilon")
+        return np.concatenate([array.numpy().ravel() for array in arrays.values()]).astype(float)
+
+
 @cache
-def rounds_of(label: str) -> tuple[Round, ...]:
-    """A round of training, and an evaluation, of a method."""
-    method = BY_LABEL[label]
-    found = []
-    for kind in ("train", "evaluate"):
-        if kind == "evaluate" and method.name == "dp-pasgd":
-            continue
-        strategy = method.strategy(WORDS)
-        if kind == "evaluate":
-            private = PrivateEvaluation(noise_multiplier=8.0, sampling=SAMPLERS["full"], metrics=BOUNDS)
-            strategy.rules.evaluate(private if method.target else LocalEvaluation(budget=BUDGET, metrics=BOUNDS))
-            strategy._run._initial = strategy._run.state
-        strategy.plan(WORDS.num_rounds)
-        strategy._run.exchange = Keeping()
-        app, num_nodes = app_of(method)
-        grid = LocalGrid(app, num_nodes)
-        messages = list(strategy.configure_train(1, model_arrays(linear()), ConfigRecord(), grid))
-        if kind == "evaluate":
-            arrays, _ = strategy.aggregate_train(1, grid.send_and_receive(messages))
-            messages = list(strategy.configure_evaluate(1, arrays, ConfigRecord(), grid))
-        assert len(messages) == num_nodes
-        replies = {reply.metadata.src_node_id: reply for reply in grid.send_and_receive(messages)}
-        found.append(Round(kind, strategy, strategy.state, dict(strategy._run.asked), replies))
-    return tuple(found)
+def without(label: str) -> np.ndarray:
+    """The model where node 1 is silent."""
+    return Round(label).ended([])
+
+
+@cache
+def honest_content(label: str) -> RecordDict:
+    return Round(label).honest.content
 
 
 # Forged replies
@@ -199,26 +187,22 @@ def answered(draw: st.DrawFn, honest: RecordDict) -> RecordDict:
 
 
 @st.composite
-def forged(draw: st.DrawFn, label: str, kind: int) -> list[Message]:
-    """Draw what node 1 sends in the place of its honest reply: one or several messages."""
-    honest = rounds_of(label)[kind].honest[1]
-    other = rounds_of(label)[1 - kind].honest[1] if len(rounds_of(label)) > 1 else honest
-    out = []
+def forged(draw: st.DrawFn, label: str) -> list[Any]:
+    """Draw what node 1 sends in the place of its honest reply: contents, errors, or the honest one in the name of a node."""
+    honest, out = honest_content(label), list[Any]()
+    other = honest_content(draw(st.sampled_from([*LABELS, *EVALUATIONS])))
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
         how = draw(st.sampled_from(["content"] * 5 + ["payload"] * 5 + ["error", "other", "stranger", "honest", "nothing"]))
         if how == "content":
-            out.append(reply_with(draw(contents(honest.content, texts)), honest))
+            out.append(draw(contents(honest, texts)))
         elif how == "payload":
-            out.append(reply_with(answered(draw, honest.content), honest))
+            out.append(answered(draw, honest))
         elif how == "error":
-            reason = draw(st.one_of(st.sampled_from(TEXTS), st.text(max_size=40), st.none()))
-            out.append(reply_with(Error(code=draw(st.sampled_from([0, 1, 2, 3, 200, -1, 2**40])), reason=reason), honest))
-        elif how == "other":
-            out.append(reply_with(other.content, honest))
-        elif how == "stranger":
-            out.append(from_node(honest, draw(st.sampled_from([0, 3**30, -1, 99]))))
-        elif how == "honest":
-            out.append(honest)
+            code = draw(st.sampled_from([0, 1, 2, 3, 200, -1, 2**40]))
+            out.append(Error(code=code, reason=draw(st.one_of(st.sampled_from(TEXTS), st.text(max_size=40), st.none()))))
+        elif how != "nothing":
+            strangers = st.sampled_from([0, 3**30, -1, 99])
+            out.append({"other": other, "stranger": draw(strangers), "honest": 1}[how])
     return out
 
 
@@ -228,20 +212,9 @@ def assert_told_well(lines: Lines) -> None:
         assert len(line) <= LONGEST, line
 
 
-def assert_bounded(one: Round, collected: Collected) -> None:
-    """What node 1 has added to the sum of the others is no more than its clients may."""
-    limits, names = one.now.limits, one.now.now.asked[1]
-    added = collected.total - one.without.total
-    assert np.isfinite(collected.total).all()
-    if limits.clip_norm is not None:
-        update = added if limits.honest_indicator is None else added[:-1]
-        assert np.linalg.norm(update) <= len(names) * limits.clip_norm * (1 + 1e-9)
-    else:
-        assert np.linalg.norm(added) <= 2 * limits.honest_norm(names) * (1 + 1e-9)
-    if limits.honest_indicator is not None:
-        assert abs(added[-1]) <= limits.honest_indicator(names) * (1 + 1e-9)
-    if limits.mask is not None:
-        assert not np.delete(added, limits.mask).any()
+def fixed_noise(method: Method) -> bool:
+    """Whether the server's noise is the same whoever replies, so that a model tells what was added up."""
+    return method.unit == "client" and not method.replaces_model and len({method.server_noise(WORDS, n) for n in (2, 3, 4)}) == 1
 
 
 @pytest.mark.slow
@@ -249,42 +222,34 @@ def assert_bounded(one: Round, collected: Collected) -> None:
 @with_methods
 @given(data=st.data())
 def test_no_reply_ends_a_round_or_counts_for_more_than_its_clients(label: str, data: st.DataObject) -> None:
-    kind = data.draw(st.integers(0, len(rounds_of(label)) - 1))
-    one = rounds_of(label)[kind]
-    replies = data.draw(forged(label, kind))
-    others = [reply for node, reply in one.honest.items() if node != 1]
+    one, sent = Round(label), data.draw(forged(label))
+    replies = [from_node(one.honest, to) if isinstance(to, int) else reply_with(to, one.honest) for to in sent]
+    first = data.draw(st.booleans())
     with bounded() as lines:
-        collected, result = one.total([*replies, *others] if data.draw(st.booleans()) else [*others, *replies])
+        found = one.ended(replies, first=first)
         statement = str(one.strategy.statement)
     assert_told_well(lines)
-    assert_bounded(one, collected)
-    theirs = {name for node, names in one.now.now.asked.items() if node != 1 for name in names}
-    assert theirs <= set(collected.clients)
-    assert len(collected.clients) == len(set(collected.clients))
-    mine = set(one.now.now.asked[1])
-    assert set(collected.clients) - theirs <= mine
-    assert set(collected.refused) <= mine
-    assert not set(collected.clients) & set(collected.refused)
-    assert collected.missing.total == len(mine - set(collected.clients))
+    assert np.isfinite(found).all()
     assert all(line.isprintable() for line in statement.splitlines())
-    if one.kind == "train":
-        arrays, metrics = result
-        assert all(np.isfinite(array.numpy()).all() for array in arrays.values())
-        # Noise from a seed protects nobody.
-        assert all(np.isfinite(value) for name, value in metrics.items() if name != "epsilon")
-        assert one.strategy.rounds[-1].replies == len(collected.clients)
-    elif result is not None:
-        assert all(np.isfinite(value) for value in result.values())
+    if not one.trains:
+        return
+    counted = one.strategy.rounds[-1].replies
+    assert 4 - one.mine <= counted <= 4
+    assert one.strategy.missing.total == 4 - counted
+    if fixed_noise(BY_LABEL[label]):  # the mean is over four clients
+        assert np.linalg.norm(4 * (found - without(label))) <= (counted - 4 + one.mine) * WORDS.clip_norm * (1 + 1e-3)
 
 
 @pytest.mark.slow
 @with_methods
 def test_the_honest_replies_count(label: str) -> None:
     """Else the tests of this file would try nothing."""
-    for one in rounds_of(label):
-        collected, _ = one.total(list(one.honest.values()))
-        assert set(collected.clients) == {name for names in one.now.now.asked.values() for name in names}
-        assert_bounded(one, collected)
+    one = Round(label)
+    found = one.ended([one.honest])
+    assert found.size
+    assert one.strategy.rounds[-1].replies == 4
+    assert not np.array_equal(found, without(label))
+    assert sum(fixed_noise(BY_LABEL[name]) for name in LABELS) >= 3
 
 
 # Headers that claim much
