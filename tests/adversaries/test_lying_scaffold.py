@@ -1,5 +1,6 @@
 """A client that lies about its update, to move SCAFFOLD's control variate, which honest clients then carry on."""
 
+import json
 import math
 import re
 from typing import Any
@@ -11,11 +12,11 @@ from flwr.app import Array, Message
 
 from flower_dp import wire
 from flower_dp.clients import DPFedPAQRecipe, ScaffoldRecipe
+from flower_dp.core import compression
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPFedPAQ, Scaffold
-from flower_dp.strategies.control import ControlVariate, Honest
-from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.control import ControlVariate
 from tests.grids import asks_to_train
 from tests.local_grids import NAMES, grid_of, records, start
 
@@ -49,10 +50,12 @@ def run(strategy_of: Any, recipe_of: Any, rounds: int, *, lies: bool, levels: in
 
     def tamper(node: int, reply: Message) -> list[Message]:
         if node == 10 and lies:
-            record = next(iter(reply.content.array_records.values()))
-            (name,) = record
             longest = 2 * single + np.linalg.norm(control_of(grid.sent[-1])) if strategy_of is Scaffold else single
-            record[name] = Array(np.eye(1, SIZE, dtype=np.float32)[0] * np.float32(-1.99 * MOVES * longest))
+            row = np.eye(1, SIZE)[0] * -1.99 * MOVES * longest
+            made = compression.dense(row) if levels is None else compression.qsgd(row, levels, np.random.default_rng(node))
+            (record,), (answer,) = reply.content.array_records.values(), reply.content.config_records.values()
+            record[next(iter(record))] = Array(np.ascontiguousarray(made.arrays[0]))
+            answer[wire.KEY] = json.dumps(json.loads(answer[wire.KEY]) | {"payload": dict(made.header)})
         return [reply]
 
     grid = grid_of(recipe_of(**arguments), TEN, tamper=tamper, seeds=lambda context: int(context.node_id))
@@ -62,15 +65,19 @@ def run(strategy_of: Any, recipe_of: Any, rounds: int, *, lies: bool, levels: in
 
 
 @pytest.mark.slow
-def test_a_liar_moves_the_model_little_further_than_without_control_variates_and_no_further_than_is_said():
+@pytest.mark.parametrize("levels", [None, 40])
+def test_a_liar_moves_the_model_little_further_than_without_control_variates_and_no_further_than_is_said(levels):
     """Unbounded, c grows by a tenth every round: after 8 the model has norm 57, and that of DP-FedPAQ, where the same liar sends what it can, 5."""
-    model, _, norms = run(Scaffold, ScaffoldRecipe, 8, lies=True)
+    model, _, norms = run(Scaffold, ScaffoldRecipe, 8, lies=True, levels=levels)
     single, mean = bounds(8)
-    assert 0.9 * mean < max(norms) <= mean * (1 + 1e-6)
-    plain, *_ = run(DPFedPAQ, DPFedPAQRecipe, 8, lies=True)
+    # Messages of 40 levels have errors of at most sqrt(d) / 40 of their norm.
+    error = 0.0 if levels is None else math.sqrt(SIZE) / levels
+    radius = (mean + 2 * error * single) / (1 - error)
+    assert 0.9 * radius < max(norms) <= radius * (1 + 1e-6)
+    plain, *_ = run(DPFedPAQ, DPFedPAQRecipe, 8, lies=True, levels=levels)
     assert torch.linalg.vector_norm(model) < 5 * torch.linalg.vector_norm(plain)
     # Each round by its own row and by c, and the honest clients by their own gradients and noise, each within its bound.
-    assert torch.linalg.vector_norm(model) <= 8 * MOVES * (2 * (2 * single + mean) / 10 + mean + 2 * single)
+    assert torch.linalg.vector_norm(model) <= 8 * MOVES * (2 * (2 * single + radius) / (1 - error) / 10 + radius + 2 * single)
 
 
 @pytest.mark.slow
@@ -94,20 +101,3 @@ def test_the_statement_says_how_far_a_liar_moves_the_model():
     assert list(map(float, re.findall(r"(?:up to|DP-FedPAQ:) (\d+\.?\d*)", line))) == pytest.approx(by_hand, rel=1e-2)
     _, other, _ = run(DPFedPAQ, DPFedPAQRecipe, 1, lies=False)
     assert not any("LYING" in line for line in other.statement.assumptions)
-
-
-@pytest.mark.parametrize(("levels", "radius"), [(None, 2.0), (10, (2.0 + 2 * 0.4 * 3.0) / 0.6)])
-def test_the_control_variate_is_shortened_to_what_honest_clients_make(levels, radius):
-    """d = 16: messages of 10 levels have errors of at most 4 / 10 of their norm."""
-    honest = Honest(single=3.0, mean=2.0)
-    control = ControlVariate(levels)
-    control.vector(16)
-    total = np.zeros(16)
-    total[3] = -0.1
-    control.learn(Collected(total=total, clients=["a"]), divisor=0.1, num_clients=1, honest=honest)
-    assert np.linalg.norm(control.vector(16)) == pytest.approx(1.0)  # as it was learned
-    total[3] = -1e6
-    control.learn(Collected(total=total, clients=["a"]), divisor=0.1, num_clients=1, honest=honest)
-    assert control.vector(16)[3] == pytest.approx(radius)
-    most = 2 * 3.0 + 2.0 if levels is None else (2 * 3.0 + radius) / 0.6
-    assert control.longest(3.0, 16, honest=honest) == pytest.approx(most)
