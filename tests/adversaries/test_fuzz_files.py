@@ -1,4 +1,4 @@
-"""Changed files: a device's ledger, and the files of a run's folder. A reader refuses them with a reason, or reads what is there."""
+"""Changed files of a run's folder: a reader refuses them with a reason, or reads what is there."""
 
 # ruff: noqa: PT017 (a refusal is as good as a right answer)
 import json
@@ -14,16 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from flower_dp.cli import main as cli
-from flower_dp.clients import FedSGDDPCRecipe
-from flower_dp.privacy.device_store import DeviceLedger, Numbered
-from flower_dp.privacy.private_file import LedgerError
 from flower_dp.reporting import compare, tables, update_norms
 from flower_dp.reporting.past_run import read_past_run
 from flower_dp.running import run_folder
 from flower_dp.running.run_folder import RunFolder
 from tests.adversaries.fuzzing import BOMBS, bounded, cut, examples, trees
-from tests.local_grids import records
 
 
 @pytest.fixture(scope="module")
@@ -44,57 +39,6 @@ def changed(draw: st.DrawFn, content: bytes, *, read: Any = json.loads, write: A
         return text.encode("utf-8", "surrogatepass")
     except (ValueError, TypeError):  # what the format can't hold
         return content
-
-
-# The ledger of a device
-
-TERMS = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=3.0, num_replies=5).terms("c0", records("c0"))
-
-
-@pytest.fixture(scope="module")
-def ledger(place: Path) -> Path:
-    path = place / "whole.sqlite"
-    DeviceLedger.create(path, ["c0", "c1"])
-    for number, accounts in enumerate((["c0"], ["c0", "c0, evaluation"]), start=1):
-        DeviceLedger(path).charge(
-            dict.fromkeys(accounts, TERMS), {account: Numbered(run="r", number=number) for account in accounts}
-        )
-    return path
-
-
-def assert_it_is_shown_or_refused(path: Path, whole: Path) -> None:
-    """The command answers, and a charge either has all that was there, and one more, or is refused."""
-    path.chmod(0o600)
-    with bounded():
-        assert_ends_well("ledger", str(path))
-        assert_ends_well("ledger", str(path), "--json")
-        try:
-            before = DeviceLedger(path).read()
-            refused, counts = DeviceLedger(path).charge({"c0": TERMS}, {"c0": Numbered(run="s", number=1)})
-        except LedgerError:
-            return
-        after = DeviceLedger(path).read()
-    assert before == DeviceLedger(whole).read()
-    assert bool(refused) != bool(counts)
-    assert after["c0"].replies == before["c0"].replies + len(counts)
-    assert {name: after[name] for name in before if name != "c0"} == {name: before[name] for name in before if name != "c0"}
-
-
-@pytest.mark.slow
-@examples(60)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_a_changed_ledger_is_refused_or_has_the_same_accounts(seed: int, ledger: Path, place: Path) -> None:
-    path = place / "changed.sqlite"
-    path.write_bytes(bytes(cut(ledger.read_bytes(), seed)))
-    assert_it_is_shown_or_refused(path, ledger)
-    path.with_name(path.name + ".mark").unlink(missing_ok=True)
-
-
-def assert_ends_well(*arguments: str) -> None:
-    """A command ends with status 0, or 2 and a reason."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    assert ended.value.code in (0, 2)
 
 
 # The folder of a run

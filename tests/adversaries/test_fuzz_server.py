@@ -186,21 +186,33 @@ def answered(draw: st.DrawFn, honest: RecordDict) -> RecordDict:
     return content
 
 
+def longer(honest: RecordDict, factor: float) -> RecordDict:
+    """The honest content with so many times larger values."""
+    found = RecordDict(dict(honest.items()))
+    for name, record in honest.array_records.items():
+        arrays = {key: array.numpy() for key, array in record.items()}
+        with np.errstate(over="ignore"):
+            found[name] = ArrayRecord({key: Array((one * factor).astype(one.dtype)) for key, one in arrays.items()})
+    return found
+
+
 @st.composite
 def forged(draw: st.DrawFn, label: str) -> list[Any]:
     """Draw what node 1 sends in the place of its honest reply: contents, errors, or the honest one in the name of a node."""
     honest, out = honest_content(label), list[Any]()
     other = honest_content(draw(st.sampled_from([*LABELS, *EVALUATIONS])))
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
-        how = draw(st.sampled_from(["content"] * 5 + ["payload"] * 5 + ["error", "other", "stranger", "honest", "nothing"]))
+        how = draw(st.sampled_from(["content"] * 5 + ["payload"] * 5 + ["long"] * 3 + ["error", "other", "stranger", "honest"]))
         if how == "content":
             out.append(draw(contents(honest, texts)))
         elif how == "payload":
             out.append(answered(draw, honest))
+        elif how == "long":
+            out.append(longer(honest, draw(st.sampled_from([2.0, 10.0, 1e6, 1e30]))))
         elif how == "error":
             code = draw(st.sampled_from([0, 1, 2, 3, 200, -1, 2**40]))
             out.append(Error(code=code, reason=draw(st.one_of(st.sampled_from(TEXTS), st.text(max_size=40), st.none()))))
-        elif how != "nothing":
+        else:
             strangers = st.sampled_from([0, 3**30, -1, 99])
             out.append({"other": other, "stranger": draw(strangers), "honest": 1}[how])
     return out
