@@ -102,6 +102,14 @@ def test_a_base_is_trained_once_and_follows_from_its_seed(example: Any) -> None:
     assert example.Base(layers=1, width=16, heads=2, steps=5, seed=2).file != example.tiny.file
 
 
+def test_the_first_model_is_the_base_and_clients_have_sentences_of_their_own(example: Any) -> None:
+    inputs, targets = example.app.load_records(5, 8)
+    assert torch.equal(example.app.make_model(example.tiny)(inputs), example.app.LanguageModel(example.tiny.model())(inputs))
+    assert inputs.shape == targets.shape == (8, example.grammar.LENGTH)
+    assert torch.equal(inputs, example.app.load_records(5, 8)[0])
+    assert not torch.equal(inputs, example.app.load_records(6, 8)[0])
+
+
 @pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedsam"])
 def test_the_examples_settings_are_valid(method: str) -> None:
     check({**own_app().defaults, **DEFAULTS, "method": method}, defaults=own_app().defaults, given=(), built=True)

@@ -1,6 +1,7 @@
 """Changed replies of a node, handed to every strategy: the round goes on, and its other clients count as without it."""
 
 # ruff: noqa: PT017 (a refusal is as good as a right answer)
+import base64
 import copy
 import json
 import zlib
@@ -314,6 +315,12 @@ def test_no_answer_to_the_query_names_more_or_other_than_lines(content: RecordDi
             assert name.isprintable()
             assert 0 < len(name) <= 200
         assert not hosted.unable or hosted.unable.isprintable()
+
+
+def test_an_inline_payload_is_no_longer_than_its_vector() -> None:
+    header = {"encoding": "inline", "length": LENGTH, "values": base64.b64encode(bytes(10**6)).decode()}
+    with pytest.raises(ValueError, match="payload values"):
+        compression.decode(compression.Payload(arrays=(), header=header), LENGTH)
 
 
 def test_a_stream_that_grows_without_end_is_read_no_further_than_its_vector() -> None:
