@@ -18,19 +18,19 @@ where it was stopped. One process, one torch thread.
 """
 
 import argparse
-import json
 import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import points
 import torch
-from points import Row, Run, config_of, quiet, records, table
+from points import Row, Run, config_of, deviation, quiet, records, spread, table
 from torch import Tensor
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel
@@ -273,41 +273,23 @@ def cases() -> dict[str, list[Case]]:
 METHODS = ("dp-fedpaq", "scaffold")
 
 
-class Results:
-    """The lines of the file, by point and seed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._rows: dict[Case, dict[int, Row]] = {}
-        for line in path.read_text().splitlines() if path.exists() else ():
-            row = json.loads(line)
-            self._rows.setdefault(Case(**row.pop("case")), {})[row["seed"]] = row
-
-    def has(self, case: Case, seed: int) -> bool:
-        """Whether a run has been made."""
-        return seed in self._rows.get(case, {})
-
-    def add(self, case: Case, row: Row) -> None:
-        """Append a run to the file."""
-        self._rows.setdefault(case, {})[row["seed"]] = row
-        with self._path.open("a") as file:
-            file.write(json.dumps({"case": asdict(case), **row}) + "\n")
+class Results(points.Results):
+    """The runs of the file."""
 
     def of(self, case: Case, key: str = "loss", *, at: int | None = None) -> list[float]:
         """Return a number of all runs of a point after so many rounds, by default all."""
-        rows = [row for _, row in sorted(self._rows.get(case, {}).items())]
-        return [row[key][row["rounds"].index(at or case.rounds)] for row in rows]
+        return [row[key][row["rounds"].index(at or case.rounds)] for row in self.rows(case)]
 
     def curve(self, case: Case) -> tuple[list[int], list[float], list[float]]:
         """Return rounds, mean loss and its standard deviation over seeds."""
-        rows = list(self._rows.get(case, {}).values())
+        rows = self.rows(case)
         losses = list(zip(*(row["loss"] for row in rows), strict=True))
-        return rows[0]["rounds"], [statistics.fmean(one) for one in losses], [_deviation(one) for one in losses]
+        return rows[0]["rounds"], [statistics.fmean(one) for one in losses], [deviation(one) for one in losses]
 
     @property
     def seconds(self) -> float:
         """Processor time of all runs."""
-        return sum(row["seconds"] for rows in self._rows.values() for row in rows.values())
+        return sum(row["seconds"] for case in self.cases for row in self.rows(case))
 
 
 def run_all(todo: Sequence[str], results: Results, seeds: int, data_dir: str) -> None:
@@ -327,22 +309,16 @@ def run_all(todo: Sequence[str], results: Results, seeds: int, data_dir: str) ->
 # Tables
 
 
-def _deviation(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
 def _spread(values: Sequence[float]) -> str:
     if not values:
         return ""
-    if not all(map(math.isfinite, values)):
-        return "diverges"
-    return f"{statistics.fmean(values):.3f} ± {_deviation(values):.3f}"
+    return spread(values) if all(map(math.isfinite, values)) else "diverges"
 
 
 def _apart(one: Sequence[float], other: Sequence[float]) -> str:
     # Where runs were stopped, one of them may lack the last seed.
     apart = [a - b for a, b in zip(one, other, strict=False)]
-    error = _deviation(apart) / len(apart) ** 0.5
+    error = deviation(apart) / len(apart) ** 0.5
     return f"{statistics.fmean(apart):+.3f} ± {error:.3f} ({sum(a < 0 for a in apart)} of {len(apart)})"
 
 
@@ -506,7 +482,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     quiet()
-    results = Results(options.results)
+    results = Results(options.results, Case)
     if not options.no_runs:
         run_all(options.parts, results, options.seeds, options.data_dir)
     for title, rows in tables(results):

@@ -11,15 +11,14 @@ seed governs data split and initial model; noise and batches are never seeded.
 """
 
 import argparse
-import json
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import points
 import torch
 from paper_dp_pasgd import BATCH, CLIP_NORM, DATA, PER_AGGREGATION, batch_sizes, numbers
 from points import LOOKS, Point, Row, deviation, panels, quiet, remember_costs, run_once, spread, table
@@ -90,29 +89,12 @@ def _private(data: str, epsilon: float, tau: int, sampling: str, batch: int = BA
     return Case(data=data, epsilon=epsilon, tau=tau, sampling=sampling, batch=batch, calibration="exact")
 
 
-class Results:
-    """The lines of the file, by point and seed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._rows: dict[Case, dict[int, Row]] = defaultdict(dict)
-        for line in path.read_text().splitlines() if path.exists() else ():
-            row = json.loads(line)
-            self._rows[Case(**row.pop("case"))][row["seed"]] = row
-
-    def has(self, case: Case, seed: int) -> bool:
-        """Whether a run has been made."""
-        return seed in self._rows.get(case, {})
-
-    def add(self, case: Case, row: Row) -> None:
-        """Append a run to the file."""
-        self._rows[case][row["seed"]] = row
-        with self._path.open("a") as file:
-            file.write(json.dumps({"case": asdict(case), **row}) + "\n")
+class Results(points.Results):
+    """The runs of the file."""
 
     def of(self, case: Case, key: str) -> list[Any]:
         """Return a number of all runs of a point, by seed."""
-        return [row[key] for _, row in sorted(self._rows.get(case, {}).items())]
+        return [row[key] for row in self.rows(case)]
 
 
 def run_all(todo: Sequence[str], costs: Sequence[int], results: Results, seeds: int, data_dir: str) -> None:
@@ -262,7 +244,7 @@ def main() -> None:
     torch.set_num_threads(1)
     quiet()
     remember_costs()
-    results = Results(options.results)
+    results = Results(options.results, Case)
     if not options.no_runs:
         run_all(options.parts, options.costs, results, options.seeds, options.data_dir)
     for title, text in (

@@ -1,13 +1,15 @@
 """Points of an experiment: a preset of the app with other settings, run in this process over some seeds, and tables of them."""
 
+import json
 import logging
 import statistics
 import sys
 import time
 import tomllib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,36 @@ def test(run: Run, model: nn.Module, arrays: ArrayRecord, public: TensorRecords)
     batches = [public.batch(part, torch.device("cpu")) for part in torch.split(everything, 2000)]
     outputs, labels = torch.cat([model(inputs) for inputs, _ in batches]), torch.cat([targets for _, targets in batches])
     return loss_of(kind)(outputs, labels).item(), (predictions(kind, outputs) == labels).float().mean().item()
+
+
+class Results:
+    """The lines of a file, a run each, by point and seed; `point` makes a point, a dataclass, of its keys."""
+
+    def __init__(self, path: Path, point: Callable[..., Any]) -> None:
+        self._path = path
+        self._rows: dict[Any, dict[int, Row]] = defaultdict(dict)
+        for line in path.read_text().splitlines() if path.exists() else ():
+            row = json.loads(line)
+            self._rows[point(**row.pop("case"))][row["seed"]] = row
+
+    def has(self, case: Any, seed: int) -> bool:
+        """Whether a run has been made."""
+        return seed in self._rows.get(case, {})
+
+    def add(self, case: Any, row: Row) -> None:
+        """Append a run to the file."""
+        self._rows[case][row["seed"]] = row
+        with self._path.open("a") as file:
+            file.write(json.dumps({"case": asdict(case), **row}) + "\n")
+
+    def rows(self, case: Any) -> list[Row]:
+        """Return all runs of a point, by seed."""
+        return [row for _, row in sorted(self._rows.get(case, {}).items())]
+
+    @property
+    def cases(self) -> list[Any]:
+        """All points with a run."""
+        return list(self._rows)
 
 
 def spread(values: Sequence[float]) -> str:

@@ -1,6 +1,6 @@
 """Small problems and grids for the tests of methods with local noise."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
-from flower_dp.clients import FlatModel, LocalDPClient, RecordMetrics, TensorRecords, client_app, model_arrays
+from flower_dp.clients import DPClient, FlatModel, LocalDPClient, RecordMetrics, TensorRecords, Training, client_app, model_arrays
 from flower_dp.clients.local.client import LocalRecipe
 from flower_dp.clients.local.evaluation import RecordContributions
 from flower_dp.clients.local.row import evaluation_pipeline
@@ -118,3 +118,17 @@ def one_reply(
     """What one client sends, with secret choices and noise from `rng`; raises what a pipeline turns into a refusal."""
     job = Job(name="", records=data, seed=seed, secret=lambda: rng)
     return reply_of(recipe.pipeline(release, model=model, server_round=server_round), vector, job)
+
+
+def shared_noise_app(
+    names: Callable[[Context], Iterable[str]] = lambda context: (f"c{context.node_id}",), **arguments: Any
+) -> ClientApp:
+    """An app of clients whose noise is the server's, or theirs together; each node hosts the clients that it names."""
+
+    def client_fn(context: Context) -> DPClient:
+        clients = dict.fromkeys(names(context), records("c0"))
+        return DPClient(
+            **{"model": linear(), "clients": clients, "training": Training(learning_rate=0.1), "device": "cpu"} | arguments
+        )
+
+    return client_app(client_fn)

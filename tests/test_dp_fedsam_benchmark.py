@@ -79,19 +79,6 @@ def test_every_method_is_tuned_on_as_many_runs_and_by_no_test_record(program, tm
         assert run.config["test-ratio"] == 0
 
 
-def test_settings_of_all_runs_are_taken_from_the_command(program):
-    content = program.tuning({"task": "cifar-10", "model": "resnet18"}, 0.5)
-    assert (content["settings"]["task"], content["settings"]["model"], content["gpus-per-worker"]) == (
-        "cifar-10",
-        "resnet18",
-        0.5,
-    )
-    assert content["settings"]["num-clients"] == 500
-    fewer = program.tuning({}, 0.0, ["adaptive"], [0.3, 1.0])["points"]
-    assert len(fewer) == len(content["points"]) - len(program.tuning({}, 0.0, ["fixed"])["points"]) == 6
-    assert all("clip-quantile" in one[one["method"]] and one["learning-rate"] == [0.3, 1.0] for one in fewer)
-
-
 def test_clip_norms_and_radius_are_taken_from_the_command(program, tmp_path):
     content = program.tuning({"data-dir": str(tmp_path)}, 0.0, rates=[0.1], norms=[0.4, 0.8, 1.6], radius=0.05)
     runs = sweep_of(content, tmp_path).runs
@@ -119,19 +106,6 @@ def test_noise_for_an_epsilon_takes_the_place_of_the_grids_multiplier(program, t
         assert f"{own}noise-multiplier" not in run.point.settings
     epsilons = sweep_of(program.chosen_runs(program.EPSILONS, chosen, 1, content), tmp_path)
     assert {run.config[f"{run.config['method']}.epsilon"] for run in epsilons.runs} == set(program.TARGETS)
-
-
-def test_the_best_of_each_method_is_chosen(program):
-    def settings(rate, **more):
-        return {"method": "dp-fedavg", "learning-rate": rate, **more}
-
-    runs = [
-        (settings(0.1), 0.5),
-        (settings(0.2), 0.7),
-        (settings(0.3), 0.7),
-        (settings(0.4, **{"dp-fedavg.clip-quantile": 0.5}), 0.1),
-    ]
-    assert program.best(runs) == {("DP-FedAvg", "fixed"): runs[1][0], ("DP-FedAvg", "adaptive"): runs[3][0]}
 
 
 @pytest.mark.slow
@@ -260,18 +234,3 @@ def test_all_of_it_in_small_in_slices(program, tmp_path, monkeypatch, capsys):
     before = (place / "tables" / "results.csv").read_text()
     program.main()  # all is there
     assert (place / "tables" / "results.csv").read_text() == before
-
-
-@pytest.mark.slow
-def test_an_adaptive_clip_norm_alone_has_no_stages_of_fixed_ones(program, tmp_path, monkeypatch):
-    monkeypatch.setattr(program, "GRID", tmp_path / "grid.toml")
-    points = '[[points]]\nmethod = "dp-fedavg"\ndp-fedavg.clip-norm = 1.0\ndp-fedavg.clip-quantile = 0.5\n'
-    (tmp_path / "grid.toml").write_text(SMALL[: SMALL.index("[[points]]")] + points)
-    place = tmp_path / "out"
-    words = ["--seeds", "1", "--in-process", "--set", "learning-rate=0.1", "--clips", "adaptive", "--partitions", "i.i.d."]
-    monkeypatch.setattr(sys, "argv", ["dp_fedsam.py", "--output-dir", str(place), *words])
-    program.main()
-    assert sorted(path.name for path in place.glob("*.toml")) == ["tables.toml", "tune.toml"]
-    report = (place / "report.md").read_text()
-    assert "adaptive clip norm" in report
-    assert "DP-FedAvg, fixed" not in report

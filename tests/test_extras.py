@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -66,34 +64,6 @@ def test_a_package_that_is_in_no_extra_is_a_fault_and_keeps_its_traceback():
     )
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-
-
-TORCHVISION = """
-import sys
-import torch, flower_dp.apps.tasks.vision
-torchvision = {import_it}
-image = torch.zeros(3, 8, 8)
-model = torchvision.models.resnet18(num_classes=2).eval()
-assert torchvision.transforms.Normalize([0.5] * 3, [0.5] * 3)(image).shape == image.shape
-assert model(image[None]).shape == (1, 2)
-assert torchvision.datasets.MNIST
-"""
-
-
-def build_of(package):
-    """`cpu`, `cu126`, or "" for the one on PyPI."""
-    return version(package).partition("+")[2]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("torchvision") is None, reason="needs the extra vision")
-def test_torchvision_imports():
-    """The app imports it beside any build of torch; by itself it does where both are of one build, as the install page says."""
-    ways = ["flower_dp.apps.tasks.vision.import_torchvision()"]
-    ways += ["__import__('torchvision')"] if build_of("torch") == build_of("torchvision") else []
-    for way in ways:
-        done = without([], TORCHVISION.format(import_it=way))
-        assert done.returncode == 0, done.stderr
 
 
 def test_pip_takes_no_torchvision_of_its_own_choice_for_a_first_try():

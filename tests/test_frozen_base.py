@@ -16,7 +16,6 @@ from flower_dp.clients import DPClient, FlatModel, TensorRecords, Training, mode
 from flower_dp.clients.reasons import Declined
 from flower_dp.clients.training.base import base_hash
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.running.run_folder import RunFolder
 from flower_dp.wire import Ask, Instruction, Promise
 from tests.grids import LocalGrid
 
@@ -158,15 +157,6 @@ def test_messages_to_train_and_to_evaluate_name_the_base(tmp_path: Any) -> None:
 def test_a_run_whose_devices_have_another_base_ends_and_says_why(tmp_path: Any) -> None:
     with pytest.raises(RuntimeError, match=rf"base={base_hash(adapted())[:16]}: this client's model has another frozen base"):
         play(tmp_path / "run", adapted(), adapted(seed=2))
-
-
-def test_the_folder_gives_adapters_to_the_same_base_and_to_no_other(tmp_path: Any) -> None:
-    play(tmp_path / "run", adapted(), adapted())
-    model = adapted()
-    assert set(RunFolder(tmp_path / "run").model_into(model)) == {"0.weight", "0.bias", "0.mask"}
-    assert not torch.equal(model[1].weight, adapted()[1].weight)
-    with pytest.raises(ValueError, match=r"'0\.weight' is not that of the run"):
-        RunFolder(tmp_path / "run").model_into(adapted(seed=2))
 
 
 def test_a_model_without_a_base_is_sent_as_before(tmp_path: Any) -> None:

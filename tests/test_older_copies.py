@@ -6,14 +6,14 @@ import shutil
 import pytest
 
 from flower_dp import wire
-from flower_dp.clients import DPFedPAQRecipe, FedSGDDPCRecipe, LocalDPClient, client_app, model_arrays
+from flower_dp.clients import DPFedPAQRecipe, LocalDPClient, client_app, model_arrays
 from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.store import Store
-from flower_dp.strategies import DPFedPAQ, FedSGDDPC, LocalEvaluation
+from flower_dp.strategies import DPFedPAQ, LocalEvaluation
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear, records
 
@@ -22,23 +22,12 @@ NUM_ROUNDS = 6
 OLDER = "the server's ledger is an older copy"
 STEPS = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=0.5, sensitivity="per-step")
 FEDPAQ = {"steps": STEPS, "epsilon": 4.0, "delta": 1e-3, "num_replies": NUM_ROUNDS, "quantization_levels": None}
-FEDSGD = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 3.0, "num_replies": NUM_ROUNDS}
 BUDGET = EvaluationBudget(epsilon=0.5, num_evaluations=NUM_ROUNDS)
 
 
-def fedpaq():
+def strategy_of():
     evaluation = LocalEvaluation(budget=BUDGET, metrics={"accuracy": 1.0})
     return DPFedPAQ(**FEDPAQ, sampling=FullSampling(), num_clients=2, num_records=8, evaluation=evaluation)
-
-
-def fedsgd():
-    return FedSGDDPC(**FEDSGD, num_clients=2, num_records=8, cohort_size=2, learning_rate=0.1)
-
-
-METHODS = {
-    "DP-FedPAQ with evaluations": (fedpaq, lambda: DPFedPAQRecipe(**FEDPAQ)),
-    "FedSGD-DPC": (fedsgd, lambda: FedSGDDPCRecipe(**FEDSGD)),
-}
 
 
 class Lost(Exception):
@@ -48,13 +37,11 @@ class Lost(Exception):
 class DyingGrid(LocalGrid):
     """Two devices, each with a ledger file; the messages of one round are charged, and then the server dies before they leave."""
 
-    def __init__(self, folder, recipe, dies_in=None):
+    def __init__(self, folder, dies_in=None):
         def client_fn(context):
             name = NAMES[int(context.node_config["partition-id"])]
-            clients = {name: records(name)}
-            return LocalDPClient(
-                model=linear(), clients=clients, recipe=recipe(), context=context, evaluation=BUDGET, device="cpu"
-            )
+            words = {"recipe": DPFedPAQRecipe(**FEDPAQ), "context": context, "evaluation": BUDGET, "device": "cpu"}
+            return LocalDPClient(model=linear(), clients={name: records(name)}, **words)
 
         super().__init__(client_app(client_fn), 2)
         self.dies_in = dies_in
@@ -85,22 +72,22 @@ def numbered(grid):
     return found
 
 
-@pytest.fixture(params=METHODS)
-def case(request, tmp_path):
+@pytest.fixture
+def case(tmp_path):
     for name in NAMES:
         DeviceLedger.create(tmp_path / f"{name}.sqlite", [name])
-    return Case(tmp_path, *METHODS[request.param])
+    return Case(tmp_path)
 
 
 class Case:
     """One run in a folder, one life after the other, on devices that stay."""
 
-    def __init__(self, folder, strategy, recipe):
-        self.folder, self.strategy, self.recipe, self.checkpoint = folder, strategy, recipe, folder / "checkpoint"
+    def __init__(self, folder):
+        self.folder, self.checkpoint = folder, folder / "checkpoint"
 
     def live(self, dies_in=None, **changes):
         """Return the grid, and the strategy, of a life that has ended, or died."""
-        grid, strategy = DyingGrid(self.folder, self.recipe, dies_in), changes.pop("strategy", None) or self.strategy()
+        grid, strategy = DyingGrid(self.folder, dies_in), changes.pop("strategy", None) or strategy_of()
         place = {"checkpoint_dir": self.checkpoint, "resume": True, "num_rounds": NUM_ROUNDS} | changes
         try:
             strategy.start(grid, model_arrays(linear()), **place)
@@ -125,7 +112,7 @@ def test_devices_refuse_what_an_older_copy_of_the_whole_server_asks_again_and_th
     _, strategy = case.live()
     # Round 3 was charged before the copy. 4 and 5 are asked a second time, and 6 never arrived before.
     assert [report.replies for report in strategy.rounds] == [2, 2, 0, 0, 2]
-    assert strategy.state.missing.declined == 4
+    assert strategy.missing.declined == 4
     assert case.replies() == {"c0": 5, "c1": 5}
     (incident,) = [line for line in strategy.statement.incidents if OLDER in line]
     assert incident.startswith("a device says that it was asked again")
@@ -138,29 +125,25 @@ def test_rounds_that_never_arrived_raise_no_alarm_and_a_run_keeps_its_id(case):
     strategy = lives[-1][1]
     assert [report.replies for report in strategy.rounds] == [2, 2, 2, 2]
     assert not [line for line in strategy.statement.incidents if OLDER in line]
-    assert strategy.state.missing.declined == 0
+    assert strategy.missing.declined == 0
     with Store(case.checkpoint / "ledger.sqlite", read_only=True) as ledger:
         (run,) = ledger.runs
-    name = strategy.rules.training.name
-    assert [numbered(grid)[name, run] for grid, _ in lives] == [[1], [3], [5, 6]]
+    assert [numbered(grid)["dp-fedpaq", run] for grid, _ in lives] == [[1], [3], [5, 6]]
     assert {key for grid, _ in lives for _, key in numbered(grid)} == {run}
     assert case.accounts()["c0"].runs == {run: 6}
 
 
-def test_training_and_evaluations_are_counted_apart(tmp_path):
-    for name in NAMES:
-        DeviceLedger.create(tmp_path / f"{name}.sqlite", [name])
-    case = Case(tmp_path, *METHODS["DP-FedPAQ with evaluations"])
+def test_training_and_evaluations_are_counted_apart(case):
     grid, strategy = case.live()
     assert [numbers for _, numbers in numbered(grid).items()] == [[1, 2, 3, 4, 5, 6]] * 2
-    assert strategy.state.missing.total == 0
+    assert strategy.missing.total == 0
     assert {tuple(entry.runs.values()) for entry in case.accounts().values()} == {(6,)}
     assert set(case.accounts()) == {"c0", "c0, evaluation", "c1", "c1, evaluation"}
 
 
 def test_runs_of_one_strategy_without_a_ledger_have_ids_of_their_own(case):
     """On the same devices the second begins to count anew, and is not taken for the first."""
-    strategy = case.strategy()
+    strategy = strategy_of()
     grids = []
     for _ in range(2):
         grid, _ = case.live(strategy=strategy, checkpoint_dir=None, resume=False, num_rounds=3)
@@ -191,8 +174,8 @@ def test_another_refusal_is_not_taken_for_it(case):
         entry = DeviceLedger(case.folder / f"{name}.sqlite")
         entry.path.unlink()
         DeviceLedger.create(entry.path, ["somebody else"])
-    strategy = case.strategy()
+    strategy = strategy_of()
     with pytest.raises(RuntimeError, match="its ledger can't be used"):
         case.live(strategy=strategy, checkpoint_dir=None, resume=False)
-    assert strategy.state.missing.declined
+    assert strategy.missing.declined
     assert not [line for line in strategy.statement.incidents if OLDER in line]

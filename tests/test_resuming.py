@@ -16,14 +16,14 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import FedAdam, FedAvgM
 
+from flower_dp import record_run, wire
 from flower_dp.clients import model_arrays
 from flower_dp.core.checks import SettingsError
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy.private_file import LedgerError, why_not_own
 from flower_dp.privacy.store import Store
-from flower_dp.strategies import DPPASGD, AdaptiveClip, DPFedAvg, PrivateEvaluation, writer
-from flower_dp.strategies.checkpoint import NEWEST, OWN_LOOP, PREVIOUS, CheckpointError, CheckpointFolder
-from flower_dp.strategies.writer import LEDGER, CheckpointPlace, Writer
+from flower_dp.strategies import AdaptiveClip, DPFedAvg, PrivateEvaluation, writer
+from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, CheckpointError
 from tests.adversaries.fuzzing import THOROUGH
 from tests.chance import chance_of
 from tests.contract_runs import SEED, SMALL, app_of, evaluating_stock_app
@@ -32,6 +32,7 @@ from tests.grids import LocalGrid, asks_to_train
 from tests.stock import arrays, shifted, stock_app
 from tests.test_contract import of_each_kind, some_methods
 
+LEDGER, EVALUATION = "ledger.sqlite", wire.EVALUATION
 WORDS = {"clip_norm": 0.5, "noise_multiplier": 1.0, "num_clients": 4, "delta": 1e-3}
 
 
@@ -207,7 +208,6 @@ def test_a_run_that_goes_on_between_two_rounds_ends_as_one_that_never_stopped(me
     strategy = case.start()
     assert case.models == whole.models
     assert strategy.statement == expected.statement
-    assert (strategy.state.releases, strategy.state.own) == (expected.state.releases, expected.state.own)
     assert [dict(metrics) for metrics in case.result.evaluate_metrics_serverapp.values()] == [
         dict(metrics) for metrics in whole.result.evaluate_metrics_serverapp.values()
     ]
@@ -254,10 +254,15 @@ def test_all_that_a_run_carries_on_is_in_its_checkpoint(words, tmp_path):
     strategy = case.start()
     assert case.models == whole.models
     assert strategy.statement == expected.statement
-    assert replace(strategy.state, rounds=()) == replace(expected.state, rounds=())
     for metrics in ("train", "evaluate"):
         there, here = (getattr(one.result, f"{metrics}_metrics_clientapp") for one in (whole, case))
         assert list(here) == list(there)
+
+
+def charged(case: Case) -> list[tuple[str, int]]:
+    """Release and round of every charge in the run's ledger."""
+    with Store(case.folder / LEDGER, read_only=True) as ledger:
+        return [(charge.release, charge.server_round) for run in ledger.runs for charge in ledger.read(run)]
 
 
 @pytest.mark.parametrize("when", ["push", "pull", "kill -9"])
@@ -268,7 +273,7 @@ def test_an_evaluation_that_was_charged_and_not_finished_is_not_made_again(when,
     # The process that is killed has nothing to say; the next one has.
     assert "the evaluation of round 2 was charged and not finished" in first.incidents
     strategy = case.start()
-    assert strategy.charges.number("private-evaluation") == 2
+    assert [number for release, number in charged(case) if release == EVALUATION] == [2, 4]
     assert list(strategy.evaluations) == [4]
     assert case.grid.rounds_sent("evaluate") == ([2, 4] if when == "pull" else [4])
     lost = ["round 2 was charged and not finished"] if when == "kill -9" else []
@@ -285,7 +290,7 @@ def test_nor_is_it_made_again_for_one_that_is_still_owed(tmp_path):
     strategy = case.start()
     assert case.grid.rounds_sent("evaluate") == [2, 3, 4]
     assert list(strategy.evaluations) == [3, 4]
-    assert strategy.charges.number("private-evaluation") == 3
+    assert [release for release, _ in charged(case)].count(EVALUATION) == 3
 
 
 def test_in_turn_everyone_has_a_turn_whatever_is_lost(tmp_path):
@@ -313,9 +318,7 @@ def test_the_best_model_of_all_rounds_is_the_result(tmp_path):
     case.evaluate = evaluate
     case.grid.dies = ("train", 2, "pull")
     case.start()
-    strategy = case.start()
-    assert isinstance(strategy, DPPASGD)
-    assert (strategy.state.own.server_round, strategy.state.own.num_seen) == (1, 3)
+    case.start()
     assert b"".join(array.numpy().tobytes() for array in case.result.arrays.values()) == case.models[1]
 
 
@@ -330,25 +333,16 @@ def test_a_run_that_has_ended_is_not_run_again(tmp_path):
     assert len(case.grid.sent) == sent
     np.testing.assert_array_equal(case.result.arrays["0.weight"].numpy(), result.arrays["0.weight"].numpy())
     assert case.result.evaluate_metrics_serverapp == result.evaluate_metrics_serverapp
-    assert (strategy.statement, strategy.state) == (expected.statement, expected.state)
+    assert strategy.statement == expected.statement
 
 
 def test_a_folder_with_a_run_is_refused_and_keeps_it(tmp_path):
-    case = stock_case(tmp_path / "run")
-    case.fails = 2
-    case.start(resume=False)
+    case = stopped(tmp_path / "run")
     before = {file.name: file.read_bytes() for file in case.folder.iterdir()}
     with pytest.raises(CheckpointError, match=r"already holds a run; resume=True goes on with it"):
         case.start(resume=False)
     assert {file.name: file.read_bytes() for file in case.folder.iterdir()} == before
     assert case.start().statement.num_rounds == 4
-
-
-def test_with_nothing_to_go_on_from_a_new_run_begins(tmp_path, caplog):
-    case = stock_case(tmp_path / "run")
-    with caplog.at_level("INFO", logger="flwr"):
-        assert case.start().statement.num_rounds == 4
-    assert any("has no checkpoint: a new run begins" in entry.getMessage() for entry in caplog.records)
 
 
 @pytest.mark.parametrize(
@@ -363,9 +357,7 @@ def test_with_nothing_to_go_on_from_a_new_run_begins(tmp_path, caplog):
     ],
 )
 def test_a_run_goes_on_as_it_began(words, what, tmp_path):
-    case = stock_case(tmp_path / "run")
-    case.fails = 2
-    case.start(resume=False)
+    case = stopped(tmp_path / "run")
     other = stock_case(case.folder, **words)
     with pytest.raises(ValueError, match=what):
         other.start()
@@ -379,15 +371,23 @@ def test_a_run_goes_on_as_it_began(words, what, tmp_path):
     assert case.start().statement.num_rounds == 4
 
 
-def test_a_damaged_checkpoint_is_never_taken_for_none(tmp_path, caplog):
-    case = stock_case(tmp_path / "run")
-    case.fails = 3
+def stopped(folder: Path, fails: int = 2, **words: Any) -> Case:
+    """A run that can go on."""
+    case = stock_case(folder, **words)
+    case.fails = fails
     case.start(resume=False)
+    return case
+
+
+def test_a_damaged_checkpoint_is_never_taken_for_none(tmp_path, caplog):
+    case = stopped(tmp_path / "run", fails=3)
     newest, previous = case.folder / NEWEST, case.folder / PREVIOUS
     whole = newest.read_bytes()
     for changed in (whole[:-1], whole[:200], b"", whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], b"x" + whole):
-        newest.write_bytes(changed)
-        assert CheckpointFolder(case.folder).read().server_round == 2
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        copy = stock_case(shutil.copytree(case.folder, tmp_path / "copy"))
+        (copy.folder / NEWEST).write_bytes(changed)
+        assert "round 3 was charged and not finished" in copy.start().incidents
     assert "the one before it is taken" in caplog.text
     previous.unlink()
     for other in (b"1", b"3"):
@@ -399,55 +399,30 @@ def test_a_damaged_checkpoint_is_never_taken_for_none(tmp_path, caplog):
     assert case.start().statement.num_rounds == 4
 
 
-def test_a_checkpoint_is_its_owners_alone(tmp_path):
-    case = stock_case(tmp_path / "run")
-    case.start()
+def test_a_checkpoint_is_its_owners_alone_and_one_that_others_could_have_written_is_not_taken(tmp_path):
+    case = stopped(tmp_path / "run")
     assert case.folder.stat().st_mode & 0o777 == 0o700
     assert {file.stat().st_mode & 0o777 for file in case.folder.iterdir()} == {0o600}
-    open_folder = tmp_path / "open"
-    open_folder.mkdir()
-    open_folder.chmod(0o777)
-    with pytest.raises(CheckpointError, match="others can write to it"):
-        stock_case(open_folder).start()
-
-
-@pytest.mark.parametrize("what", [".", NEWEST])
-def test_a_checkpoint_that_somebody_else_could_have_written_is_not_taken(what, tmp_path):
-    case = stock_case(tmp_path / "run")
-    case.fails = 2
-    case.start(resume=False)
-    place = case.folder / what
-    mode = place.stat().st_mode
-    for more in (0o020, 0o002):
-        place.chmod(mode | more)
+    for place, bits in itertools.product((case.folder, case.folder / NEWEST), (0o020, 0o002)):
+        mode = place.stat().st_mode
+        place.chmod(mode | bits)
         with pytest.raises(CheckpointError, match="others can write to it"):
-            CheckpointFolder(case.folder).read()
-    place.chmod(mode)
-    assert CheckpointFolder(case.folder).read().server_round == 2
+            case.start()
+        place.chmod(mode)
+    assert case.start().statement.num_rounds == 4
     owned = os.stat_result((0o700, 0, 0, 1, os.geteuid() + 1, 0, 0, 0, 0, 0))
     assert f"belongs to user {os.geteuid() + 1}" in str(why_not_own(owned))
 
 
-def test_a_run_with_a_fixed_seed_does_not_become_private_when_it_goes_on(tmp_path):
-    case = stock_case(tmp_path / "run")
-    case.fails = 2
-    case.start(resume=False)
-    fresh = stock_case(case.folder, noise_seed=None)
-    with pytest.raises(SettingsError, match="noise_seed: the run began with a fixed one"):
-        fresh.start()
-    assert not case.start().statement.private
-    with pytest.raises(SettingsError, match="noise_seed: the run began with a fixed one"):
-        fresh.start()  # nor when it has ended
-
-
-def test_a_private_run_does_not_go_on_with_a_fixed_seed(tmp_path):
-    """Other runs on its ledger take all of its charges for private ones."""
-    case = stock_case(tmp_path / "run", noise_seed=None)
-    case.fails = 2
-    case.start(resume=False)
-    with pytest.raises(SettingsError, match="noise_seed: the run began without one: it goes on so alone"):
-        stock_case(case.folder).start()
-    assert case.start().statement.private
+@pytest.mark.parametrize(("began", "goes_on"), [(3, None), (None, 3)])
+def test_a_run_goes_on_with_noise_from_a_seed_only_if_it_began_so_and_never_becomes_private(began, goes_on, tmp_path):
+    """Other runs on its ledger take all of its charges for private ones, or none."""
+    case = stopped(tmp_path / "run", noise_seed=began)
+    other = stock_case(case.folder, noise_seed=goes_on)
+    for _ in range(2):  # nor when it has ended
+        with pytest.raises(SettingsError, match="noise_seed: the run began with" + ("out" if goes_on else " a fixed one")):
+            other.start()
+        assert case.start().statement.private == (began is None)
 
 
 def test_metrics_of_clients_stay_in_the_statement_of_a_run_that_goes_on_without_them(tmp_path):
@@ -458,10 +433,7 @@ def test_metrics_of_clients_stay_in_the_statement_of_a_run_that_goes_on_without_
 
 
 def test_a_checkpoint_of_another_run_is_refused_by_its_ledger(tmp_path):
-    one, other = stock_case(tmp_path / "one"), stock_case(tmp_path / "other")
-    for case in (one, other):
-        case.fails = 2
-        case.start(resume=False)
+    one, other = stopped(tmp_path / "one"), stopped(tmp_path / "other")
     shutil.copy(one.folder / NEWEST, other.folder / NEWEST)
     with pytest.raises(LedgerError, match="has no run"):
         other.start()
@@ -474,9 +446,7 @@ def test_two_copies_of_one_run_pay_for_each_other_on_a_shared_ledger(tmp_path):
     tmp_path.chmod(0o700)
     ledger = tmp_path / "shared.sqlite"
     Store.create(ledger)
-    one = stock_case(tmp_path / "one", ledger=ledger)
-    one.fails = 2
-    one.start(resume=False)
+    one = stopped(tmp_path / "one", ledger=ledger)
     copy = stock_case(tmp_path / "copy", ledger=ledger)
     shutil.copytree(one.folder, copy.folder)
     assert one.start().statement.num_rounds == 4
@@ -486,50 +456,45 @@ def test_two_copies_of_one_run_pay_for_each_other_on_a_shared_ledger(tmp_path):
     assert [report.server_round for report in again.rounds] == [1, 2]
 
 
-def test_a_full_disk_loses_no_run(tmp_path, monkeypatch, caplog):
-    """Of the checkpoints: what was charged for in the ledger. A ledger that can't be written ends the run."""
+@pytest.mark.parametrize("at_first", [False, True])
+def test_a_full_disk_loses_no_run_and_one_without_a_first_checkpoint_charges_nobody(at_first, tmp_path, monkeypatch, caplog):
+    """What was charged is in the ledger; a run that is killed has its statement from a checkpoint and the ledger."""
     case = stock_case(tmp_path / "run")
-
     replace = Path.replace
 
     def full(path: Path, target: Path) -> None:
-        if not CheckpointFolder(case.folder).is_empty:
+        if at_first or (case.folder / NEWEST).exists():
             raise OSError(28, "No space left on device")
         replace(path, target)
 
     monkeypatch.setattr("flower_dp.strategies.checkpoint.Path.replace", full)
+    if at_first:
+        with pytest.raises(CheckpointError, match=r"no checkpoint can be written in .*: \[Errno 28\] No space left on device"):
+            case.start()
+        assert not any(asks_to_train(message) for message in case.grid.sent)
+        return
     assert case.start().statement.num_rounds == 4
     assert "No space left on device; the one before it stays" in caplog.text
     assert not list(case.folder.glob(".*"))
 
 
-def test_a_run_without_a_first_checkpoint_charges_nobody(tmp_path, monkeypatch):
-    """A run that is killed has its statement from a checkpoint and the ledger."""
-    case = stock_case(tmp_path / "run")
-
-    def full(path: Path, target: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("flower_dp.strategies.checkpoint.Path.replace", full)
-    with pytest.raises(CheckpointError, match=r"no checkpoint can be written in .*: \[Errno 28\] No space left on device"):
-        case.start()
-    assert not any(asks_to_train(message) for message in case.grid.sent)
-
-
-def test_no_statement_without_a_checkpoint_says_that_nothing_was_charged(tmp_path):
+def test_no_statement_without_a_checkpoint_says_that_nothing_was_charged(tmp_path, monkeypatch):
     """The checkpoints may be gone, and the ledger has charges."""
-    made = DPFedAvg(**WORDS, sampling=FullSampling())
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").touch()
+    monkeypatch.setenv("FLOWER_DP_RUN_FOLDER", str(tmp_path / "run"))
+    monkeypatch.setenv("FLOWER_DP_RESUME", "statement")
     with pytest.raises(
-        CheckpointError, match=r"has no checkpoint for a statement; `flower-dp ledger .*ledger\.sqlite` says what was charged"
+        CheckpointError, match=r"no checkpoint for a statement; `flower-dp ledger .*ledger\.sqlite` says what was"
     ):
-        Writer(CheckpointPlace(folder=tmp_path / "run", only_state=True))
+        record_run(
+            stock_case(tmp_path).make(), LocalGrid(stock_app(shifted(lambda node: 0.1)), 4), arrays(), num_rounds=1, config={}
+        )
 
 
 def test_no_new_run_takes_the_place_of_one_whose_checkpoints_are_gone(tmp_path):
     """Its statement would leave out what the ledger beside it has."""
-    case = stock_case(tmp_path / "run")
-    case.fails = 2
-    case.start(resume=False)
+    case = stopped(tmp_path / "run")
     for name in (NEWEST, PREVIOUS):
         (case.folder / name).unlink(missing_ok=True)
     sent = len(case.grid.sent)
@@ -549,29 +514,18 @@ class OwnLoop(DPFedAvg):
         return current
 
 
-def test_a_loop_of_ones_own_does_not_begin_anew_in_the_place_of_a_run(tmp_path):
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_loop_of_ones_own_does_not_begin_anew_in_the_place_of_a_run(planned, tmp_path):
+    """Nor does a run that was planned go on from one that was not."""
+    own, plain = (lambda kind=kind: kind(**WORDS, sampling=FullSampling()) for kind in (OwnLoop, DPFedAvg))
     case = stock_case(tmp_path / "run")
-    case.make = lambda: OwnLoop(**WORDS, sampling=FullSampling())
+    case.make = plain if planned else own
     case.fails = 2
     case.start(resume=False)
     sent = len(case.grid.sent)
-    assert CheckpointFolder(case.folder).why_stuck() == OWN_LOOP
-    own, plain = case.make, lambda: DPFedAvg(**WORDS, sampling=FullSampling())
-    for case.make in (own, plain):  # the other one would go on from a run that it has not planned
+    for case.make in (own,) if planned else (own, plain):
         with pytest.raises(CheckpointError, match=r"can't go on: its strategy has a loop of its own.*needs another folder"):
             case.start()
-    assert not any(asks_to_train(message) for message in case.grid.sent[sent:])
-
-
-def test_nor_in_the_place_of_one_that_could_go_on(tmp_path):
-    case = stock_case(tmp_path / "run")
-    case.fails = 2
-    case.start(resume=False)
-    assert CheckpointFolder(case.folder).why_stuck() == ""
-    sent = len(case.grid.sent)
-    case.make = lambda: OwnLoop(**WORDS, sampling=FullSampling(), noise_seed=3)
-    with pytest.raises(CheckpointError, match="can't go on: its strategy has a loop of its own"):
-        case.start()
     assert not any(asks_to_train(message) for message in case.grid.sent[sent:])
 
 

@@ -1,6 +1,8 @@
 """A lying server, and an app that goes wrong, against a device with limits and a budget of its own."""
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -28,13 +30,16 @@ from flower_dp.clients import (
 from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
 from flower_dp.clients.local.agreement import why_not
 from flower_dp.clients.reasons import Declined
-from flower_dp.clients.reply import parts
+from flower_dp.clients.reply import client_level, parts
 from flower_dp.core.clipping import NOT_FINITE, NotFiniteError
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.privacy import accounting
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
+from flower_dp.privacy.events import Relation
+from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.release import Release
 from flower_dp.wire import Answer, Ask, Instruction, OwnAsk, Promise
@@ -79,7 +84,14 @@ def model() -> dict[str, np.ndarray]:
 
 
 def device(policy: ClientPolicy | None, **keywords: Any) -> DPClient:
-    return DPClient(model=linear(), clients={"c0": records("c0")}, training=TRAINING, device="cpu", policy=policy, **keywords)
+    words = {"clients": {"c0": records("c0")}} | keywords
+    return DPClient(model=linear(), training=TRAINING, device="cpu", policy=policy, **words)
+
+
+def own_device(**keywords: Any) -> LocalDPClient:
+    """A device with terms of its own."""
+    words = {"clients": {"c0": records("c0")}, "recipe": BUDGET, "context": context_of()} | keywords
+    return LocalDPClient(model=linear(), device="cpu", **words)
 
 
 # What a policy does not name
@@ -193,7 +205,7 @@ def test_a_policy_of_a_client_with_its_own_terms_is_compared_with_its_own_noise(
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 1e39])
 def test_a_model_that_is_not_finite_is_refused_and_nothing_is_charged(value: float) -> None:
     """Every record would count as zero, and the budget be spent on noise; 1e39 is none of float32."""
-    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", context=context_of())
+    made = own_device()
     arrays = {name: array.astype(np.float64) for name, array in model().items()}
     last = arrays[max(arrays)]
     last[(-1,) * last.ndim] = value
@@ -211,7 +223,7 @@ def test_a_row_that_stands_for_two_records_is_refused_and_nothing_is_charged() -
     for repeated in (False, True):
         rows[1] = 0 if repeated else 1
         own = TensorRecords(inputs=whole.inputs, targets=whole.targets, indices=rows.clone())
-        made = LocalDPClient(model=linear(), clients={"c0": own}, recipe=BUDGET, device="cpu", context=context_of())
+        made = own_device(clients={"c0": own})
         _, answer = made.answer(model(), config_of(local()))
         assert ("one row stands for several" in answer[wire.KEY]) == repeated
         assert StateAccount(made.context.state).replies("c0") == (not repeated)  # type: ignore[union-attr]
@@ -229,8 +241,7 @@ def run_of_a_numpy_client(path: Any, with_context: bool) -> Message:
     """One message of a new run, through Flower's own ClientApp; a new run's state is empty."""
 
     def client_fn(context: Context) -> Any:
-        keywords: dict[str, Any] = {"context": context} if with_context else {}
-        return LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", **keywords).to_client()
+        return own_device(context=context if with_context else None).to_client()
 
     grid = LocalGrid(ClientApp(client_fn=client_fn), 1)
     grid.contexts[1].node_config[LEDGER_PATH] = str(path)
@@ -260,8 +271,7 @@ def test_a_client_object_that_is_kept_does_not_reply_with_the_context_of_an_earl
 
     def client_fn(context: Context) -> Any:
         if not kept:
-            words = {"recipe": BUDGET, "device": "cpu", "context": context}
-            kept.append(LocalDPClient(model=linear(), clients={"c0": records("c0")}, **words))
+            kept.append(own_device(context=context))
         return kept[0].to_client()
 
     grid = LocalGrid(ClientApp(client_fn=client_fn), 1)
@@ -276,24 +286,10 @@ def test_a_client_object_that_is_kept_does_not_reply_with_the_context_of_an_earl
     assert not grid.send_and_receive([numpy_message(local())])[0].has_error()
 
 
-def test_an_apps_own_ledger_does_not_hide_the_owners(tmp_path: Any) -> None:
-    """Without a context the client does not know whether there is another."""
-    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
-    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", ledger=ledger.path)
-    with pytest.raises(Declined, match="context: this client has no account"):
-        made.answer(model(), config_of(local()))
-    assert ledger.read()["c0"].replies == 0
-
-
-def test_a_client_without_an_account_that_is_given_the_context_refuses_a_ledger() -> None:
-    with pytest.raises(Declined, match="ledger-path: this client keeps no account"):
-        device(None, context=context_of(**{LEDGER_PATH: "ledger.sqlite"}))
-
-
 def test_a_client_is_not_named_as_an_account_of_evaluations(tmp_path: Any) -> None:
     """Its replies would be charged to another client's evaluations."""
     name = "c0, evaluation"
-    made = LocalDPClient(model=linear(), clients={name: records("c0")}, recipe=BUDGET, device="cpu", context=context_of())
+    made = own_device(clients={name: records("c0")})
     with pytest.raises(Declined, match="its name is that of an account of evaluations"):
         made.answer(model(), config_of(local(name=name)))
 
@@ -305,53 +301,44 @@ OWN = NbAFLTerms(clip_norm=1.5, paper_epsilon=0.8, delta=0.01, uplink_exposures=
 ZEROS = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
 
 
-def forget(context: Context) -> None:
-    context.state = RecordDict()
-
-
-def clear(context: Context) -> None:
-    context.state.clear()
-
-
 def lower(context: Context) -> None:
     if KEY in context.state.config_records:
         context.state.config_records[KEY]["replies"][0] = 1  # type: ignore[index]
 
 
-def forge(context: Context) -> None:
-    context.state[KEY] = ConfigRecord({"clients": ["a"], "replies": [-20], "terms": [OWN.terms().text]})
-
-
-def spoil(context: Context) -> None:
-    context.state = None  # type: ignore[assignment]
-
-
 def another_kind(context: Context) -> None:
-    if KEY in context.state:
-        del context.state[KEY]
+    context.state.clear()
     context.state[KEY] = MetricRecord({"replies": 0})
 
 
-def no_ledger(context: Context) -> None:
-    context.node_config.pop(LEDGER_PATH, None)
+def fail(context: Context) -> None:
     context.state.clear()
+    raise ValueError("Jane Doe")
+
+
+FORGED = {"clients": ["a"], "replies": [-20], "terms": [OWN.terms().text]}
+SPOILS: dict[str, Callable[[Context], Any]] = {
+    "another state": lambda context: setattr(context, "state", RecordDict()),
+    "an empty state": lambda context: context.state.clear(),
+    "a lower count": lower,
+    "a forged account": lambda context: context.state.update({KEY: ConfigRecord(FORGED)}),  # type: ignore[dict-item]
+    "no state": lambda context: setattr(context, "state", None),
+    "another kind of record": another_kind,
+    "an error": fail,
+    "no ledger": lambda context: (context.node_config.pop(LEDGER_PATH, None), context.state.clear()),
+}
 
 
 def spoiling_app(spoils: Any) -> ClientApp:
+    """An app that spoils its context in whatever it does."""
     app = ClientApp(mods=[privacy_mod(name="a", terms=OWN, policy=ClientPolicy(allow_metrics=True))])
 
     def serve(message: Message, context: Context) -> Message:
         spoils(context)
-        return Message(RecordDict({"metrics": MetricRecord({"loss": 0.5})}), reply_to=message)
+        return Message(RecordDict({"arrays": ZEROS, "metrics": MetricRecord({"loss": 0.5})}), reply_to=message)
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        spoils(context)
-        return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
-
-    app.evaluate()(serve)
-    app.query()(serve)
-    app.query("anything")(serve)
+    for register in (app.train(), app.evaluate(), app.query(), app.query("anything")):
+        register(serve)
     return app
 
 
@@ -361,39 +348,21 @@ def nbafl(noise_multiplier: float = 0.0) -> Message:
     return wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, asked)
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["the node's state", "a ledger"])
 @pytest.mark.parametrize("kind", ["train", "evaluate", "query", "query.anything"])
-@pytest.mark.parametrize("spoils", [forget, clear, lower, forge, spoil, another_kind], ids=lambda function: function.__name__)
-def test_no_message_lets_an_app_change_the_account(spoils: Any, kind: str) -> None:
+@pytest.mark.parametrize("what", SPOILS)
+def test_no_message_lets_an_app_change_the_account(what: str, kind: str, on_device: bool, tmp_path: Any) -> None:
     """An app that cleared its state in an evaluation sent 20 replies on a budget of 2."""
-    app, context, sent = spoiling_app(spoils), context_of(), 0
-    for _ in range(6):
+    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["a"])
+    app, context, sent = spoiling_app(SPOILS[what]), context_of(**{LEDGER_PATH: str(ledger.path)} if on_device else {}), 0
+    for _ in range(4):
         if kind != "train":
-            app(Message(RecordDict({"arrays": ZEROS}), 1, kind), context)
+            with suppress(RuntimeError):
+                app(Message(RecordDict({"arrays": ZEROS}), 1, kind), context)
         content = app(nbafl(), context).content
         sent += not wire.Answer.from_json(str(content[wire.KEY][wire.KEY]), ("a",)).refused
     assert sent == 2
-    assert StateAccount(context.state).replies("a") == 2
-
-
-def test_an_app_does_not_take_the_ledger_from_the_nodes_config(tmp_path: Any) -> None:
-    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["a"])
-    app, context = spoiling_app(no_ledger), context_of(**{LEDGER_PATH: str(ledger.path)})
-    for _ in range(4):
-        app(nbafl(), context)
-    assert ledger.read()["a"].replies == 2
-
-
-def test_an_app_that_raises_has_not_changed_the_account_either() -> None:
-    def serve(message: Message, context: Context) -> Message:
-        clear(context)
-        raise ValueError("Jane Doe")
-
-    app, context = spoiling_app(lambda context: None), context_of()
-    app.query("raises")(serve)
-    app(nbafl(), context)
-    with pytest.raises(RuntimeError, match=r"^this client's app failed; the node's own log says why$"):
-        app(Message(RecordDict(), 1, "query.raises"), context)
-    assert StateAccount(context.state).replies("a") == 1
+    assert (ledger.read()["a"].replies if on_device else StateAccount(context.state).replies("a")) == 2
 
 
 @pytest.mark.parametrize(
@@ -411,7 +380,7 @@ def test_an_app_that_raises_has_not_changed_the_account_either() -> None:
 def test_a_damaged_account_pays_nothing(record: Any) -> None:
     context = context_of()
     context.state[KEY] = ConfigRecord(record)
-    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", context=context)
+    made = own_device(context=context)
     with pytest.raises(Declined, match="is damaged"):
         made.answer(model(), config_of(local()))
 
@@ -419,102 +388,13 @@ def test_a_damaged_account_pays_nothing(record: Any) -> None:
 # What is told of errors
 
 
+SEE = "; the node's own log says why"
+
+
 def jane(text: str = "Jane Doe") -> Exception:
     """An error that data have chosen, its class and its text."""
     made: Exception = type("JaneDoeError", (ValueError,), {})(text)
     return made
-
-
-class Telling(FedSGDDPCRecipe):
-    def terms(self, name: str, records: Any) -> Terms:
-        raise jane()
-
-
-class Breaking(FedSGDDPCRecipe):
-    def pipeline(self, release: Any, **keywords: Any) -> Any:
-        raise jane()
-
-
-def untold(text: str, caplog: Any) -> None:
-    assert "Jane" not in text
-    assert "Jane" in caplog.text  # the device's own log has it
-
-
-def words_of(recipe: type[FedSGDDPCRecipe]) -> dict[str, Any]:
-    return {"recipe": recipe(mechanism="laplace", clip_norm=0.5, epsilon=3.0, num_replies=3), "context": context_of()}
-
-
-def test_an_error_in_a_recipes_terms_tells_the_server_nothing(caplog: Any) -> None:
-    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, device="cpu", **words_of(Telling))
-    _, answer = made.answer(model(), config_of(local()))
-    assert wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused == {
-        "c0": "this client's terms can't be made; the node's own log says why"
-    }
-    untold(answer[wire.KEY], caplog)
-
-
-def test_an_error_in_the_middle_of_a_reply_tells_the_server_nothing(caplog: Any) -> None:
-    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, device="cpu", **words_of(Breaking))
-    parameters = list(model().values())
-    for question in (lambda: made.answer(model(), config_of(local())), lambda: made.fit(parameters, config_of(local()))):
-        made.attach(context_of())
-        with pytest.raises(RuntimeError, match=r"^training failed; the node's own log says why$") as reported:
-            question()
-        assert type(reported.value) is RuntimeError
-        assert reported.value.__cause__ is None
-        untold(str(reported.value), caplog)
-
-
-class Terrible:
-    method = "nbafl"
-
-    def terms(self) -> Terms:
-        raise jane()
-
-    pipeline = None
-
-
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_an_error_in_an_apps_terms_tells_the_server_nothing(evaluates: bool, caplog: Any) -> None:
-    budget = EvaluationBudget(epsilon=1.0, num_evaluations=1)
-    app = ClientApp(mods=[privacy_mod(name="a", terms=Terrible(), evaluation=budget)])  # type: ignore[arg-type]
-    app.train()(lambda message, context: pytest.fail("the app was called"))
-    app.evaluate()(lambda message, context: pytest.fail("the app was called"))
-    message = nbafl()
-    if evaluates:
-        own = own_ask({"a": (1.0, "x", 1.0)}, metrics=MetricBounds(bounds={"loss": 1.0}))
-        message = wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, instruction_of(wire.EVALUATION, own, clients=("a",)))
-    text = str(app(message, context_of()).content[wire.KEY][wire.KEY])
-    assert "this client's terms can't be made; the node's own log says why" in text
-    untold(text, caplog)
-
-
-@pytest.mark.parametrize("kind", ["train", "evaluate"])
-def test_the_class_of_an_apps_error_tells_the_server_nothing(kind: str, caplog: Any) -> None:
-    def fail(message: Message, context: Context) -> Message:
-        raise jane()
-
-    app = ClientApp(mods=[privacy_mod(name="c0")])
-    app.train()(fail)
-    app.evaluate()(fail)
-    asked = training() if kind == "train" else evaluation()
-    sends = wire.train_message if kind == "train" else wire.evaluate_message
-    reply = app(sends(1, wire.MESSAGE_API, ZEROS, {}, asked), context_of())
-    text = str(reply.content[wire.KEY][wire.KEY])
-    assert "training failed; the node's own log says why" in text
-    untold(text, caplog)
-
-
-@pytest.mark.parametrize("kind", ["query", "train", "evaluate"])
-def test_the_class_of_an_error_in_client_fn_tells_the_server_nothing(kind: str, caplog: Any) -> None:
-    def client_fn(context: Context) -> Any:
-        raise jane()
-
-    grid = LocalGrid(client_app(client_fn), 1)
-    (reply,) = grid.send_and_receive([Message(RecordDict({"config": ConfigRecord({})}), 1, kind)])
-    text = reply.error.reason if reply.has_error() else str(reply.content[wire.KEY][wire.KEY])
-    assert "client_fn failed; the node's own log says why" in text
-    untold(text, caplog)
 
 
 ENDINGS = [SystemExit, type("Ending", (BaseException,), {})]
@@ -529,21 +409,17 @@ def ending(kind: type[BaseException]) -> Any:
     return end
 
 
-@pytest.mark.parametrize("kind", ["query", "train", "evaluate"])
-@pytest.mark.parametrize("ends", ENDINGS, ids=lambda kind: kind.__name__)
-def test_the_text_of_an_exit_in_client_fn_tells_the_server_nothing(ends: type[BaseException], kind: str, caplog: Any) -> None:
-    message = Message(RecordDict({"config": ConfigRecord({})}), 1, kind)
-    (reply,) = LocalGrid(client_app(ending(ends)), 1).send_and_receive([message])
-    text = reply.error.reason if reply.has_error() else str(reply.content[wire.KEY][wire.KEY])
-    assert "client_fn failed; the node's own log says why" in text
-    untold(text, caplog)
+def recipe_of(**parts: Any) -> FedSGDDPCRecipe:
+    """The budget above, with some functions of its recipe replaced."""
+    made: FedSGDDPCRecipe = type("Own", (FedSGDDPCRecipe,), parts)(mechanism="laplace", clip_norm=0.5, epsilon=3.0, num_replies=3)
+    return made
 
 
 class Exiting:
     """Records that end the process."""
 
-    def __init__(self, kind: type[BaseException]) -> None:
-        self.end = ending(kind)
+    def __init__(self, end: Any) -> None:
+        self.end = end
 
     def __len__(self) -> int:
         return 8
@@ -564,29 +440,92 @@ class Ending(list[Any]):
         return super().__getitem__(position) if self.left > 0 else self.end()
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["shared noise", "own noise"])
-@pytest.mark.parametrize("ends", ENDINGS, ids=lambda kind: kind.__name__)
-def test_the_text_of_an_exit_in_a_client_tells_the_server_nothing(ends: type[BaseException], own: bool, caplog: Any) -> None:
-    clients: Any = {"c0": Exiting(ends)}
-    made: Any
-    if own:
-        made = LocalDPClient(model=linear(), clients=clients, recipe=BUDGET, device="cpu", context=context_of())
-    else:
-        made = DPClient(model=linear(), clients=clients, training=TRAINING, device="cpu")
-    asked, metrics = (local() if own else training()), evaluation()
+def message_of(kind: str) -> Message:
+    if kind == "train":
+        return wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, training())
+    if kind == "evaluate":
+        return wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, evaluation())
+    return Message(RecordDict({"config": ConfigRecord({})}), 1, kind)
+
+
+def answers(app: Any, kinds: Any) -> list[Any]:
+    return [lambda kind=kind: app(message_of(kind), context_of()).content for kind in kinds]
+
+
+def under_the_mod(end: Any, **keywords: Any) -> list[Any]:
+    """Questions to an app under the mod; what is not made by `end` is the app."""
+    mod = privacy_mod(**{"name": "c0", "policy": ClientPolicy(allow_metrics=True)} | keywords)
+    app = ClientApp(mods=[mod])
+    for register in (app.train(), app.evaluate(), app.query(), app.query("anything")):
+        register(end)
+    properties = [lambda: mod(message_of("get_properties"), context_of(), app).content] if keywords else []
+    return [*answers(app, ["train", "evaluate", "query", "query.anything"]), *properties]
+
+
+def questions(make: Callable[[], Any], instruction: Instruction) -> list[Any]:
+    """All that a device is asked."""
     parameters = list(model().values())
-    for question in (
-        lambda: made.get_properties({}),
-        lambda: made.answer(model(), config_of(asked)),
-        lambda: made.fit(parameters, config_of(asked)),
-        lambda: made.evaluation(model(), config_of(metrics)),
-        lambda: made.evaluate(parameters, config_of(metrics)),
-    ):
-        made.attach(context_of())
+    return [
+        lambda: make().answer(model(), config_of(instruction)),
+        lambda: make().fit(parameters, config_of(instruction)),
+        lambda: make().get_properties({}),
+        lambda: make().evaluation(model(), config_of(evaluation())),
+        lambda: make().evaluate(parameters, config_of(evaluation())),
+    ]
+
+
+class OwnTerms:
+    """Terms of an app that can't be made."""
+
+    method = "nbafl"
+    pipeline = None
+
+    def __init__(self, end: Any) -> None:
+        self.terms = end
+
+
+def own_terms(end: Any) -> list[Any]:
+    budget = EvaluationBudget(epsilon=1.0, num_evaluations=1)
+    app = ClientApp(mods=[privacy_mod(name="a", terms=OwnTerms(end), evaluation=budget)])  # type: ignore[arg-type]
+    app.train()(lambda message, context: pytest.fail("the app was called"))
+    app.evaluate()(lambda message, context: pytest.fail("the app was called"))
+    own = own_ask({"a": (1.0, "x", 1.0)}, metrics=MetricBounds(bounds={"loss": 1.0}))
+    asked = instruction_of(wire.EVALUATION, own, clients=("a",))
+    messages = nbafl(), wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, asked)
+    return [lambda message=message: app(message, context_of()).content for message in messages]
+
+
+# Where it is raised, what asks then, and what the server is told.
+PLACES: dict[str, tuple[Callable[[Any], list[Any]], str]] = {
+    "a recipe's terms": (
+        lambda end: questions(lambda: own_device(recipe=recipe_of(terms=end)), local())[:1],
+        "this client's terms can't be made" + SEE,
+    ),
+    "a reply": (lambda end: questions(lambda: own_device(recipe=recipe_of(pipeline=end)), local())[:2], "training failed" + SEE),
+    "client_fn": (lambda end: answers(client_app(end), ["query", "train", "evaluate"]), "client_fn failed" + SEE),
+    "records": (lambda end: questions(lambda: device(None, clients={"c0": Exiting(end)}), training()), ""),
+    "records of a client with noise of its own": (
+        lambda end: questions(lambda: own_device(clients={"c0": Exiting(end)}), local()),
+        "",
+    ),
+    "an app": (under_the_mod, SEE),
+    "an app's name": (lambda end: under_the_mod(end, name=end), SEE),
+    "an app's terms": (lambda end: under_the_mod(end, terms=end), SEE),
+    "an app's own terms": (own_terms, "this client's terms can't be made" + SEE),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("ends", [type(jane()), *ENDINGS], ids=lambda kind: kind.__name__)
+def test_an_error_that_data_have_chosen_tells_the_server_nothing(ends: type[BaseException], place: str, caplog: Any) -> None:
+    """Neither its text nor its class, whether it is an error, an exit or an end of another kind; the device's own log has it."""
+    asks, words = PLACES[place]
+    for question in asks(ending(ends)):
         try:
-            text = str(question())
-        except (RuntimeError, Declined) as error:
-            text = str(error)
+            text = str(question()).replace("\\", "")
+        except (RuntimeError, Declined) as error:  # Flower sends class and text of whatever leaves
+            text = f"{type(error).__name__}: {error} {error.__cause__}"
+        assert words in text
         assert "Jane" not in text
     assert "Jane" in caplog.text
 
@@ -597,7 +536,7 @@ def test_an_exit_in_one_clients_data_decides_nothing_for_its_neighbours(ends: ty
     """In the first query, in training and in a private evaluation; at the first record that is read, or after some."""
     pairs = [(torch.ones(6), 1)] * 1024  # twice as many as are read at once
     late = DatasetRecords(dataset=Ending(ends, pairs))
-    clients: Any = {"c0": Exiting(ends), "c1": DatasetRecords(dataset=pairs), "c2": late}
+    clients: Any = {"c0": Exiting(ending(ends)), "c1": DatasetRecords(dataset=pairs), "c2": late}
     made = DPClient(model=linear(), clients=clients, training=replace(TRAINING, batch_size=64), device="cpu", engine=engine)
     assert "unable" not in json.loads(made.get_properties({})[wire.KEY])
     names = tuple(clients)
@@ -610,8 +549,7 @@ def test_an_exit_in_one_clients_data_decides_nothing_for_its_neighbours(ends: ty
 
 @pytest.mark.parametrize("ends", [*ENDINGS, GeneratorExit], ids=lambda kind: kind.__name__)
 def test_nor_where_every_client_has_noise_of_its_own(ends: type[BaseException]) -> None:
-    clients: Any = {"c0": Exiting(ends), "c1": records("c0")}
-    made = LocalDPClient(model=linear(), clients=clients, recipe=BUDGET, device="cpu", context=context_of())
+    made = own_device(clients={"c0": Exiting(ending(ends)), "c1": records("c0")})
     asked = local(name="c1")
     own = asked.ask.own["c1"]
     asked = replace(asked, clients=("c0", "c1"), ask=replace(asked.ask, own={"c0": own, "c1": own}))
@@ -619,34 +557,10 @@ def test_nor_where_every_client_has_noise_of_its_own(ends: type[BaseException]) 
     assert "c1" not in Answer.from_json(answer[wire.KEY], ("c0", "c1")).refused
 
 
-@pytest.mark.parametrize("kind", ["train", "evaluate", "query", "query.anything", "get_properties"])
-@pytest.mark.parametrize("at", ["app", "name", "terms"])
-@pytest.mark.parametrize("ends", ENDINGS, ids=lambda kind: kind.__name__)
-def test_the_text_of_an_exit_under_the_mod_tells_the_server_nothing(
-    ends: type[BaseException], at: str, kind: str, caplog: Any
-) -> None:
-    keywords: dict[str, Any] = {"name": "c0", "policy": ClientPolicy(allow_metrics=True)}
-    mod = privacy_mod(**keywords | ({} if at == "app" else {at: ending(ends)}))
-    app = ClientApp(mods=[mod])
-    for register in (app.train(), app.evaluate(), app.query(), app.query("anything")):
-        register(ending(ends))
-    message = Message(RecordDict({"config": ConfigRecord({})}), 1, kind)
-    if kind == "train":
-        message = wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, training())
-    elif kind == "evaluate":
-        message = wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, evaluation())
-    try:
-        text = str((mod(message, context_of(), app) if kind == "get_properties" else app(message, context_of())).content)
-    except (RuntimeError, Declined) as error:
-        text = str(error)
-    assert "Jane" not in text
-    assert "Jane" in caplog.text or (at, kind) == ("app", "get_properties")
-
-
 def test_an_interruption_is_no_failure_of_the_app_and_has_no_text() -> None:
     for call in (
         lambda: client_app(ending(KeyboardInterrupt))(Message(RecordDict(), 1, "query"), context_of()),
-        lambda: device(None).get_properties.__func__(Exiting(KeyboardInterrupt), {}),
+        lambda: device(None).get_properties.__func__(Exiting(ending(KeyboardInterrupt)), {}),
     ):
         with pytest.raises(KeyboardInterrupt) as raised:
             call()
@@ -657,19 +571,16 @@ def test_only_the_packages_own_class_of_refusal_is_told(caplog: Any) -> None:
     """Not a class that inherits from it, which may hold any text."""
     inherited = type("JaneDoeError", (Declined,), {})
 
-    class Inheriting(FedSGDDPCRecipe):
-        def terms(self, name: str, records: Any) -> Terms:
-            raise inherited("Jane Doe")
-
-    made = LocalDPClient(model=linear(), clients={"c0": records("c0")}, device="cpu", **words_of(Inheriting))
+    made = own_device(recipe=recipe_of(terms=ending(inherited)))
     _, answer = made.answer(model(), config_of(local()))
-    untold(answer[wire.KEY], caplog)
+    assert "Jane" not in answer[wire.KEY]
+    assert "Jane" in caplog.text
 
 
 def test_a_client_does_not_tell_its_own_terms() -> None:
     """They follow from how many records it has, which is no public number under add-or-remove-one."""
     context = context_of()
-    made = LocalDPClient(model=linear(), clients={"c0": records("c0", size=7)}, recipe=BUDGET, device="cpu", context=context)
+    made = own_device(clients={"c0": records("c0", size=7)}, context=context)
     _, answer = made.answer(model(), config_of(local()))  # of 8 records
     (reason,) = wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused.values()
     assert "are not this client's own" in reason
@@ -821,7 +732,7 @@ def test_training_refuses_vectors_that_its_method_does_not_work_with() -> None:
     for made, asked in (
         (device(None), training()),
         (
-            LocalDPClient(model=linear(), clients={"c0": records("c0")}, recipe=BUDGET, device="cpu", context=context_of()),
+            own_device(),
             local(),
         ),
     ):
@@ -872,31 +783,53 @@ def test_terms_that_differ_in_one_word_are_other_terms() -> None:
             assert why_not(other, promise, OwnAsk(weight=1.0, terms=opened.kind, noise_multiplier=0.0, number=1)), change
 
 
-@pytest.mark.parametrize("num_evaluations", [1, 3, 7, 10, 49, 1000])
-@pytest.mark.parametrize("epsilon", [0.1, 0.3, 1.0, 3.0])
-def test_evaluations_never_cost_more_than_their_budget(epsilon: float, num_evaluations: int) -> None:
-    """The exact sum of what the float64 scales cost, not a float64 sum."""
-    training_terms = BUDGET.terms("c0", records("c0"))
-    terms = EvaluationBudget(epsilon=epsilon, num_evaluations=num_evaluations).terms("c0", training_terms)
-    scale = Fraction(terms.release.mechanism.noise_multiplier)
-    sensitivity = 2 if terms.release.relation == "replace-one" else 1
-    assert num_evaluations * sensitivity / scale <= Fraction(epsilon)
+@pytest.mark.parametrize("relation", ["replace-one", "add-or-remove-one"])
+@pytest.mark.parametrize("epsilon", [0.1, 0.3, 1.0, 3.0, 7.7])
+def test_replies_and_evaluations_never_cost_more_than_their_budget(epsilon: float, relation: Relation) -> None:
+    """The exact sum of what the float64 scales cost, and what the accountant makes of it: no float64 sum of budgets."""
+    for count in [*range(1, 50), 199, 1000]:
+        terms = gradient_terms(
+            mechanism="laplace", clip_norm=1.0, epsilon=epsilon, delta=0.0, num_replies=count, num_records=8, relation=relation
+        )
+        evaluations = EvaluationBudget(epsilon=epsilon, num_evaluations=count).terms("c0", terms)
+        for release in (terms.release, evaluations.release):
+            scale = Fraction(release.mechanism.noise_multiplier)
+            assert count * (2 if relation == "replace-one" else 1) / scale <= Fraction(epsilon)
+        cost = accounting.epsilon(accounting.repeated(terms.event, count), delta=0.0, relation=relation)
+        assert cost.epsilon <= epsilon
 
 
-@pytest.mark.parametrize("text", ["a\nEPSILON: 0", "\x1b[2J", "x" * 10_000])
-def test_a_servers_words_come_back_in_one_line_of_bounded_length(text: str) -> None:
+@pytest.mark.parametrize(
+    ("noise_std", "noise_multiplier", "part"),
+    [(0.0, 1.0, parts.ServerNoise()), (0.0, 0.0, parts.NotPrivate()), (0.5, 1.0, parts.GaussianShare(noise_std=0.5))],
+)
+def test_rows_that_the_server_makes_private_are_not_taken_for_rows_of_a_run_without_privacy(
+    noise_std: float, noise_multiplier: float, part: Any
+) -> None:
+    """Of a run without privacy anything may be chosen by size; before the server's noise nothing may."""
+    placement = "distributed" if noise_std or not noise_multiplier else "central"
+    made = ask(noise_multiplier=noise_multiplier, placement=placement, noise_std=noise_std, size=9)
+    assert client_level.pipeline(made, train=None, length=9).noise == part  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["2 replies\nWARNING: client c0: its ledger was deleted", "\x1b[2J", "x" * 10**6])
+def test_a_servers_words_come_back_in_one_line_of_bounded_length(text: str, caplog: Any) -> None:
     """A server's text in a device's error ended the line in the log of the SuperNode, which could forge others."""
-    (name,) = model()
-    with pytest.raises(Declined) as declined:
-        device(None).answer({text: model()[name]}, config_of(training()))
-    assert str(declined.value).isprintable()
-    assert declined.value.args[0].isprintable()
-    assert len(str(declined.value)) <= 1100
-    reason = why_not(
-        BUDGET.terms("c0", records("c0")),
-        Promise(clip_norm=0.5, noise_multiplier=1.0),
-        OwnAsk(weight=1.0, terms=text, noise_multiplier=0.0, number=1),
-    )
-    assert reason is not None
-    assert reason.isprintable()
-    assert len(reason) <= 1100
+    said = [Declined(text).reason]
+    for make in (lambda: device(None), own_device):
+        honest = json.loads(instruction_of(make().methods[0], ask()).to_json())
+        for arrays, table in (
+            ({text: next(iter(model().values()))}, honest),
+            (model(), honest | {"ask": honest["ask"] | {text: 1}}),
+            (model(), honest | {"method": text, "ask": {}}),
+        ):
+            with pytest.raises(Declined) as declined:
+                make().answer(arrays, {wire.KEY: json.dumps(table)})
+            said.append(str(declined.value))
+    terms = BUDGET.terms("c0", records("c0"))
+    asked = OwnAsk(weight=1.0, terms=text, noise_multiplier=1.0, number=1)
+    said.append(why_not(terms, Promise(clip_norm=0.5, noise_multiplier=1.0), asked) or "\n")
+    for one in (*said, *caplog.messages):
+        assert one.isprintable()
+        assert len(one) <= 1500
+    assert terms.kind in caplog.text  # which the device's owner has to see

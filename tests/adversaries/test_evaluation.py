@@ -69,23 +69,19 @@ def true_epsilon(messages):
 # Evaluations that were charged as nothing
 
 
-def test_evaluations_in_turn_are_charged_by_their_own_count():
+@pytest.mark.parametrize(("target", "num_rounds"), [(None, 32), (4.0, 200)])
+def test_evaluations_in_turn_are_charged_by_their_own_count(target, num_rounds):
     """By the round's number every evaluation fell on a round that was charged as nothing, and one client had them all."""
-    strategy, grid = strategy_of(every=4, evaluating="one in turn"), LocalGrid(evaluating_app(), CLIENTS)
-    strategy.start(grid, model(), num_rounds=32)
-    assert times_asked(grid.sent)["evaluate"] == Counter(dict.fromkeys(range(1, CLIENTS + 1), 2))
+    strategy, grid = strategy_of(every=4, evaluating="one in turn", target_epsilon=target), LocalGrid(evaluating_app(), CLIENTS)
+    strategy.start(grid, model(), num_rounds=num_rounds)
     assert true_epsilon(grid.sent) <= strategy.statement.epsilon * (1 + 1e-6)
+    if target is not None:
+        assert 0 < len(strategy.rounds) < num_rounds
+        assert strategy.statement.epsilon <= target
+        return
+    assert times_asked(grid.sent)["evaluate"] == Counter(dict.fromkeys(range(1, CLIENTS + 1), 2))
     assert max(strategy.statement.parts.values()) <= strategy.statement.epsilon
     assert strategy.statement.epsilon == pytest.approx(true_epsilon(grid.sent), rel=1e-3)  # nor is more charged than was asked
-
-
-def test_a_target_counts_evaluations_in_turn_by_their_own_count():
-    target = 4.0
-    strategy, grid = strategy_of(every=4, evaluating="one in turn", target_epsilon=target), LocalGrid(evaluating_app(), CLIENTS)
-    strategy.start(grid, model(), num_rounds=200)
-    assert 0 < len(strategy.rounds) < 200
-    assert true_epsilon(grid.sent) <= target
-    assert strategy.statement.epsilon <= target
 
 
 CALLS = st.lists(st.tuples(st.sampled_from(["train", "evaluate"]), st.integers(1, 6)), min_size=8, max_size=30)

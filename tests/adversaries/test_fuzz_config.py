@@ -1,4 +1,4 @@
-"""Run-configs and node-configs of any values: a clear error, or a client with no more than the device's own budget."""
+"""Run-configs of any values: a clear error, or a client with no more than the device's own budget, and its own settings."""
 
 # ruff: noqa: PT017 (a refusal is as good as a right answer)
 import math
@@ -14,38 +14,18 @@ from torch import nn
 
 from flower_dp.apps import own_model
 from flower_dp.apps.device import own_settings
-from flower_dp.apps.methods import Run
 from flower_dp.apps.own_config import NOT_READ
-from flower_dp.clients import DPClient, LocalDPClient
+from flower_dp.clients import LocalDPClient
 from flower_dp.clients.node_client import NodeClient
-from flower_dp.core import checks
 from flower_dp.methods import METHODS
 from flower_dp.privacy import accounting
-from tests.adversaries.fuzzing import HUGE, SMALL, TEXTS, bounded, examples
+from tests.adversaries.fuzzing import bounded, examples
 from tests.apps.test_methods import DEFAULTS
 
 CLIENTS = 4
 RECORDS = 20
 NODE = {"partition-id": 1, "num-partitions": CLIENTS}
-# What a device that has a budget says in its node-config, and what its replies may cost at that: epsilon and delta.
-BUDGETS: dict[str, tuple[dict[str, Any], float, float]] = {
-    "fedsgd-dpc": ({"fedsgd-dpc.epsilon": 2.0}, 2.0, 0.0),
-    "dp-fedpaq": ({"dp-fedpaq.epsilon": 2.0, "dp-fedpaq.update-clip-norm": 0.1}, 2.0, 1e-4),
-    "scaffold": ({"scaffold.epsilon": 2.0, "scaffold.update-clip-norm": 0.1}, 2.0, 1e-4),
-    "dp-pasgd": ({"dp-pasgd.epsilon": 2.0}, 2.0, 1e-4),
-    "nbafl": ({"nbafl.epsilon": 2.0, "nbafl.num-replies": 3}, 2.0, 0.01),
-}
-# In the paper's own epsilon, which follows from how many replies the noise is made for.
-PAPERS = {"nbafl.paper-epsilon": 1.0, "nbafl.delta": 1e-3}
 SHARING = ("dp-fedavg", "dp-fedsam", "fed-smp")
-LIMITS = {"noise-multiplier": 2.0, "clip-norm": 0.7, "delta": 1e-3, "placement": "distributed", "trusted-server": True}
-
-SCALARS = st.one_of(
-    st.sampled_from([*(value for value in (*HUGE, *SMALL) if isinstance(value, float) or abs(value) < 2**63), True, False]),
-    st.sampled_from([text for text in TEXTS if text.isprintable() or "\n" in text]),
-    st.floats(),
-    st.integers(-(2**40), 2**40),
-)
 
 
 def load_records(client: int, num_clients: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,6 +38,16 @@ def client_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> 
     return own_model.client_of(lambda: nn.Linear(3, 2), load_records, nn.functional.cross_entropy, context)
 
 
+# What a device with a budget says in its node-config, and what its replies may cost at that: epsilon and delta.
+OWN: dict[str, tuple[dict[str, Any], float, float]] = {
+    "fedsgd-dpc": ({"fedsgd-dpc.epsilon": 2.0}, 2.0, 0.0),
+    "dp-fedpaq": ({"dp-fedpaq.epsilon": 2.0, "dp-fedpaq.update-clip-norm": 0.1}, 2.0, 1e-4),
+    "scaffold": ({"scaffold.epsilon": 2.0, "scaffold.update-clip-norm": 0.1}, 2.0, 1e-4),
+    "dp-pasgd": ({"dp-pasgd.epsilon": 2.0}, 2.0, 1e-4),
+    "nbafl": ({"nbafl.epsilon": 2.0, "nbafl.num-replies": 3}, 2.0, 0.01),
+}
+
+
 def honest(method: str) -> dict[str, Any]:
     """A run-config that works for a method on four clients."""
     sampling = {"fedsgd-dpc": "round-robin", "dp-fedpaq": "fixed-size", "scaffold": "fixed-size"}.get(method, "full")
@@ -65,16 +55,7 @@ def honest(method: str) -> dict[str, Any]:
     run |= {"batch-size": 2} if method != "fedsgd-dpc" else {}
     run |= {"cohort-size": 2} if sampling == "fixed-size" else {}
     run |= {"learning-rate-decay": 0.0} if method in ("dp-fedpaq", "scaffold", "fedsgd-dpc") else {}
-    own = {key: value for key, (table, *_) in BUDGETS.items() if key == method for key, value in table.items()}
-    return run | own | ({f"{method}.delta": 1e-3} if method in SHARING else {})
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_honest_configs_make_clients(method: str) -> None:
-    """Else the tests of this file would try nothing."""
-    client = client_of(honest(method), NODE)
-    assert method in client.methods
-    assert list(client.clients) == ["client-1"]
+    return run | ({f"{method}.delta": 1e-3} if method in SHARING else OWN[method][0])
 
 
 KEYS = sorted(key for key in DEFAULTS if key not in NOT_READ)
@@ -112,142 +93,58 @@ def refused_or_made(run: dict[str, Any], node: dict[str, Any]) -> NodeClient | N
             return None
 
 
-# Types
-
-
-@pytest.mark.slow
-@examples(15)
-@pytest.mark.parametrize("method", METHODS)
-@given(data=st.data())
-def test_a_value_of_any_type_is_an_error_that_names_its_field(method: str, data: st.DataObject) -> None:
-    """Or it does not matter: then the client is the same as without it."""
-    changed = {key: data.draw(SCALARS) for key in data.draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=2, unique=True))}
-    run = honest(method) | changed
-    with bounded():
-        try:
-            Run.of({**DEFAULTS, **run})
-        except checks.SettingsError as error:
-            names = [key for key in changed if key in str(error)]
-            others = {"method": "is not read by", "sampling": "is not read with", "evaluation.every": "evaluation."}
-            assert names or any(word in str(error) for key, word in others.items() if key in changed), str(error)
-            return
-        try:
-            client_of(run, NODE)
-        except ValueError as error:
-            words = {word for key in changed for word in (key, key.rpartition(".")[2], key.replace("-", "_").rpartition(".")[2])}
-            assert any(word in str(error) for word in words) or _follows(str(error)), f"{changed}: {error}"
-
-
-def _follows(text: str) -> bool:
-    """Whether an error names a quantity that follows from several settings, or a setting that another one makes wrong."""
-    names = (
-        "epsilon",
-        "noise",
-        "num_replies",
-        "num_steps",
-        "delta",
-        "clip_norm",
-        "clip-norm",
-        "batch",
-        "cohort",
-        "sampling",
-        "blur",
-    )
-    return text.partition(":")[0].strip() != "" and any(name in text for name in names)
-
-
-@pytest.mark.slow
-@examples(40)
-@given(data=st.data())
-def test_a_node_config_of_any_value_is_an_error_that_names_its_field(data: st.DataObject) -> None:
-    method = data.draw(st.sampled_from(sorted(METHODS)))
-    keys = ["partition-id", "num-partitions", "num-clients", "num-rounds", "seed", f"{method}.clip-norm", f"{method}.delta"]
-    changed = {key: data.draw(SCALARS) for key in data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=2, unique=True))}
-    with bounded():
-        try:
-            client = client_of(honest(method), NODE | changed)
-        except ValueError as error:
-            words = {word for key in changed for word in (key, key.rpartition(".")[2].replace("-", "_"))}
-            assert any(word in str(error) for word in words) or _follows(str(error)), f"{changed}: {error}"
-        else:
-            # The device's owner may let it host others than one of the run's.
-            assert len(client.clients) <= CLIENTS or "num-clients" in changed
-
-
-# Budgets
-
-
-def assert_own(client: LocalDPClient, epsilon: float, delta: float) -> None:
+def assert_budget(client: NodeClient, method: str) -> None:
     """All replies of the device's clients cost no more than its own budget, by the accountant of the package."""
+    _, epsilon, delta = OWN[method]
+    assert isinstance(client, LocalDPClient)
+    assert client.evaluation_budget is None
     for name, records in client.clients.items():
         try:
             terms = client.recipe.terms(name, records)
         except ValueError:  # then the client does not reply
             continue
-        assert terms.epsilon <= epsilon * (1 + 1e-9)
+        assert terms.epsilon <= epsilon * LOOSE
         release = terms.release
         assert release.mechanism.noise_multiplier > 0
         if delta == 0:
             cost = terms.num_replies * terms.num_releases * release.sensitivity / release.clip_norm
-            assert cost / release.mechanism.noise_multiplier <= epsilon * (1 + 1e-9)
+            assert cost / release.mechanism.noise_multiplier <= epsilon * LOOSE
         elif terms.num_replies * terms.num_releases <= 1000:
             event = accounting.repeated(terms.event, terms.num_replies)
             assert accounting.epsilon(event, delta=delta, relation=release.relation).epsilon <= epsilon * (1 + 1e-3)
 
 
-@pytest.mark.slow
-@examples(8)
-@pytest.mark.parametrize("method", BUDGETS)
-@given(data=st.data())
-def test_no_run_config_gives_a_device_a_larger_budget_than_its_own(method: str, data: st.DataObject) -> None:
-    own, epsilon, delta = BUDGETS[method]
-    client = refused_or_made(honest(method) | data.draw(lies(method)), NODE | own)
-    if client is None:
-        return
-    assert isinstance(client, LocalDPClient)
-    assert list(client.clients) == ["client-1"]
-    assert client.evaluation_budget is None
-    assert not client.policy.allow_metrics
-    assert_own(client, epsilon, delta)
-
-
-@pytest.mark.slow
-@examples(40)
-@given(
-    data=st.data(),
-    own=st.fixed_dictionaries({}, optional={"nbafl.num-replies": st.integers(1, 9), "nbafl.uplink-exposures": st.integers(1, 9)}),
-)
-def test_no_run_config_lowers_the_noise_of_the_papers_epsilon(own: dict[str, int], data: st.DataObject) -> None:
-    """The noise is made for as many replies as the device says, or else for as many as it may ever send."""
-    client = refused_or_made(honest("nbafl") | data.draw(lies("nbafl")), NODE | PAPERS | own)
-    if client is None:
-        return
-    assert isinstance(client, LocalDPClient)
-    terms = client.recipe.terms("client-1", client.clients["client-1"])
-    # Wei et al. 2020: of one exposure c (2 C / m) / epsilon.
-    one = math.sqrt(2 * math.log(1.25 / 1e-3)) * 2 / RECORDS
-    made_for = terms.release.mechanism.noise_multiplier / one
-    assert terms.num_replies <= own.get("nbafl.num-replies", terms.num_replies)
-    assert made_for >= own.get("nbafl.uplink-exposures", terms.num_replies) * (1 - 1e-9)
-
-
-@pytest.mark.slow
-@examples(15)
-@pytest.mark.parametrize("method", SHARING)
-@given(data=st.data())
-def test_no_run_config_weakens_a_devices_policy(method: str, data: st.DataObject) -> None:
-    own = {f"{method}.{key}": value for key, value in LIMITS.items()} | {"sampling": "full"}
-    client = refused_or_made(honest(method) | data.draw(lies(method)), NODE | own)
-    if client is None:
-        return
-    assert isinstance(client, DPClient)
+def assert_policy(client: NodeClient, method: str) -> None:
     policy = client.policy
-    assert list(client.clients) == ["client-1"]
     assert (policy.max_clip_norm, policy.min_noise_multiplier) == (0.7, 2.0)
     assert policy.min_noise_std is not None
-    assert policy.min_noise_std >= 2.0 * 0.7 / math.sqrt(CLIENTS) * (1 - 1e-6)
-    assert not policy.allow_metrics
+    assert policy.min_noise_std >= 2.0 * 0.7 / math.sqrt(CLIENTS) / LOOSE
     assert not policy.allow_evaluation
+
+
+LOOSE = 1 + 1e-6
+LIMITS = {"noise-multiplier": 2.0, "clip-norm": 0.7, "delta": 1e-3, "placement": "distributed", "trusted-server": True}
+KINDS: dict[str, tuple[dict[str, Any], Any]] = {
+    **{method: (own, assert_budget) for method, (own, *_) in OWN.items()},
+    **{
+        method: ({f"{method}.{key}": value for key, value in LIMITS.items()} | {"sampling": "full"}, assert_policy)
+        for method in SHARING
+    },
+}
+
+
+@pytest.mark.slow
+@examples(12)
+@pytest.mark.parametrize("method", KINDS)
+@given(data=st.data())
+def test_no_run_config_weakens_what_a_device_has_set_for_itself(method: str, data: st.DataObject) -> None:
+    own, check = KINDS[method]
+    assert refused_or_made(honest(method), NODE | own)
+    client = refused_or_made(honest(method) | data.draw(lies(method)), NODE | own)
+    if client is not None:
+        assert list(client.clients) == ["client-1"]
+        assert not client.policy.allow_metrics
+        check(client, method)
 
 
 @examples(40)

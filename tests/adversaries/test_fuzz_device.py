@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,16 +32,17 @@ from flower_dp.clients import (
     model_arrays,
     privacy_mod,
 )
-from flower_dp.clients.account import LEDGER_PATH, StateAccount
+from flower_dp.clients.account import StateAccount
 from flower_dp.clients.reasons import SEE_LOG, Declined
 from flower_dp.clients.reply import parts
+from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.device_store import DeviceLedger, evaluation_account
+from flower_dp.privacy.device_store import evaluation_account
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.strategies import LocalEvaluation, PrivateEvaluation
 from flower_dp.wire import Answer, Instruction
 from tests.adversaries.fuzzing import THOROUGH, bounded, contents, examples, texts
-from tests.contracts import METHODS, NUM_RECORDS, SAMPLERS, Method, Words
+from tests.asks import ask, own_ask
+from tests.contracts import METHODS, NUM_RECORDS, Method, Words
 from tests.grids import LocalGrid
 from tests.local_grids import linear, records
 from tests.stock import shifted, stock_app
@@ -158,33 +159,29 @@ def watched(look: Callable[[], None] = lambda: None) -> Iterator[list[Row]]:
 
 @cache
 def sent(method: Method) -> list[Message]:
-    """What an honest server sends to node 1, which hosts two clients: two rounds of training and an evaluation."""
-    strategy = method.strategy(WORDS)
-    local = method in LOCAL
-    plan = (
-        LocalEvaluation(budget=BUDGET, metrics=BOUNDS)
-        if local
-        else PrivateEvaluation(noise_multiplier=8.0, sampling=SAMPLERS["full"], metrics=BOUNDS)
-    )
-    evaluates = method.name != "dp-pasgd"  # whose evaluation needs to be told the clients' data sizes
-    if evaluates:
-        strategy.rules.evaluate(plan)
-        strategy._session._initial = strategy._session.state
-        strategy.begin()
+    """What an honest server sends to node 1, which hosts two clients: two rounds of training with an evaluation between them."""
 
     def client_fn(context: Context) -> Any:
         part = int(context.node_config["partition-id"])
         hosted = {name: data_of(name, False) for name in ("c0", "c1", "c2", "c3")[part::2]}
-        client = method.client(WORDS, model=linear(), clients=hosted)
-        if local:
-            client.evaluation_budget = BUDGET
-        return client
+        return method.client(WORDS, model=linear(), clients=hosted)
 
     grid = LocalGrid(client_app(client_fn), 2)
-    strategy.start(grid, model_arrays(linear()), num_rounds=ROUNDS)
-    found = [one for one in grid.sent if one.metadata.dst_node_id == 1 and one.metadata.message_type in ("train", "evaluate")]
-    assert [one.metadata.message_type for one in found[:3]] == ["train", "evaluate" if evaluates else "train", "train"]
-    return found[:3]
+    method.strategy(WORDS).start(grid, model_arrays(linear()), num_rounds=ROUNDS)
+    first, second, *_ = [one for one in grid.sent if one.metadata.dst_node_id == 1 and one.metadata.message_type == "train"]
+    metrics = MetricBounds(bounds=BOUNDS)
+    if method in LOCAL:
+        terms = {name: own_terms(method, name)["evaluate"] for name in HOSTED}
+        asked = own_ask(
+            {name: (1.0, one.kind, one.release.mechanism.noise_multiplier) for name, one in terms.items()}, metrics=metrics
+        )
+    else:
+        asked = ask(
+            noise_multiplier=8.0, placement=instruction_of(first).ask.placement, metrics=metrics, size=metrics.num_counted
+        )
+    instruction = Instruction(server_round=1, method=wire.EVALUATION, clients=HOSTED, ask=asked)
+    arrays = ArrayRecord({name: array for name, array in first.content["arrays"].items() if not name.startswith("flower-dp.")})
+    return [first, wire.evaluate_message(1, wire.MESSAGE_API, arrays, {}, instruction), second]
 
 
 def instruction_of(message: Message) -> Instruction:
@@ -493,28 +490,6 @@ def test_no_message_moves_a_device_from_its_own_terms(label: str, data: st.DataO
 
 def instruction_of_any(message: Message) -> Instruction:
     return Instruction.from_json(message.content["config"][wire.KEY], [np.zeros(18, np.float32)] * 3)
-
-
-@pytest.mark.slow
-@examples(6)
-@given(data=st.data())
-def test_no_message_passes_the_budget_in_a_ledger_file(data: st.DataObject, tmp_path_factory: Any) -> None:
-    method = BY_LABEL["fedsgd-dpc laplace"]
-    path = tmp_path_factory.mktemp("ledger") / "ledger.sqlite"
-    ledger = DeviceLedger.create(path, HOSTED)
-    runs = [local(method, context=empty(**{LEDGER_PATH: str(path)})) for _ in range(2)]
-    rows_of = dict.fromkeys(("train", "evaluate"), 0)
-    for message in data.draw(changed(method.label, most=8)):
-        device = data.draw(st.sampled_from(runs))
-        with bounded(), watched() as rows:
-            device.ask(message)
-        rows_of[message.metadata.message_type] += len(rows)
-        entries = ledger.read()
-        assert sum(entries[name].replies for name in HOSTED) >= rows_of["train"]
-        assert all(entries[name].replies <= WORDS.replies for name in HOSTED)
-        evaluations = [entries[one].replies for name in HOSTED if (one := evaluation_account(name)) in entries]
-        assert sum(evaluations) >= rows_of["evaluate"]
-        assert all(count <= BUDGET.num_evaluations for count in evaluations)
 
 
 # Somebody's own app behind the mod

@@ -1,11 +1,9 @@
-"""Changed files: a device's ledger, and the files of a run's folder. A reader refuses them with a reason, or reads what is there."""
+"""Changed files of a run's folder: a reader refuses them with a reason, or reads what is there."""
 
 # ruff: noqa: PT017 (a refusal is as good as a right answer)
 import json
 import math
-import sqlite3
 import tomllib
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from flower_dp.cli import main as cli
-from flower_dp.clients import FedSGDDPCRecipe
-from flower_dp.privacy import ledger_tables
-from flower_dp.privacy.device_store import DeviceLedger, Numbered
-from flower_dp.privacy.private_file import LedgerError
-from flower_dp.privacy.store import Store
 from flower_dp.reporting import compare, tables, update_norms
 from flower_dp.reporting.past_run import read_past_run
 from flower_dp.running import run_folder
 from flower_dp.running.run_folder import RunFolder
 from tests.adversaries.fuzzing import BOMBS, bounded, cut, examples, trees
-from tests.local_grids import records
 
 
 @pytest.fixture(scope="module")
@@ -48,96 +39,6 @@ def changed(draw: st.DrawFn, content: bytes, *, read: Any = json.loads, write: A
         return text.encode("utf-8", "surrogatepass")
     except (ValueError, TypeError):  # what the format can't hold
         return content
-
-
-# The ledger of a device
-
-TERMS = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=3.0, num_replies=5).terms("c0", records("c0"))
-
-
-@pytest.fixture(scope="module")
-def ledger(place: Path) -> Path:
-    path = place / "whole.sqlite"
-    DeviceLedger.create(path, ["c0", "c1"])
-    for number, accounts in enumerate((["c0"], ["c0", "c0, evaluation"]), start=1):
-        DeviceLedger(path).charge(
-            dict.fromkeys(accounts, TERMS), {account: Numbered(run="r", number=number) for account in accounts}
-        )
-    return path
-
-
-def assert_it_is_shown_or_refused(path: Path, whole: Path) -> None:
-    """The command answers, and a charge either has all that was there, and one more, or is refused."""
-    path.chmod(0o600)
-    with bounded():
-        assert_ends_well("ledger", str(path))
-        assert_ends_well("ledger", str(path), "--json")
-        try:
-            before = DeviceLedger(path).read()
-            refused, counts = DeviceLedger(path).charge({"c0": TERMS}, {"c0": Numbered(run="s", number=1)})
-        except LedgerError:
-            return
-        after = DeviceLedger(path).read()
-    assert before == DeviceLedger(whole).read()
-    assert bool(refused) != bool(counts)
-    assert after["c0"].replies == before["c0"].replies + len(counts)
-    assert {name: after[name] for name in before if name != "c0"} == {name: before[name] for name in before if name != "c0"}
-
-
-@pytest.mark.slow
-@examples(60)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_a_changed_ledger_is_refused_or_has_the_same_accounts(seed: int, ledger: Path, place: Path) -> None:
-    path = place / "changed.sqlite"
-    path.write_bytes(bytes(cut(ledger.read_bytes(), seed)))
-    assert_it_is_shown_or_refused(path, ledger)
-    path.with_name(path.name + ".mark").unlink(missing_ok=True)
-
-
-@pytest.mark.slow
-@examples(60)
-@given(data=st.data(), column=st.sampled_from(["about", "owners", "which", "events"]))
-def test_whatever_a_charge_says_is_shown_or_refused(data: st.DataObject, column: str, ledger: Path, place: Path) -> None:
-    """Who may write the file may say what he likes there, with the right digest."""
-    path = place / "signed.sqlite"
-    path.write_bytes(ledger.read_bytes())
-    db = sqlite3.connect(path)
-    *_, (_, before), (last, _) = db.execute("SELECT id, digest FROM charges ORDER BY id").fetchall()
-    columns = ("about", "owners", "which", "events")
-    found = db.execute(f"SELECT {', '.join(columns)} FROM charges WHERE id = ?", (last,)).fetchone()  # noqa: S608
-    row = dict(zip(columns, found, strict=True))
-    if column == "about":
-        row[column] = data.draw(changed(row[column].encode())).decode(errors="replace")
-    else:
-        row[column] = data.draw(st.binary(max_size=12))
-    with Store(path, read_only=True) as store_of:
-        run, charge = store_of.runs["r"], store_of.each[-1][1]
-    own = ledger_tables.digest_of(
-        before, run, row["about"], charge.owners, row["which"], [ledger_tables.text_of(one) for one in charge.events]
-    )
-    db.execute("DROP TRIGGER charges_update")
-    db.execute(
-        "UPDATE charges SET about = ?, owners = ?, which = ?, events = ?, digest = ? WHERE id = ?", (*row.values(), own, last)
-    )
-    db.execute(next(one for one in ledger_tables.SCHEMA if "TRIGGER charges_update" in one))
-    db.commit()
-    db.close()
-    path.chmod(0o600)
-    with bounded():
-        assert_ends_well("ledger", str(path))
-        assert_ends_well("ledger", str(path), "--json")
-        with suppress(LedgerError):
-            entries = DeviceLedger(path).read()
-            assert entries["c0"].replies <= 2
-            DeviceLedger(path).charge({"c0": TERMS}, {"c0": Numbered(run="s", number=1)})
-    path.with_name(path.name + ".mark").unlink(missing_ok=True)
-
-
-def assert_ends_well(*arguments: str) -> None:
-    """A command ends with status 0, or 2 and a reason."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    assert ended.value.code in (0, 2)
 
 
 # The folder of a run
@@ -204,64 +105,29 @@ def put(folder: Path, files: dict[str, bytes]) -> None:
 
 
 @pytest.mark.slow
-@examples(50)
+@examples(60)
 @pytest.mark.parametrize("name", [run_folder.CONFIG, run_folder.METRICS, run_folder.STATEMENT_JSON])
 @given(data=st.data())
-def test_a_changed_run_is_compared_or_refused(name: str, data: st.DataObject, place: Path, written: dict[str, bytes]) -> None:
+def test_a_changed_run_is_read_or_refused(name: str, data: st.DataObject, place: Path, written: dict[str, bytes]) -> None:
+    """By a comparison and its tables, and by the norms of its updates; an error says which run is meant."""
     put(place / "changed", written | {name: data.draw(changed(written[name], **FORMS[name]))})
     with bounded(), np.errstate(all="ignore"):
+        try:
+            update_norms.in_words(update_norms.read_update_norms(read_past_run(place / "changed")))
+        except ValueError as error:
+            assert str(place) in str(error)
         try:
             runs = [compare.read_run(place / one, "accuracy") for one in ("honest", "changed")]
             curves = compare.curves_of(runs, "accuracy")
         except ValueError as error:
-            assert str(place) in str(error)  # the error says which run is meant
+            assert str(place) in str(error)
             return
         notes = compare.notes(curves)
         for table in tables.FORMATS.values():
             table(curves, "accuracy", notes)
-    changed_run = runs[1]
     stated = json.loads((place / "changed" / run_folder.STATEMENT_JSON).read_bytes())
     if not (stated.get("private") and isinstance(stated.get("epsilon"), int | float)):
-        assert math.isinf(changed_run.epsilon)
-
-
-@pytest.mark.slow
-@examples(25)
-@pytest.mark.parametrize("name", [run_folder.CONFIG, run_folder.METRICS, run_folder.STATEMENT_JSON])
-@given(data=st.data())
-def test_the_norms_of_a_changed_run_are_read_or_refused(
-    name: str, data: st.DataObject, place: Path, written: dict[str, bytes]
-) -> None:
-    put(place / "changed", written | {name: data.draw(changed(written[name], **FORMS[name]))})
-    with bounded(), np.errstate(all="ignore"):
-        try:
-            found = update_norms.read_update_norms(read_past_run(place / "changed"))
-        except ValueError as error:
-            assert str(place) in str(error)
-            return
-        update_norms.in_words(found)
-
-
-COMMANDS = [
-    ("compare", "{honest}", "{changed}"),
-    ("compare", "{changed}", "--against", "epsilon"),
-    ("figure", "update-norms", "{changed}"),
-]
-
-
-@pytest.mark.filterwarnings("ignore:Glyph")  # matplotlib has letters of some scripts alone, and warns of others
-@pytest.mark.parametrize("command", COMMANDS, ids=["compare", "against epsilon", "update norms"])
-@examples(2)
-@pytest.mark.slow
-@given(data=st.data())
-def test_a_changed_run_is_drawn_or_refused(
-    command: tuple[str, ...], data: st.DataObject, place: Path, written: dict[str, bytes]
-) -> None:
-    name = data.draw(st.sampled_from([run_folder.CONFIG, run_folder.METRICS, run_folder.STATEMENT_JSON]))
-    put(place / "changed", written | {name: data.draw(changed(written[name], **FORMS[name]))})
-    with np.errstate(all="ignore"):
-        words = [word.format(honest=place / "honest", changed=place / "changed") for word in command]
-        assert_ends_well(*words, "--output", str(place / "figure.png"))
+        assert math.isinf(runs[1].epsilon)
 
 
 def model() -> nn.Module:

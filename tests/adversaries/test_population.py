@@ -1,43 +1,32 @@
 """Nodes that lie about whom they host, stay silent, fail or crowd in: the run of the others is as without them."""
 
 import json
-import logging
-import math
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ConfigRecord, Context, Error, Message, RecordDict
-from torch import nn
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
-from flower_dp import record_run, wire
+from flower_dp import wire
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays, privacy_mod
-from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.core.sampling import FullSampling, RoundRobinSampling
 from flower_dp.privacy.charges import EVERY_CLIENT
-from flower_dp.running.run_folder import read_metrics
-from flower_dp.strategies import DPFedAvg, PrivateEvaluation
-from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
-from flower_dp.strategies.population.client_query import ClientQuery
+from flower_dp.strategies import DPFedAvg
+from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.releases.replies import Collected, Missing, StockReply, collect
 from tests.grids import LocalGrid, asks_to_train
 from tests.limits import accepted
+from tests.local_grids import CLASSES, FEATURES, linear, records, shared_noise_app
 from tests.stock import arrays, shifted, stock_app
 
 WORDS = {"clip_norm": 0.5, "noise_multiplier": 1e-9, "sampling": FullSampling(), "num_clients": 3, "delta": 1e-3}
-RECORDS = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
 METHODS = ["dp-fedavg", wire.EVALUATION]
 SILENT = "silent"
 
 
-def app():
-    def client_fn(context):
-        clients = dict.fromkeys(str(context.node_config["names"]).split(","), RECORDS)
-        return DPClient(model=nn.Linear(2, 2), clients=clients, training=Training(learning_rate=0.1))
-
-    return client_app(client_fn)
+def names_of(context):
+    return str(context.node_config["names"]).split(",")
 
 
 def naming(*names, methods=METHODS):
@@ -47,10 +36,10 @@ def naming(*names, methods=METHODS):
 class Population(LocalGrid):
     """Nodes that come before a round ({round: {node: names or a lie}}); a lie is the text of an answer, an Error, or `SILENT`."""
 
-    def __init__(self, changes, app_of_all=None):
-        super().__init__(app_of_all or app(), 0)
+    def __init__(self, changes):
+        super().__init__(shared_noise_app(names_of), 0)
         self.changes, self.round, self.lies = changes, 1, {}
-        self.asked, self.questions = [], []
+        self.asked, self.names, self.questions = [], [], []
         self.come()
 
     def come(self):
@@ -60,12 +49,13 @@ class Population(LocalGrid):
             self.contexts[node] = Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
 
     def send_and_receive(self, messages, *, timeout=None):
-        replies, train = [], []
+        replies, train, names = [], [], []
         for message in messages:
             node = message.metadata.dst_node_id
             (reply,) = super().send_and_receive([message], timeout=timeout)
             if asks_to_train(message) and message.content.array_records:
                 train.append(node)
+                names += wire.instruction_of(message.content["config"]).clients
                 replies.append(reply)
                 continue
             self.questions.append(node)
@@ -77,6 +67,7 @@ class Population(LocalGrid):
             replies += [] if isinstance(lie, str) and lie == SILENT else [reply]
         if train:
             self.asked.append(sorted(train))
+            self.names.append(sorted(names))
             self.round += 1
             self.come()
         return replies
@@ -107,34 +98,36 @@ LIES = {
 }
 
 
-def run(changes, *, num_rounds=4, model=None, **arguments):
+def run(changes, *, num_rounds=4, **arguments):
     grid = Population(changes)
     strategy = DPFedAvg(**WORDS | {"registration_timeout": 5.0} | arguments)
-    result = strategy.start(grid, model_arrays(model or nn.Linear(2, 2)), num_rounds=num_rounds)
-    return strategy, grid, result
+    strategy.start(grid, model_arrays(linear()), num_rounds=num_rounds)
+    return strategy, grid
 
 
 # One node never ends nor stalls the run of the others
 
 
+@pytest.mark.parametrize("late", [True, False], ids=["late", "at the start"])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_late_node_that_lies_leaves_the_run_as_without_it(lie, caplog):
-    strategy, grid, _ = run({1: THREE, 2: {9: LIES[lie]}})
+def test_a_node_that_lies_leaves_the_run_as_without_it(lie, late, caplog):
+    liar = {(0, 9)[list(LIES).index(lie) % 2]: LIES[lie]}
+    _, grid = run({1: THREE, 2: liar} if late else {1: liar | THREE})
     assert grid.asked == [[1, 2, 3]] * 4
-    assert strategy._manager._known.names == ("a", "b", "c")
+    assert grid.names == [["a", "b", "c"]] * 4
     assert not [line for record in caplog.records for line in record.getMessage().splitlines() if line.startswith("EPSILON")]
 
 
-@pytest.mark.parametrize(("lie", "at"), [(lie, (0, 9)[place % 2]) for place, lie in enumerate(LIES)])
-def test_a_node_that_lies_at_the_start_leaves_the_run_as_without_it(lie, at):
-    strategy, grid, _ = run({1: {at: LIES[lie], **THREE}})
-    assert grid.asked == [[1, 2, 3]] * 4
-    assert strategy._manager._known.names == ("a", "b", "c")
-
-
-def test_a_node_that_is_waited_for_is_named_by_the_error():
-    with pytest.raises(TimeoutError, match=r"only 3 clients on 3 nodes.*node 9: .* text has \d+ characters: at most"):
-        run({1: {**THREE, 9: naming(*(f"d{i}" for i in range(10_000)))}}, num_clients=4, registration_timeout=0.3)
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        (naming(*(f"d{i}" for i in range(10_000))), r"node 9: .* text has \d+ characters: at most"),
+        (LIES["another method"], "1 can't take part: node 9: .*clients must run 'dp-fedavg'"),
+    ],
+)
+def test_a_node_that_is_waited_for_is_named_by_the_error(lie, why):
+    with pytest.raises(TimeoutError, match=rf"only 3 clients on [34] nodes.*{why}"):
+        run({1: {**THREE, 9: lie}}, num_clients=4, registration_timeout=0.3)
 
 
 @pytest.mark.parametrize("crowd", [False, True], ids=["one", "a new one in every round"])
@@ -145,7 +138,7 @@ def test_a_silent_node_is_asked_once_in_many_rounds_and_one_round_waits_for_it(c
     monkeypatch.setattr(clock, "sleep", lambda seconds: (waited.add(len(grid.asked)), pause(seconds)))
     late = {node - 7: {node: SILENT} for node in range(9, 15 if crowd else 10)}
     grid = Population({1: THREE} | late)
-    DPFedAvg(**WORDS).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=8)
+    DPFedAvg(**WORDS).start(grid, model_arrays(linear()), num_rounds=8)
     assert [grid.questions.count(node) for (node,) in late.values()] == [1] * len(late)
     assert grid.asked == [[1, 2, 3]] * 8
     assert waited == {1}
@@ -160,52 +153,28 @@ def test_a_late_node_that_answers_within_the_wait_takes_part_in_the_next_round()
             return [] if self.asked and polls.count(1) < 4 else super().pull_messages(message_ids)
 
     grid = Slow({1: THREE, 2: {9: "d"}})
-    DPFedAvg(**WORDS).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=3)
+    DPFedAvg(**WORDS).start(grid, model_arrays(linear()), num_rounds=3)
     assert grid.asked == [[1, 2, 3], [1, 2, 3, 9], [1, 2, 3, 9]]
-
-
-def test_a_silent_node_is_asked_again_after_longer_and_longer_pauses_and_a_late_answer_counts(clock):
-    clock.now = 0.0
-    grid, client_query, asked = Population({1: {1: "a"}}), ClientQuery(), []
-    client_query.ask(grid, [1], most_names=3)
-    grid.come()
-    grid.lies[2] = SILENT
-    grid.contexts[2] = grid.contexts[1]
-    while clock.now < 500:
-        before = len(grid.questions)
-        assert client_query.ask(grid, [2], most_names=3, late=True) == {}
-        asked += [clock.now] * (len(grid.questions) - before)
-        clock.now += 1
-    assert asked == [0, 31, 92, 213, 454]
-    first = next(sent for sent, (_, question) in client_query._sent.items() if question.since == 0)
-    answer = Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: naming("b")})}), reply_to=grid.sent[0])
-    answer.metadata.__dict__["_reply_to_message_id"] = first
-    grid.waiting.append(answer)
-    assert client_query.ask(grid, [2], most_names=3, late=True)[2].names == ("b",)
-    assert not client_query.waiting
 
 
 def test_one_node_does_not_decide_that_the_app_is_a_stock_one():
     """A stock client has no name, no policy and no budget: clients of this package would all decline."""
-    for changes in ({1: {0: LIES["a stock app's error"], **THREE}}, {1: {0: LIES["a stock app's error"], 1: "a"}}):
-        strategy, _, _ = run(changes, num_clients=len(changes[1]) - 1)
-        assert strategy._manager._known.hosting
-        assert strategy.rounds[0].replies == len(changes[1]) - 1
+    for names in (["a", "b", "c"], ["a"]):
+        strategy, grid = run({1: {0: LIES["a stock app's error"], **dict(enumerate(names, 1))}}, num_clients=len(names))
+        assert grid.names[0] == names
+        assert strategy.rounds[0].replies == len(names)
 
 
 # A name stands once, and is drawn as often as it is charged
 
 
-def test_two_newcomers_with_one_name_are_one_client(caplog):
-    strategy, grid, _ = run({1: THREE, 2: {8: "d", 9: "d"}})
-    assert strategy._manager._known.names == ("a", "b", "c", "d")
-    assert grid.asked[1:] == [[1, 2, 3, 8]] * 3
-    assert "client 'd' is hosted by nodes 8 and 9" in caplog.text
-
-
-def test_two_nodes_with_one_name_at_the_start_are_one_client():
-    _, grid, _ = run({1: {**THREE, 8: "c"}})
-    assert grid.asked == [[1, 2, 3]] * 4
+@pytest.mark.parametrize("changes", [{1: THREE, 2: {8: "d", 9: "d"}}, {1: THREE, 2: {8: "c"}}, {1: {**THREE, 8: "c"}}])
+def test_two_nodes_with_one_name_are_one_client(changes, caplog):
+    _, grid = run(changes)
+    newcomers = "d" in changes.get(2, {}).values()
+    assert grid.names[1:] == [["a", "b", "c"] + ["d"] * newcomers] * 3
+    assert grid.asked[1:] == [[1, 2, 3] + [8] * newcomers] * 3
+    assert ("client 'd' is hosted by nodes 8 and 9" in caplog.text) == newcomers
 
 
 def test_a_roster_has_no_name_twice():
@@ -213,22 +182,6 @@ def test_a_roster_has_no_name_twice():
         KnownClients(names=("a", "b", "a"), nodes=(1, 2, 3), record_names=wire.MESSAGE_API, hosting=True)
     with pytest.raises(ValueError, match="'a' is named twice"):
         wire.Hosted(names=("a", "b", "a"), methods=frozenset())
-
-
-def test_a_name_that_many_nodes_claim_is_drawn_at_its_rate():
-    """2,000 Poisson cohorts: a rate 5 standard deviations (0.05) from 0.3 has a probability below 1e-6."""
-    grid = Population({1: THREE})
-    manager = ClientManager(3, timeout=1, newcomers=True)
-    manager.known_clients(grid)
-    grid.changes = {1: dict.fromkeys(range(10, 20), "d")}
-    grid.come()
-    known_clients = manager.known_clients(grid)
-    strategy = DPFedAvg(**WORDS | {"sampling": PoissonSampling(sampling_rate=0.3)}, noise_seed=1)
-    counts = dict.fromkeys(known_clients.names, 0)
-    for server_round in range(2000):
-        for index in strategy.rules.training.cohort(known_clients.names, strategy._session.generator("cohort", server_round)):
-            counts[known_clients.names[index]] += 1
-    assert all(abs(count / 2000 - 0.3) < 0.05 for count in counts.values())
 
 
 # Crowds
@@ -252,21 +205,18 @@ def test_a_crowd_of_newcomers_moves_the_mean_at_most_as_far_as_the_cap_says(capl
 
 
 def test_a_crowd_at_the_start_is_capped_too_and_nodes_that_name_few_come_first():
-    strategy, grid, _ = run({1: {0: naming("x1", "x2", "x3", "x4"), **THREE, 5: naming("e", "f", "g")}}, most_newcomers=3)
-    assert strategy._manager._known.names == ("a", "b", "c", "e", "f", "g")
+    _, grid = run({1: {0: naming("x1", "x2", "x3", "x4"), **THREE, 5: naming("e", "f", "g")}}, most_newcomers=3)
+    assert grid.names[0] == ["a", "b", "c", "e", "f", "g"]
     assert 0 not in grid.asked[0]
 
 
 @pytest.mark.parametrize(("most", "joins"), [(None, False), (1, False), (2, True)])
-def test_a_late_node_names_no_more_clients_than_nodes_of_the_start_or_as_the_setting_says(most, joins):
-    strategy, _, _ = run({1: THREE, 2: {9: naming("d", "e")}}, most_clients_per_node=most)
-    assert strategy._manager._known.names == ("a", "b", "c") + (("d", "e") if joins else ())
-
-
-def test_a_setting_caps_the_nodes_of_the_start():
-    strategy, grid, _ = run({1: {0: naming("x", "y"), **THREE}}, most_clients_per_node=1)
-    assert strategy._manager._known.names == ("a", "b", "c")
-    assert grid.asked[0] == [1, 2, 3]
+@pytest.mark.parametrize("late", [True, False])
+def test_a_node_names_no_more_clients_than_nodes_of_the_start_or_as_the_setting_says(most, joins, late):
+    many = {9: naming("d", "e")}
+    if late or most is not None:  # else it is one of the nodes of the start
+        _, grid = run({1: THREE, 2: many} if late else {1: THREE | many}, most_clients_per_node=most)
+        assert grid.names[-1] == ["a", "b", "c"] + ["d", "e"] * joins
 
 
 @pytest.mark.parametrize("arguments", [{"most_clients_per_node": 0}, {"most_newcomers": -1}, {"most_newcomers": 1.5}])
@@ -276,14 +226,13 @@ def test_caps_that_make_no_sense_are_refused(arguments):
 
 
 def test_a_method_without_newcomers_takes_none_whatever_the_setting():
-    strategy, _, _ = run({1: THREE, 2: {9: "d"}}, sampling=RoundRobinSampling(cohort_size=1), most_newcomers=9)
-    assert strategy._manager._known.names == ("a", "b", "c")
+    _, grid = run({1: THREE, 2: {9: "d"}}, sampling=RoundRobinSampling(cohort_size=1), most_newcomers=9)
+    assert grid.names == [["a"], ["b"], ["c"], ["a"]]
 
 
 HEAD = f'{{"protocol":{wire.PROTOCOL},"methods":[],"clients":['
 
 
-@pytest.mark.parametrize("most_names", [3, 10_000])
 @pytest.mark.parametrize(
     "text",
     [
@@ -294,12 +243,12 @@ HEAD = f'{{"protocol":{wire.PROTOCOL},"methods":[],"clients":['
         '{"a":' * 5000,
     ],
 )
-def test_an_answer_that_no_honest_node_sends_costs_nothing(text, most_names):
+def test_an_answer_that_no_honest_node_sends_costs_nothing(text):
     content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})})
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match="it has no clients: "):
-            wire.hosted_of(content, most_names=most_names)
+            wire.hosted_of(content, most_names=10_000)
         assert tracemalloc.get_traced_memory()[1] < 2**22
     finally:
         tracemalloc.stop()
@@ -356,43 +305,41 @@ def test_a_row_off_the_lattice_does_not_make_the_sums_last_bits_tell_of_single_r
     np.testing.assert_array_equal(accepted(limits, honest[0], ["a"]), honest[0])
 
 
-def test_a_node_of_several_clients_is_clipped_to_as_many_clip_norms():
-    def forge(node, reply):
-        record = next(iter(reply.content.array_records.values()))
-        record["0"] = Array(np.full(6, 100.0, np.float32))
-        return [reply]
+@pytest.mark.parametrize(
+    ("hosts", "plain", "norms"),
+    [(("a",), False, 1), (("a", "b"), False, 2), (("a", "broken"), False, 1), (("a",), True, 0), (("a", "b"), True, 0)],
+)
+def test_a_node_moves_the_sum_by_a_clip_norm_for_each_of_its_clients_that_answered(hosts, plain, norms):
+    """Not for those that refuse, and by none for a plain model, which says of nobody that it is clipped."""
+    broken = TensorRecords(inputs=torch.full((2, FEATURES), np.nan), targets=torch.zeros(2, dtype=torch.int64))
 
     def client_fn(context):
-        clients = dict.fromkeys(("a", "b") if context.node_id == 1 else ("c", "d"), RECORDS)
-        return DPClient(model=nn.Linear(2, 2), clients=clients, training=Training(learning_rate=0.1))
+        names = hosts if context.node_id == 1 else ("still",)
+        clients = {name: broken if name == "broken" else records("c0") for name in names}
+        return DPClient(model=linear(), clients=clients, training=Training(learning_rate=0.1), device="cpu")
 
-    strategy = DPFedAvg(**WORDS | {"num_clients": 4, "noise_multiplier": 0})
-    start = model_arrays(nn.Linear(2, 2))
+    def forge(node, reply):
+        if plain and node == 1:
+            reply.content = RecordDict({"arrays": ArrayRecord([np.ones((CLASSES, FEATURES), np.float32)])})
+        else:
+            next(iter(reply.content.array_records.values()))["0"] = Array(np.full(CLASSES * FEATURES, 100.0 * (node == 1)))
+        return [reply]
+
+    strategy = DPFedAvg(**WORDS | {"num_clients": len(hosts) + 1, "noise_multiplier": 0})
+    start = model_arrays(linear())
     result = strategy.start(LocalGrid(client_app(client_fn), 2, tamper=forge), start, num_rounds=1)
-    moved = [(result.arrays[name].numpy() - start[name].numpy()).ravel() for name in start]
-    assert np.linalg.norm(np.concatenate(moved)) == pytest.approx(0.5, rel=1e-4)
-
-
-def test_the_reply_of_a_stock_client_stands_for_one_client():
-    """A node that is asked for two clients and sends a plain model, under a strategy that takes its clients for stock ones."""
-    model = wire.Model.of(arrays(w=np.zeros(2, np.float32)), frozen=())
-    limits = Limits(length=2, clip_norm=0.5, honest_norm=lambda names: 0.0)
-    for names, counted in ((("a",), 1), (("a", "b"), 0)):
-        message = Message(RecordDict(), 7, "train")
-        reply = Message(RecordDict({"arrays": arrays(w=np.ones(2, np.float32))}), reply_to=message)
-        stock = StockReply(read=lambda content: model.read(wire.arrays_of(content)), num_arrays=1)
-        reported = collect([reply], asked={7: names}, sent=[message.metadata], limits=limits, stock=stock)
-        assert len(reported.clients) == counted
-        assert np.linalg.norm(reported.total) == pytest.approx(0.5 * counted)
+    moved = (len(hosts) + 1) * (result.arrays["0.weight"].numpy() - start["0.weight"].numpy())
+    assert strategy.rounds[0].replies == 1 + norms
+    assert np.linalg.norm(moved) == pytest.approx(0.5 * norms, rel=1e-4)
 
 
 def test_a_late_reply_counts_in_no_later_round():
     """A node of several clients: those that were asked then are others than now, and have other shares of the noise."""
-    grid = LocalGrid(app(), 2)
+    grid = LocalGrid(shared_noise_app(names_of), 2)
     for node, names in ((1, "a,b"), (2, "c")):
         grid.contexts[node].node_config["names"] = names
     strategy = DPFedAvg(**WORDS | {"sampling": OneThenAll()}, placement="distributed")
-    model = model_arrays(nn.Linear(2, 2))
+    model = model_arrays(linear())
     late = grid.send_and_receive(strategy.configure_train(1, model, ConfigRecord(), grid))
     messages = strategy.configure_train(2, model, ConfigRecord(), grid)
     strategy.aggregate_train(2, [*late, *grid.send_and_receive(messages)[1:]])
@@ -440,46 +387,6 @@ def test_a_reply_in_the_name_of_another_node_does_not_take_its_place(is_error):
     assert after["w"].numpy()[0] == pytest.approx(0.2 / 3, rel=1e-3)
 
 
-# What is published does not tell who takes part
-
-
-class TwoOfThree(FullSampling):
-    """A user's own sampling: whether its cost counts on a secret is not known."""
-
-    def choose(self, server_round, num_clients, rng):
-        return rng.permutation(num_clients)[:2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "secret"),
-    [
-        ({"sampling": PoissonSampling(sampling_rate=0.5)}, True),
-        ({"evaluation": PrivateEvaluation(sampling=PoissonSampling(sampling_rate=0.5), noise_multiplier=1.0)}, True),
-        ({"sampling": FixedSizeSampling(cohort_size=2), "relation": "replace-one"}, True),
-        ({"sampling": TwoOfThree()}, True),
-        ({"sampling": FixedSizeSampling(cohort_size=3)}, False),
-        ({}, False),
-    ],
-)
-def test_times_are_published_only_where_cohorts_are_no_secret(arguments, secret, tmp_path):
-    strategy = DPFedAvg(**WORDS | arguments)
-    record_run(strategy, Population({1: THREE}), model_arrays(nn.Linear(2, 2)), num_rounds=3, config={}, path=tmp_path / "run")
-    for line in read_metrics(tmp_path / "run")[1:]:
-        assert ("elapsed" in line) is not secret
-        assert ("seconds" in line) is not (secret and "sampling" in arguments)
-
-
-def test_a_statement_does_not_count_missing_updates_where_cohorts_are_secret():
-    """Of one round they are the cohort, if all fail; and a client that always fails would be seen to take part."""
-    fixed = FixedSizeSampling(cohort_size=2)
-    for sampling, reported in ((PoissonSampling(sampling_rate=0.5), False), (fixed, False), (FullSampling(), True)):
-        strategy = DPFedAvg(**WORDS | {"sampling": sampling, "relation": "replace-one"})
-        strategy.plan(3)
-        strategy.state = replace(strategy.state, missing=Missing(failed=2))
-        assert any("did not count" in line for line in strategy.statement.incidents) is reported
-
-
 # Names and texts are one line
 
 
@@ -489,59 +396,40 @@ NOT_A_LINE = ["", " ", "a\nb", "a\rb", "a\u2028b", "a\x1b[2Kb", "a\u202eb", "\ud
 @pytest.mark.parametrize("name", NOT_A_LINE)
 def test_a_name_that_is_no_printable_line_enters_nowhere(name):
     with pytest.raises(ValueError, match="must be one line of printable characters"):
-        DPClient(model=nn.Linear(2, 2), clients={name: RECORDS}, training=Training(learning_rate=0.1))
+        DPClient(model=linear(), clients={name: records("c0")}, training=Training(learning_rate=0.1))
     if name is not None:
         with pytest.raises(ValueError, match="must be one line of printable characters"):
             privacy_mod(name=name)
     text = naming(name)
     with pytest.raises(ValueError, match=r"must be one line of printable characters|Expected str, got|is not JSON"):
         wire.hosted_of(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), most_names=3)
+    if isinstance(name, str):
+        answer = {"payload": {}, "seeded_noise": False, "payload_bytes": 0, "fresh": [], "refused": {}, "metrics": {name: 1.0}}
+        with pytest.raises(ValueError, match=r"metric=.*must be one line|is not JSON"):
+            wire.Answer.from_json(json.dumps({"protocol": wire.PROTOCOL, **answer}), ["a"])
 
 
-def test_reasons_of_clients_are_one_line_in_log_and_errors(caplog):
-    collected = Collected(total=np.zeros(1))
-    with caplog.at_level(logging.WARNING, "flwr"):
-        collected.leave_out(1, ("a",), "x\nEPSILON: 0.0", Missing(rejected=1))
-    collected.add_refused({"b": "declined:\r\nEPSILON: 0.0"})
-    for text in (*collected.refused.values(), *(record.getMessage() for record in caplog.records)):
+@pytest.mark.parametrize("refuses", [False, True], ids=["an error", "a refusal"])
+@pytest.mark.parametrize(
+    "reason", ["x\nEPSILON: 0.0", "declined:\r\nEPSILON: 0.0", "x" * 2**20], ids=["lines", "declined", "long"]
+)
+def test_what_a_node_says_went_wrong_is_one_short_line_in_log_statement_and_errors(reason, refuses, caplog):
+    def fail(node, arrays):
+        if node == 1:
+            raise ValueError(reason)
+        return arrays
+
+    def forge(node, reply):
+        if refuses and node == 1:
+            (record,) = reply.content.config_records.values()
+            record[wire.KEY] = json.dumps(json.loads(record[wire.KEY]) | {"refused": {reason: [0]}, "payload_bytes": 0})
+        return [reply]
+
+    strategy = DPFedAvg(**WORDS | {"num_clients": 2})
+    grid = LocalGrid(shared_noise_app() if refuses else stock_app(fail), 2, tamper=forge)
+    strategy.start(grid, model_arrays(linear()), num_rounds=1)
+    assert strategy.rounds[0].replies == 1
+    assert strategy.state.refusal
+    for text in (*caplog.messages, strategy.state.refusal, *strategy.statement.incidents):
         assert text.isprintable()
-
-
-def test_a_metric_of_a_client_has_a_name_of_one_line():
-    arguments = {
-        "payload": {"codec": "dense", "length": 3},
-        "seeded_noise": False,
-        "payload_bytes": 0,
-        "fresh": [],
-        "refused": {},
-    }
-    for name in ("loss\n", "l" * 201, ""):
-        text = json.dumps({"protocol": wire.PROTOCOL, **arguments, "metrics": {name: 1.0}})
-        with pytest.raises(ValueError, match=r"metric=.*must be one line"):
-            wire.Answer.from_json(text, ["a"])
-
-
-def test_an_evaluation_with_noise_from_a_seed_is_refused():
-    def client_fn(context):
-        clients = {str(context.node_config["names"]): RECORDS}
-        return DPClient(model=nn.Linear(2, 2), clients=clients, training=Training(learning_rate=0.1), noise_seed=1)
-
-    grid = Population({1: THREE}, client_app(client_fn))
-    strategy = DPFedAvg(**WORDS, evaluation=PrivateEvaluation(sampling=FullSampling(), noise_multiplier=1e-3, every=1))
-    strategy.plan(1)
-    assert len(strategy.configure_train(1, model_arrays(nn.Linear(2, 2)), ConfigRecord(), grid)) == 3
-    messages = strategy.configure_evaluate(1, model_arrays(nn.Linear(2, 2)), ConfigRecord(), grid)
-    assert len(messages) == 3
-    assert strategy.aggregate_evaluate(1, grid.send_and_receive(messages)) is None
-    assert math.isfinite(strategy.epsilon)
-    assert any("fixed seed" in line for line in strategy.statement.incidents)
-
-
-def test_the_seed_of_a_test_is_the_servers_own():
-    """A client's word does not make a run count as a test."""
-    collected = Collected(total=np.zeros(1))
-    with pytest.raises(ValueError, match="fixed seed"):
-        collected.check_seed(True)
-    collected.check_seed(False)
-    Collected(total=np.zeros(1), seeded=True).check_seed(True)
-    assert math.isinf(DPFedAvg(**WORDS, noise_seed=1).epsilon)
+        assert len(text) < 1000

@@ -6,32 +6,23 @@ import time
 from collections import Counter
 
 import pytest
-import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.supercore.inflatable import inflatable_utils  # noqa: TID251
-from torch import nn
 
-from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
+from flower_dp import wire
+from flower_dp.clients import model_arrays
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.exchange.stream import Replies
 from flower_dp.strategies.population import pulled
 from flower_dp.strategies.population.client_manager import ClientManager
-from tests.grids import LocalGrid
+from tests.grids import LocalGrid, asks_to_train
 from tests.http_grids import LocalHttpGrid
+from tests.local_grids import linear, shared_noise_app
 from tests.stock import shifted, stock_app
 
-RECORDS = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
 NEVER = float("inf")
 NO_QUERIES = Error(code=2, reason="No query function registered")
-
-
-def hosting_app():
-    def client_fn(context):
-        clients = {f"c{context.node_id}": RECORDS}
-        return DPClient(model=nn.Linear(2, 2), clients=clients, training=Training(learning_rate=0.1))
-
-    return client_app(client_fn)
 
 
 def strategy(num_clients, **arguments):
@@ -43,7 +34,7 @@ class Slow(LocalGrid):
     """Nodes whose answer to a question arrives so many seconds later, on the strategy's clock; some answer with an error."""
 
     def __init__(self, clock, delays, *, errors=None, app=None):
-        super().__init__(app or hosting_app(), 0)
+        super().__init__(app or shared_noise_app(), 0)
         self.clock, self.delays, self.errors, self.arrives = clock, delays, errors or {}, {}
         for node in delays:
             self.contexts[node] = Context(run_id=1, node_id=node, node_config={}, state=RecordDict(), run_config={})
@@ -76,7 +67,7 @@ def test_silent_nodes_end_no_start(num_nodes, num_silent, clock):
     grid = Slow(clock, {node: NEVER if node < silent else 0.2 for node in range(num_nodes)})
     begun = clock.now
     made = strategy(num_nodes - silent)
-    made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+    made.start(grid, model_arrays(linear()), num_rounds=1)
     assert made.rounds[0].replies == num_nodes - silent
     assert clock.now - begun < 30
 
@@ -87,7 +78,7 @@ def test_answers_after_some_seconds_end_no_start(seed, clock):
     size = rng.choice([4, 9, 30])
     grid = Slow(clock, {node: rng.uniform(3, 15) for node in rng.sample(range(1, 1000), size)})
     made = strategy(size)
-    made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+    made.start(grid, model_arrays(linear()), num_rounds=1)
     assert made.rounds[0].replies == size
 
 
@@ -95,9 +86,9 @@ def test_a_node_that_is_quicker_than_all_others_does_not_decide_that_the_app_is_
     """A stock client has no name, no policy and no budget."""
     grid = Slow(clock, {0: 0.0, **dict.fromkeys(range(1, 6), 8.0)}, errors={0: NO_QUERIES})
     made = strategy(5)
-    made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
-    assert made._manager._known.hosting
-    assert made._manager._known.names == tuple(f"c{node}" for node in range(1, 6))
+    made.start(grid, model_arrays(linear()), num_rounds=1)
+    asked = [wire.instruction_of(one.content["config"]).clients for one in grid.sent if asks_to_train(one)]
+    assert sorted(asked) == [(f"c{node}",) for node in range(1, 6)]
 
 
 def test_stock_clients_beside_one_that_is_silent_begin(clock):
@@ -121,7 +112,7 @@ def test_votes_that_arrive_in_a_later_round_do_not_change_what_the_app_is(clock)
 def test_silent_nodes_are_named_where_too_few_are_there(clock):
     grid = Slow(clock, {1: NEVER, 2: 0.0})
     with pytest.raises(TimeoutError, match=r"only 1 clients on 1 nodes after 60 s; 1 do not answer: node 1"):
-        strategy(2).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+        strategy(2).start(grid, model_arrays(linear()), num_rounds=1)
 
 
 @pytest.mark.parametrize("num_silent", [1, 2])
@@ -129,7 +120,7 @@ def test_a_simulated_node_that_hangs_ends_the_start_at_its_timeout(num_silent, c
     grid = Slow(clock, {node: NEVER if node <= num_silent else 0.0 for node in (1, 2, 3)})
     grid.simulated, begun = True, clock.now
     with pytest.raises(TimeoutError, match=rf"only {3 - num_silent} clients.*do not answer: node 1"):
-        strategy(3).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+        strategy(3).start(grid, model_arrays(linear()), num_rounds=1)
     assert clock.now - begun < 62
 
 
@@ -148,7 +139,7 @@ def test_a_simulated_node_whose_process_dies_long_after_the_others_have_answered
     grid = Dies(clock, {1: 0.0, 2: 0.0, 3: 0.0, 4: 20.0}, errors={4: Error(code=8, reason="ClientApp stopped responding.")})
     grid.simulated = True
     made = strategy(4)
-    made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+    made.start(grid, model_arrays(linear()), num_rounds=1)
     assert made.rounds[0].replies == 4
     assert grid.patience == 30.0
 
@@ -157,7 +148,7 @@ def test_a_simulated_node_that_fails_again_and_again_ends_the_start_soon(clock):
     grid = Slow(clock, {1: 0.0, 2: 0.0, 3: 0.0}, errors={2: Error(code=8, reason="ClientApp stopped responding.")})
     grid.simulated, begun = True, clock.now
     with pytest.raises(ValueError, match=r"the simulation has 2 clients.*ClientApp stopped responding"):
-        strategy(3).start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1)
+        strategy(3).start(grid, model_arrays(linear()), num_rounds=1)
     assert clock.now - begun < 15
 
 
@@ -174,7 +165,7 @@ class SuperLink(LocalHttpGrid):
     """
 
     def __init__(self, num_nodes, withheld=None, seconds=0.0):
-        super().__init__(LocalGrid(hosting_app(), num_nodes))
+        super().__init__(LocalGrid(shared_noise_app(), num_nodes))
         self.withheld, self.seconds, self.over, self.requests = withheld or {}, seconds, False, Counter()
         self._connect()
 
@@ -230,23 +221,17 @@ def gone():
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("kinds", [("train",), ("query",), ("query", "train")])
-def test_a_reply_that_is_announced_and_not_uploaded_holds_up_nobody(kinds, superlink):
-    grid, begun = superlink(5, withheld={1: kinds, 2: kinds}), time.monotonic()
-    made = strategy(3)
-    made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=2, timeout=3.0)
-    assert [report.replies for report in made.rounds] == [3, 3]
-    assert time.monotonic() - begun < 12
-    gone()
-
-
-def test_replies_that_take_long_to_arrive_do_not_stand_in_line(superlink):
-    """Twelve devices upload nothing: the others are pulled."""
-    grid = superlink(16, withheld=dict.fromkeys(range(1, 13), ("train",)))
-    made, begun = strategy(16), time.monotonic()
-    made.start(grid, model_arrays(nn.Linear(2, 2)), num_rounds=1, timeout=4.0)
-    assert made.rounds[0].replies == 4
-    assert time.monotonic() - begun < 7
+@pytest.mark.parametrize(
+    ("num_nodes", "num_withheld", "kinds"), [(5, 2, ("train",)), (5, 2, ("query", "train")), (16, 12, ("train",))]
+)
+def test_a_reply_that_is_announced_and_not_uploaded_holds_up_nobody(num_nodes, num_withheld, kinds, superlink):
+    """Nor do many, in the line before those of the others."""
+    honest = num_nodes - num_withheld
+    grid, begun = superlink(num_nodes, withheld=dict.fromkeys(range(1, num_withheld + 1), kinds)), time.monotonic()
+    made = strategy(honest if "query" in kinds else num_nodes)
+    made.start(grid, model_arrays(linear()), num_rounds=1, timeout=2.5)
+    assert made.rounds[0].replies == honest
+    assert time.monotonic() - begun < 8
     gone()
 
 
@@ -259,8 +244,8 @@ def test_the_deadline_is_looked_at_between_replies():
     grid = SuperLink(100, seconds=0.1)
     messages = asked_of(grid, 100)
     begun = time.monotonic()
-    assert 0 < len(list(Replies(grid, messages, 5.0))) < 100
-    assert time.monotonic() - begun < 8
+    assert 0 < len(list(Replies(grid, messages, 3.0))) < 100
+    assert time.monotonic() - begun < 6
 
 
 def test_many_replies_take_one_request_and_devices_that_upload_nothing_no_thread():

@@ -164,3 +164,16 @@ def test_the_largest_cohort_is_a_quantile_of_the_binomial(rate, num_clients):
     largest = PoissonSampling(sampling_rate=rate).largest_cohort(num_clients)
     assert stats.binom.sf(largest, num_clients, rate) <= 1e-18
     assert largest == 0 or stats.binom.sf(largest - 1, num_clients, rate) > 1e-18
+
+
+def test_very_large_cohorts_are_drawn_anew():
+    class Many:
+        calls = 0
+
+        def random(self, size):
+            self.calls += 1
+            return np.zeros(size) if self.calls < 3 else np.linspace(0, 1, size)
+
+    rng: Any = Many()
+    assert len(PoissonSampling(sampling_rate=0.1).choose(1, 1000, rng)) == 100
+    assert rng.calls == 3
