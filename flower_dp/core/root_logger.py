@@ -1,8 +1,11 @@
-"""The root logger of somebody else's program, which stays as it is."""
+"""Records that are logged to be shown, and the root logger of somebody else's program, which stays as it is."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+# `extra` of what is logged to be shown on the screen of a run: `log.warning("...", extra=SHOWN)`.
+SHOWN = {"shown": True}
 
 
 @contextmanager

@@ -13,10 +13,6 @@ from flower_dp.running.run_folder import LOG, RESUMED_LINE, new_log, write_whole
 
 log = logging.getLogger("flwr")
 
-# `extra` of what is logged to be shown on the screen of a run: `log.warning("...", extra=SHOWN)`.
-SHOWN = {"shown": True}
-# What strategies log to be shown.
-_SHOWN_TOO = ("can't train: ", "one round teaches little")
 # What Ray adds to a line that several workers have written.
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 
@@ -46,7 +42,7 @@ def logged(folder: Path, *, go_on: bool, resumed: bool = False) -> Iterator[None
 
 def is_shown(record: logging.LogRecord) -> bool:
     """Return whether a record is logged to be shown."""
-    return hasattr(record, "shown") or any(text in record.getMessage() for text in _SHOWN_TOO)
+    return hasattr(record, "shown")
 
 
 @contextmanager

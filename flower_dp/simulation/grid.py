@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 
 from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.core import checks
-from flower_dp.running.flower_log import SHOWN
+from flower_dp.core.root_logger import SHOWN
 from flower_dp.simulation.cluster import installed
 from flower_dp.simulation.identity import CLIENT_APP_CRASHED, NODE_UNAVAILABLE, numbered
 from flower_dp.simulation.local_grid import SimulatedGrid

@@ -92,7 +92,7 @@ class Answer:
         reply: the reply; an error reply if the app raised.
         state: the pickled state; None if it is as before the message.
         trace: traceback of an error; "" without one.
-        shown: level and text of what was logged to be shown (`flower_log.SHOWN`).
+        shown: level and text of what was logged to be shown (`root_logger.SHOWN`).
     """
 
     reply: Message

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_dp.core import checks
-from flower_dp.running.flower_log import SHOWN
+from flower_dp.core.root_logger import SHOWN
 from flower_dp.running.guard import short_folder
 from flower_dp.running.preflight import default_workers
 from flower_dp.running.workplace import environment

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flower_dp import wire
+from flower_dp.core.root_logger import SHOWN
 from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.population.client_manager import KnownClients
@@ -61,6 +62,7 @@ def log_start(rules: Rules, known_clients: KnownClients, model: wire.Model) -> N
             "the noise on the mean is %.1f times as long as any mean without it: one round teaches little; more clients a "
             "round, less noise or a smaller model help, and so do more rounds within the budget",
             noise / signal,
+            extra=SHOWN,
         )
 
 

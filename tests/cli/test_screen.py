@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from flower_dp.clients.training import dry_run
+from flower_dp.core.root_logger import SHOWN
 from flower_dp.core.sampling import FullSampling
 from flower_dp.running import flower_log, screen
 from flower_dp.running.screen import Screen
@@ -88,9 +89,9 @@ def test_the_first_cause_of_a_failing_dry_run_is_one_line_and_all_that_follows_i
 
 def test_what_a_worker_logs_to_be_shown_is_kept_for_the_server_and_nothing_else_is(caplog):
     with flower_log.kept_to_be_shown() as kept:
-        log.warning("%s", "shown", extra=flower_log.SHOWN)
+        log.warning("%s", "shown", extra=SHOWN)
         log.warning("not shown")
-    log.warning("after it", extra=flower_log.SHOWN)
+    log.warning("after it", extra=SHOWN)
     assert kept == [(logging.WARNING, "shown")]
     assert caplog.messages == ["not shown", "after it"]
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from flwr.serverapp import Grid
 
+from flower_dp.core.root_logger import SHOWN
 from flower_dp.strategies.population.client_query import ClientQuery, is_simulation
 from flower_dp.wire import MESSAGE_API, Hosted, RecordNames
 
@@ -317,8 +318,8 @@ class ClientManager:
         self._hosted |= answers
         for node, answer in answers.items():
             if answer.unable:
-                # `flower-dp run` shows this line.
-                log.warning("node %s can't train: %s; its %s clients send no update", node, answer.unable, len(answer.names))
+                text = "node %s can't train: %s; its %s clients send no update"
+                log.warning(text, node, answer.unable, len(answer.names), extra=SHOWN)
 
     def _admitted(self, known: list[str]) -> list[str]:
         """Return the known names and those of connected nodes, as many as may take part: first nodes that name few clients."""
