@@ -316,3 +316,12 @@ def test_a_planned_run_and_a_ledger_state_the_golden_epsilon() -> None:
         lambda rounds: run(multiplier, population, sample, rounds), num_rounds=count, delta=delta, relation=REPLACE
     )
     assert golden - 1e-3 <= curve[-1] <= 1.005 * golden
+
+
+@pytest.mark.parametrize("wrong", ["mechanism", "sampling"])
+def test_a_planned_run_of_an_unknown_kind_is_refused(wrong: str) -> None:
+    """It was accounted as Gaussian noise, or as full sampling."""
+    options: dict[str, Any] = {"mechanism": "gaussian", "sampling": "full", "num_rounds": 1, "delta": 1e-5, "relation": None}
+    options |= {"sampling_rate": None, "cohort_size": None, "num_clients": None, wrong: "none"}
+    with pytest.raises(ValueError, match=f"^--{wrong}='none': must be one of"):
+        planned_run.from_options(**options)
