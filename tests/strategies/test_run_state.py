@@ -80,10 +80,10 @@ def test_charges_keep_their_cost_a_run_goes_on_with_the_same_releases_alone():
     charge(strategy, ("a",) * 4)
     charge(strategy, ("a",) * 4, release=strategy.rules.evaluation)
     for changed in ({"noise_multiplier": 2.0}, {"sampling": PoissonSampling(sampling_rate=0.5)}, {"num_clients": 5}):
-        with pytest.raises(ValueError, match="state: what was charged for .* is .*, and this strategy releases"):
+        with pytest.raises(ValueError, match=r"state: what was charged for .* is .*, and this strategy releases"):
             moved(DPFedAvg(**WORDS | changed, evaluation=evaluation), strategy.state)
         moved(DPFedAvg(**WORDS | changed, evaluation=evaluation), fresh)
-    with pytest.raises(ValueError, match="state: what was charged for .* is .*, and this strategy releases"):
+    with pytest.raises(ValueError, match=r"state: what was charged for .* is .*, and this strategy releases"):
         moved(DPFedAvg(**WORDS, evaluation=replace(evaluation, noise_multiplier=4.0)), strategy.state)
     with pytest.raises(ValueError, match="private evaluations were charged, and this strategy has none"):
         moved(DPFedAvg(**WORDS), strategy.state)
