@@ -387,5 +387,5 @@ class Session:
     def unfinished(self) -> None:
         """Tell, at the end of the run, of what was charged and not finished."""
         last = self.writer.last
-        charged = {} if last is None else last.state.charged
+        charged = self._own.charged if last is None else last.state.charged
         self._own = run.resumed(self.rules, replace(self._own, charged=charged), self.log.beyond(charged))

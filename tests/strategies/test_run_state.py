@@ -422,6 +422,16 @@ def test_a_run_that_released_what_the_one_before_it_did_has_its_own_joint_epsilo
     assert strategy.statement.joint.epsilon == pytest.approx(expected, rel=1e-9)
 
 
+def test_a_run_that_has_ended_tells_of_no_unfinished_round_where_it_is_opened_again(tmp_path):
+    statements = []
+    for _ in range(2):
+        strategy = DPFedAvg(**PRIVATE)
+        strategy.start(grid_of_four(), MODEL, num_rounds=2, checkpoint_dir=tmp_path / "run", resume=bool(statements))
+        statements.append(strategy.statement)
+    assert statements[0].incidents == statements[1].incidents == ()
+    assert str(statements[0]) == str(statements[1])
+
+
 class Twice(DPFedAvg):
     def start(self, grid, initial_arrays, num_rounds=3, **named):
         result = super().start(grid, initial_arrays, num_rounds, **named)
