@@ -545,8 +545,7 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
         def send_and_receive(self, messages, *, timeout=None):
             out = list(messages)
             if out and out[0].metadata.message_type == "evaluate":
-                ledgers = strategy.rules.evaluation.ledgers
-                seen.append([ledgers[name].num_charges for name in NAMES])
+                seen.append(list(strategy.rules.evaluation.counts(strategy.charges).values()))
             return super().send_and_receive(out, timeout=timeout)
 
     grid = Watching(client_app(lambda context: client_of(context, recipe, BUDGET)), CLIENTS)
@@ -556,13 +555,13 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
     # The third round finds the budgets of evaluation spent.
     assert seen == [[1] * CLIENTS, [2] * CLIENTS]
     assert set(strategy.evaluations) == {1, 2}
-    assert [strategy.rules.evaluation.replies(name) for name in NAMES] == [2] * CLIENTS
+    assert strategy.rules.evaluation.counts(strategy.charges) == dict.fromkeys(NAMES, 2)
     statement = strategy.statement
     assert not statement.incidents
     assert statement.parts["evaluation"] == pytest.approx(0.5, rel=1e-9)
     assert statement.clients.evaluation == pytest.approx(dict.fromkeys(NAMES, 0.5), rel=1e-9)
     books = strategy.rules.books
-    training = books.cost(books.ledgers["c0"]).epsilon
+    training = books.cost(strategy.rules.ledgers(strategy.charges)["c0"]).epsilon
     assert statement.parts["training"] == pytest.approx(training)
     total = statement.clients.each["c0"]
     assert training < total <= training + 0.5
@@ -694,8 +693,7 @@ def test_a_sampled_cohort_evaluates_and_the_others_are_not_charged():
     grid = grid_of(METHODS["dp-fedpaq"][1])
     strategy = opened("dp-fedpaq", grid, sampling=PoissonSampling(sampling_rate=0.5))
     asked = len(strategy.configure_evaluate(1, flat(), {}, grid))
-    charges = [ledger.num_charges for ledger in strategy.rules.evaluation.ledgers.values()]
-    assert sum(charges) == asked
+    assert sum(strategy.rules.evaluation.counts(strategy.charges).values()) == asked
 
 
 def test_every_metric_has_noise_of_its_own():

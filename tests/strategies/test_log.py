@@ -22,7 +22,7 @@ from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPPASGD, DPFedAvg, EvaluationBudget, LocalEvaluation, PrivateEvaluation
-from tests.charges import Kept, assert_charges_are_the_ledgers
+from tests.charges import Kept, assert_charges_are_the_ledgers, charge
 from tests.contract_runs import SMALL, app_of, evaluating_stock_app
 from tests.contracts import METHODS, Words
 from tests.grids import LocalGrid, asks_to_train
@@ -86,10 +86,13 @@ def test_every_round_of_every_method_is_in_the_file_before_its_messages_leave(me
     nodes.path = path
     run(strategy, path, arguments.num_rounds, nodes)
     trained = [entry for entry in nodes.seen if entry[1] is not None]
-    assert [(name, rounds, count) for _, (name, rounds), count in trained] == [(method.name, one, one) for one in (1, 2, 3)]
+    # The broadcasts of NbAFL are charged before the model of the next round leaves.
+    late = any(charge.rounds_late for charge in method.charges)
+    expected = [(method.name, one, one + late * (one - 1)) for one in (1, 2, 3)]
+    assert [(name, rounds, count) for _, (name, rounds), count in trained] == expected
     (charges,) = written(path)
     assert_charges_are_the_ledgers(strategy, Kept(each=list(charges)))
-    assert strategy._session.log.charges.numbers() == {method.name: 3}
+    assert strategy.charges.numbers() == {method.name: 3} | ({"broadcast": 3} if late else {})
     assert strategy.statement.joint is None
 
 
@@ -268,7 +271,7 @@ def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_
             break
         on_disk = len(written(path)[1])
         numbers[on_disk] += 1
-        assert strategy.statement.num_rounds == 2  # where it was not written, one too many is told
+        assert on_disk <= strategy.statement.num_rounds <= 2  # where it was not written, one too many may be told
         assert strategy.statement.joint.num_runs == 2
         assert strategy.statement.joint.epsilon >= together(1 + on_disk).expected * (1 - 1e-9)
     assert min(numbers[1], numbers[2]) > 5
@@ -313,9 +316,7 @@ def test_the_joint_epsilon_of_local_runs_is_the_worst_clients(path):
         with Store(path) as ledger:
             name = ledger.begin(method=strategy.rules.about.title, delta=1e-3)
             for names in (("c0", "c1"), ("c1", "c2")):
-                charge = strategy.rules.training.next_charge(names)
-                ledger.append(name, charge)
-                strategy.rules.training.take(charge)
+                ledger.append(name, charge(strategy, names))
         charged.append(strategy.rules.ledgers(strategy.charges)["c1"].event)
     with Store(path) as ledger:
         (scope,) = ledger.all.scopes
