@@ -636,16 +636,6 @@ def test_seeded_noise_of_an_evaluation_is_refused_and_the_run_of_the_others_stay
     assert any("fixed seed" in line for line in strategy.statement.incidents)
 
 
-def test_a_second_run_starts_with_empty_ledgers():
-    make, recipe = METHODS["fedsgd-dpc laplace"]
-    strategy = make(evaluation=LocalEvaluation(budget=BUDGET))
-    epsilons = []
-    for _ in range(2):
-        strategy.start(grid_of(recipe), flat(), num_rounds=3)
-        epsilons.append(strategy.statement.epsilon)
-    assert epsilons[0] == epsilons[1]
-
-
 def test_clients_without_a_budget_do_not_fit_a_run_with_evaluations():
     make, recipe = METHODS["dp-fedpaq"]
     with pytest.raises(ValueError, match=r"do not run 'private-evaluation'.*LocalDPClient\(evaluation="):

@@ -18,7 +18,7 @@ from flower_dp.clients import model_arrays
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting, store
 from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.charges import EVERY_CLIENT
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.store import Store
@@ -398,22 +398,6 @@ def test_a_devices_ledger_is_no_servers(tmp_path):
     with pytest.raises(LedgerError, match="is a device's ledger, and no server's"):
         run(DPFedAvg(**WORDS, ledger=tmp_path / "ledger.sqlite"), None, 1, nodes)
     assert nodes.sent == []
-
-
-def test_what_is_charged_in_the_log_is_what_joint_epsilon_and_budget_say(tmp_path):
-    """One charge more in the file, of another program's run: everything follows."""
-    path = tmp_path / "ledger.sqlite"
-    event = FullSampling().event(DPFedAvg(**WORDS).rules.release.mechanism.event(), 1, 4)
-    most = accounting.epsilon(SelfComposedDpEvent(event, 4), delta=1e-3, relation="add-or-remove-one").epsilon * (1 + 1e-6)
-    Store.create(path, JointBudget(epsilon=most, delta=1e-3))
-    with Store(path) as ledger:
-        words = {"release": "r", "number": 1, "server_round": 1, "kind": "k", "owners": (EVERY_CLIENT,), "events": (event,)}
-        scope = Scope(unit="client", relation="add-or-remove-one")
-        ledger.append(ledger.begin(method="another", delta=1e-3), Charge(**words, scope=scope))
-    strategy = run(DPFedAvg(**WORDS, ledger=path), path, 5)
-    assert strategy.statement.num_rounds == 3
-    assert (strategy.statement.joint.num_runs, strategy.statement.joint.epsilon) == (2, together(4))
-    assert strategy.incidents[0].startswith("ended before round 4: it would pass the ledger's budget")
 
 
 # A charge stands in one place
