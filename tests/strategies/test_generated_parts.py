@@ -18,12 +18,12 @@ from flower_dp.privacy.charges import EVERY_CLIENT, Charge, History, Scope
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPFedAvg, PrivateEvaluation
+from flower_dp.strategies.dp_pasgd import ResourceBudget, Resources
 from flower_dp.strategies.log import MemoryLog, StoreLog
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.planned_cost import PlannedCost
 from flower_dp.strategies.releases.replies import Collected, StockReply, collect
-from flower_dp.strategies.resources import ResourceBudget, Resources
 from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
 from tests.releases import ask, round_of

@@ -230,4 +230,4 @@ def test_a_strategy_that_starts_again_has_a_new_journal(seen):
     for _ in range(2):
         assert isinstance(strategy.start(grid(), weights(), num_rounds=1), Result)
     assert [line["round"] for line in seen.lines] == [0, 1, 0, 1]
-    assert strategy.journal is None
+    assert strategy._session.journal is None

@@ -12,9 +12,9 @@ from flower_dp.core.steps import StepSchedule
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, Scaffold
+from flower_dp.strategies.not_covered import OTHER_RUNS
 from flower_dp.strategies.releases.replies import Missing
 from flower_dp.strategies.run_state import RunFacts
-from flower_dp.strategies.statements.not_covered import OTHER_RUNS
 from tests.charges import charge
 
 NAMES = ("c0", "c1", "c2", "c3")
