@@ -20,7 +20,7 @@ from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
-from flower_dp.strategies import DPFedAvg, DPFedSAM, NbAFL, PrivateEvaluation
+from flower_dp.strategies import DPFedAvg, DPFedSAM, PrivateEvaluation
 from tests.asks import GONE, config_of, evaluated, forged, forged_total, told
 from tests.asks import ask as made
 from tests.charges import charge
@@ -698,24 +698,6 @@ def test_a_second_run_starts_with_an_empty_ledger():
 
 
 # refusals
-
-
-def test_too_few_clients_for_the_noise_give_no_value():
-    _, _, result = run(*APPS["ours, 10 a node"], noise_multiplier=100.0)
-    assert 1 not in result.evaluate_metrics_clientapp or result.evaluate_metrics_clientapp[1]["accuracy-standard-error"] > 0.1
-
-
-def test_methods_with_ledgers_of_single_clients_refuse_it():
-    with pytest.raises(ValueError, match="evaluation: is a PrivateEvaluation; NbAFL takes a LocalEvaluation"):
-        NbAFL(
-            num_clients=10,
-            num_records=9,
-            clip_norm=2.0,
-            paper_epsilon=8.0,
-            delta=1e-3,
-            uplink_exposures=5,
-            evaluation=evaluation(),
-        )
 
 
 @pytest.mark.parametrize(

@@ -489,11 +489,6 @@ def test_orders_that_make_no_sense_are_declined_before_anything_is_charged(chang
     assert "flower-dp.account" not in client.context.state.config_records
 
 
-def test_every_draw_of_noise_is_fresh():
-    first, second = (ask(device(), instruction_of(BUDGET)).total for _ in range(2))
-    assert first != second
-
-
 def test_a_ledger_on_the_device_counts_the_evaluations_of_all_runs(tmp_path):
     ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
     client = device(ledger=str(ledger.path))
@@ -623,17 +618,6 @@ def test_a_node_that_sends_too_much_is_refused():
         reply.content.config_records[wire.KEY][wire.KEY] = forged_total(total, length=1)
     reported = strategy.aggregate_evaluate(1, replies)
     assert reported["accuracy"] == pytest.approx(0.25, abs=1e-4)  # of c0 alone
-
-
-def test_seeded_noise_of_an_evaluation_is_refused_and_the_run_of_the_others_stays_private():
-    make, recipe = METHODS["dp-fedpaq"]
-    strategy = make(evaluation=LocalEvaluation(budget=BUDGET))
-    grid = grid_of(recipe, noise_seed=1)
-    strategy.plan(3)
-    strategy._known_clients(grid)
-    assert evaluate(strategy, grid) is None
-    assert strategy.statement.private
-    assert any("fixed seed" in line for line in strategy.statement.incidents)
 
 
 def test_clients_without_a_budget_do_not_fit_a_run_with_evaluations():

@@ -286,14 +286,6 @@ def test_a_server_that_names_no_terms_gets_no_reply():
         assert StateAccount(state).replies("c0") == 0
 
 
-@pytest.mark.parametrize("method", ["nbafl", "dp-fedsam"])
-def test_a_server_of_another_method_gets_no_reply(method):
-    state = RecordDict()
-    with pytest.raises(ValueError, match=f"method='{method}': this client runs fedsgd-dpc"):
-        ask(state, method=method)
-    assert StateAccount(state).replies("c0") == 0
-
-
 def test_a_server_that_names_noise_for_clients_to_add_gets_no_reply():
     """Theirs follows from their own budgets; and a policy of some noise on the device can't be kept here."""
     state = RecordDict()
@@ -318,11 +310,6 @@ def test_a_server_of_another_placement_gets_no_reply_under_the_methods_own_name(
     ):
         client(state).fit(parameters, config_of(asked))
     assert StateAccount(state).replies("c0") == 0
-
-
-def test_a_node_says_which_method_it_runs():
-    reported = json.loads(client(RecordDict(), names=("c1", "c0")).get_properties({})[wire.KEY])
-    assert reported == {"protocol": wire.PROTOCOL, "clients": ["c0", "c1"], "methods": ["fedsgd-dpc"]}
 
 
 def test_replies_made_of_the_same_state_by_clients_made_anew_never_repeat_noise():
