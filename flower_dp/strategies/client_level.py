@@ -159,7 +159,9 @@ class ClientLevelRules:
         return f"it would pass target_epsilon={self.target_epsilon:g}"
 
     def _as_planned(self, charges: Charges) -> bool:
-        """Whether no more evaluations were charged than planned: a run that goes on may have had more of them before."""
+        """Whether no other events were charged than planned, and no more evaluations: before, a run may have had more of them."""
+        if not self.noise.shares_vary and set(self.training.history(charges).counts) - {self.noise.charged.event(1)}:
+            return False
         return self.evaluation is None or charges.number(EVALUATION) <= self.num_rounds(charges) // self.evaluation.plan.every
 
     def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:

@@ -385,7 +385,7 @@ class DPPASGD(DPStrategy):
     the last. Let `evaluate_fn` use public data: then the choice costs nothing.
 
     A run ends before the round that would pass the privacy budget (`num_steps`) or the resource budget (`max_cost`), and its
-    statement says which; `rules.resources.costs` has the cost of every device.
+    statement says which; `rules.costs(charges)` has the cost of every device.
 
     Args:
         num_clients: number of devices (paper: M).

@@ -137,7 +137,7 @@ class MemoryLog:
     def check_state(self, numbers: Mapping[str, int], charges: Charges) -> None:
         """Refuse a state with other charges than this run; one without charges begins another run, and one of no run goes on."""
         own = self.charges.numbers()
-        if own and any(numbers.values()) and any(own.get(name, 0) != number for name, number in numbers.items()):
+        if own and any(numbers.values()) and own != numbers:
             raise _other_state(own, numbers)
         if not own and any(numbers.values()):
             self.unknown |= {self.run}
@@ -239,7 +239,7 @@ class StoreLog:
     def check_state(self, numbers: Mapping[str, int], charges: Charges) -> None:
         """Refuse a state with other charges than the run has on the ledger, also after that was closed."""
         own = self.charges.numbers()
-        if any(own.get(name, 0) != number for name, number in numbers.items()):
+        if own != numbers:
             raise _other_state(own, numbers)
 
     def beyond(self, numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

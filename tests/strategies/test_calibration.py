@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,19 +55,24 @@ def evaluation(sampling):
     return PrivateEvaluation(noise_multiplier=30.0, sampling=sampling, every=2)
 
 
+def drawn(strategy, release, rng):
+    """The next cohort of a release."""
+    chosen, after = release.cohort(strategy.state, NAMES, rng)
+    strategy._session.note(releases={**strategy.state.releases, release.name: after})
+    return [NAMES[place] for place in chosen]
+
+
 def spent(strategy, num_rounds=ROUNDS):
     """The statement after rounds that are drawn and charged as in a run; none of them is refused."""
-    strategy.plan(num_rounds)
-    strategy._session.open(NAMES)
+    strategy.plan(num_rounds, NAMES)
     rules, rng = strategy.rules, np.random.default_rng(3)
     for number in range(1, num_rounds + 1):
         assert rules.why_stop(strategy.state, number, None) is None
-        cohort = [NAMES[place] for place in rules.training.cohort(strategy.state, NAMES, rng)[0]]
+        cohort = drawn(strategy, rules.training, rng)
         assert rules.why_stop(strategy.state, number, len(cohort)) is None
         charge(strategy, cohort)
         if rules.evaluation is not None and rules.evaluation.due(strategy.charges, number):
-            asked = [NAMES[place] for place in rules.evaluation.cohort(strategy.state, NAMES, rng)[0]]
-            charge(strategy, asked, release=rules.evaluation)
+            charge(strategy, drawn(strategy, rules.evaluation, rng), release=rules.evaluation)
     assert strategy.statement.num_rounds == num_rounds
     return strategy.statement
 
@@ -152,7 +158,8 @@ def test_a_real_run_goes_to_its_last_round_and_the_multiplier_can_be_given_again
 def test_shares_of_the_clients_are_those_of_the_calibrated_noise():
     strategy = DPFedSAM(**COMMON, epsilon=5.0, num_rounds=2, sampling=FullSampling())
     multiplier = strategy.statement.noise["noise_multiplier"]
-    assert strategy.rules.training.ask(9, NAMES).noise_std == pytest.approx(multiplier * 0.5 / math.sqrt(CLIENTS))
+    ask, _, _ = strategy.rules.training.ask(strategy.state, 9, NAMES, np.random.default_rng(3))
+    assert ask.noise_std == pytest.approx(multiplier * 0.5 / math.sqrt(CLIENTS))
 
 
 def test_a_run_of_another_length_is_refused_before_any_client_is_asked():
@@ -273,10 +280,11 @@ def test_a_budget_is_the_epsilon_of_the_statement(method, epsilon):
 def test_nbafl_adds_no_noise_on_the_server_for_a_proved_epsilon_and_broadcasts_cost_no_more():
     strategy = LOCAL["nbafl"](3.0)
     strategy.plan(100)
-    assert strategy.rules.downlink_noise_std == 0
+    rules = strategy.rules
+    assert rules.downlink_noise_std == 0
     terms = NbAFLTerms(clip_norm=2.0, epsilon=3.0, delta=1e-3, min_records=20, num_records=31, num_replies=ROUNDS).terms()
     assert rules.uplink_noise_std == terms.release.noise_scale
-    assert rules.statement(LOCAL["nbafl"](3.0).facts).paper is None
+    assert strategy.statement.paper is None
 
 
 @pytest.mark.parametrize(

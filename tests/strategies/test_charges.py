@@ -1,15 +1,16 @@
-"""A release's charge is a value: it changes nothing until the release takes it, and repeats the state wherever it is taken."""
+"""A charge is a value: it counts where it is in the log, and ledgers are functions of charges."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
-from dp_accounting import GaussianDpEvent
+from dp_accounting import GaussianDpEvent, NoOpDpEvent
 
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, History, Scope
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, History, Scope
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.strategies import DPPASGD, DPFedSAM
-from tests.charges import Kept, assert_charges_are_the_ledgers, folded
+from tests.charges import Kept, assert_charges_are_the_ledgers, charge, folded
 
 NAMES = tuple("abcdefgh")
 WORDS = {"clip_norm": 0.5, "noise_multiplier": 1.0, "num_clients": 8, "delta": 1e-3}
@@ -28,62 +29,41 @@ def local():
 
 
 @pytest.mark.parametrize("make", [lambda: shared(FullSampling()), local])
-def test_the_next_charge_changes_nothing_until_it_is_taken(make):
-    release = make().rules.training
-    before = release.state
-    charge = release.next_charge(NAMES[:3])
-    assert release.state is before
-    assert charge == release.next_charge(NAMES[:3])
-    assert charge.number == 1
-    release.take(charge)
-    assert release.num_charged == 1
+def test_a_charge_is_a_value_that_follows_from_what_was_charged(make):
+    """Nothing counts it until it is in the log."""
+    strategy = make()
+    release = strategy.rules.training
+    first = release.charge(Charges(), 1, NAMES[:3])
+    assert first == release.charge(Charges(), 1, NAMES[:3])
+    assert (first.number, release.charge(folded([first]), 2, NAMES).number) == (1, 2)
+    assert strategy.charges.numbers() == {}
+    charge(strategy, NAMES[:3])
+    assert strategy.charges.numbers() == {release.name: 1}
 
 
 @pytest.mark.parametrize("sampling", SAMPLERS)
-def test_charges_repeat_the_state_and_the_ledger_of_a_noised_sum(sampling):
+def test_the_ledgers_of_a_noised_sum_are_its_charges(sampling):
     strategy, kept = shared(sampling), Kept()
+    strategy._session.log = kept
     for size in (8, 3, 5, 1, 7, 2):
-        charge = strategy.rules.training.next_charge(NAMES[:size])
-        kept.append(charge)
-        strategy.rules.training.take(charge)
+        charge(strategy, NAMES[:size])
     assert_charges_are_the_ledgers(strategy, kept)
-    again = shared(sampling)
-    for charge in kept.each:
-        again.rules.training.take(charge)
-    assert again.rules.training.state == strategy.rules.training.state
-    assert again.rules.ledger(again.charges).lines() == strategy.rules.ledger(strategy.charges).lines()
+    ledger = strategy.rules.ledger(strategy.charges)
+    assert ledger.counts == Counter(event for one in kept.each for event in one.events if type(event) is not NoOpDpEvent)
+    assert strategy.rules.num_rounds(strategy.charges) == 6
 
 
-def test_charges_repeat_the_replies_of_every_client():
+def test_every_client_is_charged_for_each_of_its_replies():
     strategy, kept = local(), Kept()
+    strategy._session.log = kept
     for names in (NAMES[:3], (), NAMES[2:]):
-        charge = strategy.rules.training.next_charge(names)
-        kept.append(charge)
-        strategy.rules.training.take(charge)
+        charge(strategy, names)
     assert_charges_are_the_ledgers(strategy, kept)
-    again = local()
-    for charge in kept.each:
-        again.rules.training.take(charge)
-    assert again.rules.training.state == strategy.rules.training.state
-    assert again.rules.training.counts == dict.fromkeys(NAMES, 1) | {"c": 2}
-
-
-@pytest.mark.parametrize("make", [lambda: shared(FullSampling()), local])
-def test_a_charge_is_taken_once_in_its_turn_and_by_the_release_that_made_it(make):
-    release = make().rules.training
-    charge = release.next_charge(NAMES)
-    for wrong, why in (
-        (replace(charge, number=2), "is number 2 of .*; the next one is number 1"),
-        (replace(charge, release="private-evaluation"), "is of private-evaluation, not of"),
-        (replace(charge, kind="with more noise"), "is with more noise, and this strategy charges"),
-    ):
-        before = release.state
-        with pytest.raises(ValueError, match=why):
-            release.take(wrong)
-        assert release.state is before
-    release.take(charge)
-    with pytest.raises(ValueError, match=r"is number 1 of .*; the next one is number 2"):
-        release.take(charge)
+    release = strategy.rules.training
+    assert release.counts(strategy.charges) == dict.fromkeys(NAMES, 1) | {"c": 2}
+    assert {name: ledger.num_charges for name, ledger in release.ledgers(strategy.charges).items()} == release.counts(
+        strategy.charges
+    )
 
 
 CLIENTS = Scope(unit="client", relation="add-or-remove-one")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -19,9 +20,10 @@ from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
-from flower_dp.strategies import DPFedAvg, DPFedSAM, NbAFL, PrivateEvaluation
+from flower_dp.strategies import DPFedAvg, DPFedSAM, PrivateEvaluation
 from tests.asks import GONE, config_of, evaluated, forged, forged_total, told
 from tests.asks import ask as made
+from tests.charges import charge
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -165,29 +167,20 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
     half = dict.fromkeys(bounds, 0.5)
     app = client_app(lambda context: own(context, clients_per_node=2, noise_seed=2, metrics=lambda *_: half))
     grid = LocalGrid(stock(lambda node: half, privacy_mod(noise_seed=2)), 2) if mod else LocalGrid(app, 1)
-    known_clients, release = strategy._known_clients(grid), strategy.rules.evaluation.release
-    length, model = strategy.rules.evaluation.length, wire.Model.of(flat(), frozen=())
-    asked = known_clients.by_node(np.arange(2))
+    session, known_clients = strategy._session, strategy._known_clients(grid)
+    made, model = strategy.rules.evaluation, wire.Model.of(flat(), frozen=())
     noiseless = np.array([0.5] * 15 + [1.0]) / 2  # over 2 clients, divided by the norm of sqrt(16)
     draws = []
     for server_round in range(1, 401):
         if placement == "distributed" or server_round == 1:  # else clients add none
-            messages = strategy._session.ask(
-                release,
-                server_round,
-                length=length,
-                model=model,
-                asked=asked,
-                known_clients=known_clients,
-                arrays=flat(),
-                config={},
-                grid=grid,
-            )
-            now, collected = strategy._session.total(release, grid.send_and_receive(messages))
+            drawn = session.drawn(made, known_clients, server_round)
+            sent = {"model": model, "known_clients": known_clients, "arrays": flat(), "config": {}, "grid": grid}
+            messages = session.ask(made, server_round, drawn, size=made.length, **sent)
+            now, collected = session.total(made, grid.send_and_receive(messages))
             assert len(collected.clients) == 2
-        rng = strategy._session.generator("test", server_round)
-        sums = release.noised(now.ask, collected.total.copy(), num_replies=2, cohort_size=2, rng=rng) * 2
-        draws.append(sums - noiseless)
+        again = replace(collected, total=collected.total.copy())
+        mean, _ = made.noised(strategy.state, now, again, session.generator("test", server_round))
+        draws.append(mean * 2 - noiseless)
     std = np.std(draws)
     assert {factor: bool(abs(std / (0.5 * factor) - 1) < 0.025) for factor in (0.95, 1.0, 1.05)} == {
         0.95: False,
@@ -206,7 +199,8 @@ def test_noise_is_of_the_right_scale_and_a_wrong_one_is_rejected(placement, mod)
 )
 def test_rounding_is_no_bias(name, placement, monkeypatch):
     """On the lattice of large noise, with draws of zero in its place, the mean of 40 clients is the true one."""
-    monkeypatch.setattr("flower_dp.core.noise.gaussian", lambda like, *_: 0.0 * like)
+    for module in ("core.noise", "strategies.releases.shared_noise"):
+        monkeypatch.setattr(f"flower_dp.{module}.gaussian", lambda like, *_: 0.0 * like)
     app, nodes, metric = APPS[name]
     _, _, result = run(app, nodes, metric, arguments={"placement": placement}, noise_multiplier=5.0, strategy_class=DPFedSAM)
     assert result.evaluate_metrics_clientapp[1][metric] == pytest.approx(20.5 / 40, abs=1e-5)
@@ -699,29 +693,11 @@ def test_a_second_run_starts_with_an_empty_ledger():
     once = strategy.statement.epsilon
     strategy.start(grid, flat(), num_rounds=1)
     assert strategy.statement.epsilon == once
-    assert strategy.charges.number("private-evaluation") == 1
+    assert strategy.charges.number(wire.EVALUATION) == 1
     assert set(strategy.evaluations) == {1}  # it was due again
 
 
 # refusals
-
-
-def test_too_few_clients_for_the_noise_give_no_value():
-    _, _, result = run(*APPS["ours, 10 a node"], noise_multiplier=100.0)
-    assert 1 not in result.evaluate_metrics_clientapp or result.evaluate_metrics_clientapp[1]["accuracy-standard-error"] > 0.1
-
-
-def test_methods_with_ledgers_of_single_clients_refuse_it():
-    with pytest.raises(ValueError, match="evaluation: is a PrivateEvaluation; NbAFL takes a LocalEvaluation"):
-        NbAFL(
-            num_clients=10,
-            num_records=9,
-            clip_norm=2.0,
-            paper_epsilon=8.0,
-            delta=1e-3,
-            uplink_exposures=5,
-            evaluation=evaluation(),
-        )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,9 +23,10 @@ from flower_dp.strategies.log import MemoryLog, StoreLog
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.planned_cost import PlannedCost
-from flower_dp.strategies.releases.replies import StockReply, collect
+from flower_dp.strategies.releases.replies import Collected, StockReply, collect
 from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
+from tests.releases import ask, round_of
 
 ADD, REPLACE = "add-or-remove-one", "replace-one"
 
@@ -103,14 +103,14 @@ def test_the_standard_error_is_the_spread_of_the_value(heard, part, bound, metri
     strategy = DPFedAvg(**words, sampling=FullSampling(), evaluation=evaluation)
     made = strategy.rules.evaluation
     names = [f"c{number}" for number in range(heard)]
-    now = SimpleNamespace(ask=made.release.ask(made.length, names), cohort_size=heard)
+    now = round_of(ask(made, made.length, tuple(names)), made.length, tuple(names))
     total = np.array([heard * part] * metrics + [heard]) / math.sqrt(metrics + 1)
     total = np.round(total / now.ask.step) * now.ask.step
     found = []
     rng = np.random.default_rng(heard)
     for _ in range(400):
         try:
-            found.append(made.result(now, SimpleNamespace(clients=names, total=total.copy()), rng))
+            found.append(made.result(strategy.state, now, Collected(total=total.copy(), clients=names), rng))
         except RoundLeftOut:  # the count was too noisy
             continue
     std = math.sqrt(metrics + 1) * multiplier
@@ -133,22 +133,20 @@ def test_the_standard_error_is_the_spread_of_the_value(heard, part, bound, metri
 
 @quickly(40)
 @given(
-    st.dictionaries(st.sampled_from("abcd"), st.integers(0, 9), max_size=4),
+    st.integers(0, 9),
     st.sampled_from([0.0, 1.0, 7.0]),
     st.sampled_from([0.5, 2.0]),
     st.integers(1, 3),
     st.one_of(st.none(), st.floats(13.0, 130.0)),
 )
-def test_resources_are_those_of_the_device_that_was_asked_most(asked, aggregation, step, steps, limit):
+def test_resources_are_those_of_the_device_that_was_asked_most(most, aggregation, step, steps, limit):
     budget = ResourceBudget(cost_per_aggregation=aggregation, cost_per_step=step, max_cost=limit)
-    spent = Resources(budget, num_local_steps=steps, replies_of=lambda: asked)
-    cost = {name: count * (aggregation + steps * step) for name, count in asked.items()}
-    assert spent.costs == cost
-    assert spent.largest == max(cost.values(), default=0.0)
-    ahead = spent.largest + aggregation + steps * step
-    assert (spent.why_stop() is None) == (limit is None or ahead <= limit)
-    assert f"a device spent at most {spent.largest:g}" in spent.line()
-    assert f"{steps * max(asked.values(), default=0)} local steps" in spent.line()
+    spent = Resources(budget=budget, num_local_steps=steps)
+    assert spent.cost(most) == most * (aggregation + steps * step)
+    ahead = (most + 1) * (aggregation + steps * step)
+    assert (spent.why_stop(most) is None) == (limit is None or ahead <= limit)
+    assert f"a device spent at most {spent.cost(most):g}" in spent.line(most)
+    assert f"{steps * most} local steps" in spent.line(most)
 
 
 # Replies
@@ -179,7 +177,7 @@ def test_a_reply_may_be_twice_as_large_as_its_numbers_and_no_larger(length, many
 
 
 def charge(number):
-    words = {"release": "r", "kind": "k", "scope": Scope(unit="client", relation=ADD), "shares": 1}
+    words = {"release": "r", "kind": "k", "scope": Scope(unit="client", relation=ADD)}
     return Charge(**words, number=number, server_round=number, owners=(EVERY_CLIENT,), events=(GaussianDpEvent(3.0),))
 
 
@@ -220,7 +218,7 @@ def test_no_charge_is_taken_twice_or_after_the_end_and_every_one_counts(count, o
             with pytest.raises(RuntimeError, match="the run has ended"):
                 run.append(charge(count + 1))
             again = StoreLog(path, **words, run=run.run)
-            assert [one.number for one in again.beyond({})] == list(range(1, count + 1))
+            assert again.beyond({}) == tuple(("r", number) for number in range(1, count + 1))
             again.append(charge(count + 1))
             joint = again.joint(scope, 1e-3)
             before = 0 if remembers else earlier

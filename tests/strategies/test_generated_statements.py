@@ -153,7 +153,7 @@ def test_the_statement_of_a_noised_sum_is_that_of_its_rounds_by_hand(case):
     if case["every"]:
         due = [one for one in rounds if one % case["every"] == 0 and one != there.unfinished]
         releases.append(("evaluate", case["evaluating"], case["multipliers"][1], False, due))
-    charged = [strategy.rules.training.num_charged, *([strategy.rules.evaluated.num_charged] if case["every"] else [])]
+    charged = [strategy.charges.number(one.name) for one in strategy.rules.releases]
     assert charged == [len(one[-1]) for one in releases]
     told = by_name(statement)
     costs = {"outsiders": [], "participants": [], "the server": []}
@@ -246,8 +246,6 @@ def test_the_statement_of_nbafl_is_that_of_its_broadcasts_by_hand(case):
         parts = {one: sizes[one] / sum(sizes[other] for other in heard) for one in heard}
         wanted = max(parts.values(), default=0.0) * many * full
         left = dict.fromkeys(parts, wanted)
-        if number == there.unfinished:  # as if it had been a broadcast of all clients, with the least noise
-            parts, wanted = dict.fromkeys(range(many), 1 / many), full
         for one, part in parts.items():
             known = max((other for who, other in parts.items() if who != one), default=0.0)
             left[one] = math.sqrt(wanted**2 - (known * up) ** 2)
@@ -363,7 +361,7 @@ def test_the_statement_of_clients_with_their_own_budgets_is_that_of_their_replie
             if number != there.unfinished and max(evaluated.values()) < case["evaluations"]:
                 evaluated = {name: count + 1 for name, count in evaluated.items()}
     statement = found.strategy.statement
-    assert found.strategy.rules.training.counts == replies
+    assert found.strategy.rules.training.counts(found.strategy.charges) == replies
     stds, scales, sensitivity = [], [], 2 if case["relation"] == REPLACE else 1
     for name, size in zip(names, there.sizes, strict=True):
         budget, most, count = case["epsilons"][name], case["replies"][name], replies[name]
@@ -530,5 +528,5 @@ def test_the_statement_of_local_steps_is_that_of_the_least_noise_of_any_round_by
     assert statement.paper.epsilon == pytest.approx(max(papers), rel=1e-3)
     assert statement.epsilon <= found.strategy.epsilon * (1 + 1e-6)
     if not case["fedpaq"]:
-        assert rules.resources.costs == dict.fromkeys(there.names, rounds * (7.0 + case["steps"]))
+        assert rules.costs(found.strategy.charges) == dict.fromkeys(there.names, rounds * (7.0 + case["steps"]))
     found.assert_unfinished_are_told(rounds)

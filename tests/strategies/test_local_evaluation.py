@@ -489,11 +489,6 @@ def test_orders_that_make_no_sense_are_declined_before_anything_is_charged(chang
     assert "flower-dp.account" not in client.context.state.config_records
 
 
-def test_every_draw_of_noise_is_fresh():
-    first, second = (ask(device(), instruction_of(BUDGET)).total for _ in range(2))
-    assert first != second
-
-
 def test_a_ledger_on_the_device_counts_the_evaluations_of_all_runs(tmp_path):
     ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
     client = device(ledger=str(ledger.path))
@@ -545,8 +540,7 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
         def send_and_receive(self, messages, *, timeout=None):
             out = list(messages)
             if out and out[0].metadata.message_type == "evaluate":
-                ledgers = strategy.rules.evaluation.ledgers
-                seen.append([ledgers[name].num_charges for name in NAMES])
+                seen.append(list(strategy.rules.evaluation.counts(strategy.charges).values()))
             return super().send_and_receive(out, timeout=timeout)
 
     grid = Watching(client_app(lambda context: client_of(context, recipe, BUDGET)), CLIENTS)
@@ -556,13 +550,13 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
     # The third round finds the budgets of evaluation spent.
     assert seen == [[1] * CLIENTS, [2] * CLIENTS]
     assert set(strategy.evaluations) == {1, 2}
-    assert [strategy.rules.evaluation.replies(name) for name in NAMES] == [2] * CLIENTS
+    assert strategy.rules.evaluation.counts(strategy.charges) == dict.fromkeys(NAMES, 2)
     statement = strategy.statement
     assert not statement.incidents
     assert statement.parts["evaluation"] == pytest.approx(0.5, rel=1e-9)
     assert statement.clients.evaluation == pytest.approx(dict.fromkeys(NAMES, 0.5), rel=1e-9)
     books = strategy.rules.books
-    training = books.cost(books.ledgers["c0"]).epsilon
+    training = books.cost(strategy.rules.ledgers(strategy.charges)["c0"]).epsilon
     assert statement.parts["training"] == pytest.approx(training)
     total = statement.clients.each["c0"]
     assert training < total <= training + 0.5
@@ -626,27 +620,6 @@ def test_a_node_that_sends_too_much_is_refused():
     assert reported["accuracy"] == pytest.approx(0.25, abs=1e-4)  # of c0 alone
 
 
-def test_seeded_noise_of_an_evaluation_is_refused_and_the_run_of_the_others_stays_private():
-    make, recipe = METHODS["dp-fedpaq"]
-    strategy = make(evaluation=LocalEvaluation(budget=BUDGET))
-    grid = grid_of(recipe, noise_seed=1)
-    strategy.plan(3)
-    strategy._known_clients(grid)
-    assert evaluate(strategy, grid) is None
-    assert strategy.statement.private
-    assert any("fixed seed" in line for line in strategy.statement.incidents)
-
-
-def test_a_second_run_starts_with_empty_ledgers():
-    make, recipe = METHODS["fedsgd-dpc laplace"]
-    strategy = make(evaluation=LocalEvaluation(budget=BUDGET))
-    epsilons = []
-    for _ in range(2):
-        strategy.start(grid_of(recipe), flat(), num_rounds=3)
-        epsilons.append(strategy.statement.epsilon)
-    assert epsilons[0] == epsilons[1]
-
-
 def test_clients_without_a_budget_do_not_fit_a_run_with_evaluations():
     make, recipe = METHODS["dp-fedpaq"]
     with pytest.raises(ValueError, match=r"do not run 'private-evaluation'.*LocalDPClient\(evaluation="):
@@ -694,8 +667,7 @@ def test_a_sampled_cohort_evaluates_and_the_others_are_not_charged():
     grid = grid_of(METHODS["dp-fedpaq"][1])
     strategy = opened("dp-fedpaq", grid, sampling=PoissonSampling(sampling_rate=0.5))
     asked = len(strategy.configure_evaluate(1, flat(), {}, grid))
-    charges = [ledger.num_charges for ledger in strategy.rules.evaluation.ledgers.values()]
-    assert sum(charges) == asked
+    assert sum(strategy.rules.evaluation.counts(strategy.charges).values()) == asked
 
 
 def test_every_metric_has_noise_of_its_own():

@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord
 
 from flower_dp.core.compression import qsgd_norm_ratio
 from flower_dp.core.metric_bounds import FINER_LATTICE, MetricBounds
-from flower_dp.core.noise import check_lattice, lattice_step, noise_generator
+from flower_dp.core.noise import check_lattice, lattice_step
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
@@ -18,19 +17,13 @@ from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.releases.own_replies import OwnReplies
-from flower_dp.strategies.releases.release import Round
-from flower_dp.wire import Ask, Model
 from tests.asks import replace
 from tests.limits import accepted
+from tests.releases import ask, noised, round_of
 
 WORDS: dict[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 16, "delta": 1e-3}
 
 NAMES = tuple(f"c{place}" for place in range(16))
-
-
-def round_of(asked: Ask, length: int) -> Round:
-    model = Model.of(ArrayRecord({"w": Array(np.zeros(length, np.float32))}), frozen=())
-    return Round(server_round=1, method="dp-fedavg", ask=asked, length=length, model=model, asked={})
 
 
 def sum_of(strategy: Any) -> NoisedSum:
@@ -42,7 +35,7 @@ def sum_of(strategy: Any) -> NoisedSum:
 @pytest.mark.parametrize("size", [1, 1000, 10**6])
 def test_the_lattice_that_is_asked_is_that_of_the_smallest_noise_that_one_party_adds(size: int) -> None:
     """Under central placement the server's, of std 1; under distributed placement a share, of std 1 / sqrt(16)."""
-    central, distributed = (sum_of(DPFedSAM(**WORDS, placement=one)).ask(size, NAMES) for one in ("central", "distributed"))
+    central, distributed = (ask(sum_of(DPFedSAM(**WORDS, placement=one)), size, NAMES) for one in ("central", "distributed"))
     assert (central.noise_std, distributed.noise_std) == (0.0, 0.25)
     assert central.step == lattice_step(1.0, clip_norm=0.5, dimension=size)
     assert distributed.step == lattice_step(0.25, clip_norm=0.5, dimension=size)
@@ -55,7 +48,7 @@ def test_the_lattice_that_is_asked_is_that_of_the_smallest_noise_that_one_party_
 
 def test_the_lattice_of_an_evaluation_is_finer() -> None:
     made = replace(sum_of(DPFedAvg(**WORDS | {"clip_norm": 1.0})), metrics=MetricBounds(bounds={"loss": 4.0}))
-    asked = made.ask(2, NAMES)
+    asked = ask(made, 2, NAMES)
     assert asked.step == lattice_step(2.0, clip_norm=1.0, dimension=2) / FINER_LATTICE
     assert asked.metrics == made.metrics
 
@@ -64,26 +57,26 @@ def test_the_lattice_of_an_evaluation_is_finer() -> None:
 def test_the_share_that_is_asked_follows_a_public_number_where_the_cohort_is_secret(trusted: bool) -> None:
     arguments = WORDS | {"sampling": PoissonSampling(sampling_rate=0.5)}
     made = sum_of(DPFedSAM(**arguments, trusted_server=trusted))
-    answer = {(made.ask(9, NAMES[:size]).noise_std, made.ask(9, NAMES[:size]).step) for size in range(1, 17)}
+    answer = {(ask(made, 9, NAMES[:size]).noise_std, ask(made, 9, NAMES[:size]).step) for size in range(1, 17)}
     assert (len(answer) == 1) == trusted
     if not trusted:  # 75 % of those that are asked must answer
-        assert made.ask(9, NAMES[:8]).noise_std == pytest.approx(1.0 / math.sqrt(6))
+        assert ask(made, 9, NAMES[:8]).noise_std == pytest.approx(1.0 / math.sqrt(6))
 
 
 @pytest.mark.parametrize("placement", ["central", "distributed"])
 def test_every_ask_has_a_mask_of_its_own(placement: str) -> None:
     made = sum_of(FedSMP(**WORDS, keep_ratio=0.25, placement=placement))
-    masks = [made.ask(1000, NAMES).mask for _ in range(50)]
+    masks = [ask(made, 1000, NAMES).mask for _ in range(50)]
     assert len({mask.seed for mask in masks if mask}) == 50
     assert {mask.keep_ratio for mask in masks if mask} == {0.25}
     # Clip, lattice and noise are those of the 250 coordinates that are kept.
     scale = 1.0 if placement == "central" else 0.25
-    assert made.ask(1000, NAMES).step == lattice_step(scale, clip_norm=0.5, dimension=250)
+    assert ask(made, 1000, NAMES).step == lattice_step(scale, clip_norm=0.5, dimension=250)
 
 
 def test_limits_and_noise_lie_on_the_mask_of_their_own_ask() -> None:
     made = sum_of(FedSMP(**WORDS, keep_ratio=0.25, placement="central"))
-    first, second = made.ask(1000, NAMES), made.ask(1000, NAMES)
+    first, second = ask(made, 1000, NAMES), ask(made, 1000, NAMES)
     for asked in (first, second, first):  # whichever was asked last
         assert asked.mask is not None
         kept, mask = asked.mask.indices(1000), made.limits(round_of(asked, 1000)).mask
@@ -91,31 +84,31 @@ def test_limits_and_noise_lie_on_the_mask_of_their_own_ask() -> None:
         np.testing.assert_array_equal(mask, kept)
         row = accepted(made.limits(round_of(asked, 1000)), np.ones(1000), ["a"])
         assert set(np.flatnonzero(row)) == set(kept)
-        noised = made.noised(asked, np.zeros(1000), num_replies=16, cohort_size=16, rng=noise_generator())
-        assert set(np.flatnonzero(noised)) <= set(kept)
-        assert np.count_nonzero(noised) > 200
+        mean, _ = noised(made, asked, np.zeros(1000), NAMES)
+        assert set(np.flatnonzero(mean)) <= set(kept)
+        assert np.count_nonzero(mean) > 200
 
 
 def test_limits_follow_from_the_ask_that_was_sent_whatever_the_rules_say_since() -> None:
     """A clip norm that moves: replies to what was asked before are held to that."""
     made = sum_of(DPFedAvg(**WORDS))
-    asked = made.ask(4, NAMES)
+    asked = ask(made, 4, NAMES)
     later = sum_of(DPFedAvg(**WORDS | {"clip_norm": 50.0}))
     row = np.array([30.0, 40.0, 0.0, 0.0])
     assert np.linalg.norm(accepted(made.limits(round_of(asked, 4)), row, ["a"])) <= 0.5
     assert np.linalg.norm(accepted(later.limits(round_of(asked, 4)), row, ["a"])) <= 0.5
     assert np.linalg.norm(accepted(later.limits(round_of(asked, 4)), row, ["a", "b"])) <= 1.0
-    assert np.linalg.norm(accepted(later.limits(round_of(later.ask(4, NAMES), 4)), row, ["a"])) == pytest.approx(50.0, rel=0.01)
+    assert np.linalg.norm(accepted(later.limits(round_of(ask(later, 4, NAMES), 4)), row, ["a"])) == pytest.approx(50.0, rel=0.01)
     limits = later.limits(round_of(asked, 4))
     assert (limits.clip_norm, limits.step) == (0.5, asked.step)
     # And a sum that is not exact on the lattice that was asked is not released.
     with pytest.raises(RoundLeftOut, match="too large to be exact"):
-        later.noised(asked, np.full(4, asked.step * 2.0**54), num_replies=1, cohort_size=16, rng=noise_generator())
+        noised(later, asked, np.full(4, asked.step * 2.0**54), NAMES)
 
 
 def test_where_clients_add_noise_the_longest_honest_sum_follows_from_the_share_that_was_asked() -> None:
     made = sum_of(DPFedSAM(**WORDS))
-    asked = made.ask(100, NAMES)
+    asked = ask(made, 100, NAMES)
     other = sum_of(DPFedSAM(**WORDS | {"noise_multiplier": 2000.0}))
     limits = other.limits(round_of(asked, 100))
     assert limits.clip_norm is None
@@ -132,13 +125,13 @@ def test_where_clients_add_noise_the_longest_honest_sum_follows_from_the_share_t
 def test_what_clients_select_is_asked_where_they_add_the_noise_alone() -> None:
     """Before the server's noise nothing is chosen by size."""
     central, distributed = (
-        sum_of(DPFedSAM(**WORDS, keep_ratio=0.3, placement=one)).ask(100, NAMES) for one in ("central", "distributed")
+        ask(sum_of(DPFedSAM(**WORDS, keep_ratio=0.3, placement=one)), 100, NAMES) for one in ("central", "distributed")
     )
     assert (central.keep_ratio, distributed.keep_ratio) == (1.0, 0.3)
 
 
 def own_replies(terms: dict[str, Terms], **arguments: Any) -> OwnReplies:
-    made = OwnReplies(
+    return OwnReplies(
         **{
             "name": "fedsgd-dpc",
             "clip_norm": 0.5,
@@ -146,11 +139,10 @@ def own_replies(terms: dict[str, Terms], **arguments: Any) -> OwnReplies:
             "relation": "replace-one",
             "weight_of": lambda name: 1.0,
             "longest": lambda now: lambda name: 1.0,
+            "terms": terms,
         }
         | arguments
     )
-    made.open(terms)
-    return made
 
 
 def test_own_replies_are_asked_by_the_terms_of_each() -> None:
@@ -163,7 +155,7 @@ def test_own_replies_are_asked_by_the_terms_of_each() -> None:
         for name, epsilon in (("a", 1.0), ("b", 3.0))
     }
     made = own_replies(training, weight_of={"a": 0.25, "b": 0.75}.__getitem__)
-    asked = made.ask(7, ("a", "b"))
+    asked = ask(made, 7, ("a", "b"))
     own = {name: terms.release.mechanism.noise_multiplier for name, terms in training.items()}
     assert own["a"] > own["b"]
     assert (asked.placement, asked.step, asked.noise_std, asked.mask, asked.metrics) == ("local", 0.0, 0.0, None, None)
@@ -173,5 +165,5 @@ def test_own_replies_are_asked_by_the_terms_of_each() -> None:
     }
     evaluations = {name: budget.terms(name, terms) for name, terms in training.items()}
     bounds = MetricBounds(bounds={"loss": 4.0})
-    assert own_replies(evaluations, clip_norm=1.0, metrics=bounds).ask(1, ("a", "b")).metrics == bounds
-    assert made.ask(7, ()).promise.noise_multiplier == 0
+    assert ask(own_replies(evaluations, clip_norm=1.0, metrics=bounds), 1, ("a", "b")).metrics == bounds
+    assert ask(made, 7, ()).promise.noise_multiplier == 0

@@ -68,8 +68,8 @@ def test_a_ledger_goes_on_where_the_stored_one_has_ended():
     other = moved(DPFedAvg(**WORDS, evaluation=evaluation), strategy.state)
     assert other.rules.ledger(other.charges).lines() == strategy.rules.ledger(strategy.charges).lines() != []
     assert other.rules.outside_ledger(other.charges).lines() == strategy.rules.outside_ledger(strategy.charges).lines()
-    assert other.charges.number("private-evaluation") == 1
-    assert not other.rules.evaluation.due(2)
+    assert other.charges.number(other.rules.evaluation.name) == 1
+    assert not other.rules.evaluation.due(other.charges, 2)
 
 
 def test_charges_keep_their_cost_a_run_goes_on_with_the_same_releases_alone():
@@ -80,10 +80,10 @@ def test_charges_keep_their_cost_a_run_goes_on_with_the_same_releases_alone():
     charge(strategy, ("a",) * 4)
     charge(strategy, ("a",) * 4, release=strategy.rules.evaluation)
     for changed in ({"noise_multiplier": 2.0}, {"sampling": PoissonSampling(sampling_rate=0.5)}, {"num_clients": 5}):
-        with pytest.raises(ValueError, match="state: what was charged is"):
+        with pytest.raises(ValueError, match=r"state: what was charged for .* is .*, and this strategy releases"):
             moved(DPFedAvg(**WORDS | changed, evaluation=evaluation), strategy.state)
         moved(DPFedAvg(**WORDS | changed, evaluation=evaluation), fresh)
-    with pytest.raises(ValueError, match="state: what was charged is"):
+    with pytest.raises(ValueError, match=r"state: what was charged for .* is .*, and this strategy releases"):
         moved(DPFedAvg(**WORDS, evaluation=replace(evaluation, noise_multiplier=4.0)), strategy.state)
     with pytest.raises(ValueError, match="private evaluations were charged, and this strategy has none"):
         moved(DPFedAvg(**WORDS), strategy.state)
@@ -106,12 +106,12 @@ def test_replies_keep_their_cost_a_run_goes_on_by_the_same_terms_alone():
     charge(strategy, ("a",))
     charge(strategy, ("b",), release=strategy.rules.evaluation)
     same_terms = moved(DPPASGD(**arguments, evaluation=evaluation), strategy.state)
-    assert same_terms.rules.evaluation.replies("b") == 1
+    assert same_terms.rules.evaluation.counts(same_terms.charges) == {"a": 0, "b": 1}
     for changed in ({"epsilon": 1.0}, {"batch_size": 2}, {"num_steps": 8}):
-        with pytest.raises(ValueError, match="charged for dp-pasgd by other terms"):
+        with pytest.raises(ValueError, match="state: what was charged for dp-pasgd is"):
             moved(DPPASGD(**arguments | changed, evaluation=evaluation), strategy.state)
     smaller = replace(evaluation, budget=EvaluationBudget(epsilon=0.25, num_evaluations=2))
-    with pytest.raises(ValueError, match="charged for private-evaluation by other terms"):
+    with pytest.raises(ValueError, match="state: what was charged for private-evaluation is"):
         moved(DPPASGD(**arguments, evaluation=smaller), strategy.state)
     with pytest.raises(ValueError, match="private evaluations were charged, and this strategy has none"):
         moved(DPPASGD(**arguments), strategy.state)
@@ -123,7 +123,9 @@ def test_in_turn_the_next_cohort_follows_from_the_stored_state():
     names, drawn = ("a", "b", "c", "d"), []
     for _ in range(4):
         strategy = moved(DPFedAvg(**arguments), strategy.state)
-        drawn.extend(strategy.rules.training.cohort(names, strategy._session.generator("cohort")))
+        chosen, after = strategy.rules.training.cohort(strategy.state, names, strategy._session.generator("cohort"))
+        drawn.extend(chosen)
+        strategy._session.note(releases={strategy.rules.training.name: after})
         charge(strategy, names[:1])
     assert sorted(drawn) == [0, 1, 2, 3]
 
@@ -132,7 +134,7 @@ def test_a_run_that_has_ended_stays_so():
     strategy = DPFedAvg(**WORDS, target_epsilon=6.0)
     strategy.plan(50)
     rounds(strategy, arrays(w=np.zeros(9, np.float32)), range(1, 2))
-    strategy.state = replace(strategy.state, ended_before=2)
+    strategy._session.note(ended_before=2)
     other = moved(DPFedAvg(**WORDS, target_epsilon=6.0), strategy.state)
     grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), 4)
     assert not other.configure_train(2, arrays(w=np.zeros(9, np.float32)), ConfigRecord(), grid)
@@ -144,8 +146,8 @@ def test_a_run_of_local_ledgers_does_not_go_on_with_clients_that_it_did_not_begi
     strategy._session.open(("a", "b"))
     charge(strategy, ("a",))
     other = moved(DPPASGD(**arguments, num_local_steps=1, learning_rate=0.1), strategy.state)
-    other.rules.open(("b",))  # a client that is not there yet
-    assert (other.rules.training.replies("a"), other.rules.training.replies("b")) == (1, 0)
+    other._session.open(("b",))  # a client that is not there yet
+    assert other.rules.training.counts(other.charges) == {"a": 1, "b": 0}
     with pytest.raises(ValueError, match="'c' was not there when this run began"):
         other._session.open(("a", "c"))
 
@@ -207,12 +209,12 @@ def test_of_several_copies_one_alone_releases_a_round_that_was_charged_once(how,
     if release == "evaluation":
         strategy.aggregate_train(1, grid.send_and_receive(messages))
         strategy.configure_evaluate(1, MODEL, ConfigRecord(), grid)
-        assert how(strategy)._session.evaluated(1, []) is None
+        assert how(strategy)._session.evaluate(1, []) is None
         assert not how(strategy)._session.asked
     else:
         with pytest.raises(RuntimeError, match="aggregate_train needs configure_train"):
             how(strategy).aggregate_train(1, grid.send_and_receive(messages))
-        assert how(strategy).rules.num_rounds == 1
+        assert how(strategy).charges.numbers() == {"dp-fedavg": 1}
     assert strategy._session.asked
 
 
@@ -256,7 +258,6 @@ def test_a_state_of_another_run_does_not_take_the_place_of_what_this_run_has_rel
 
 
 def test_what_was_charged_elsewhere_is_in_the_joint_epsilon():
-    """The state says how often, and not by which charges: the joint epsilon lacked them, and was below that of one run alone."""
     other = DPFedAvg(**PRIVATE)
     rounds(other, MODEL, range(1, 4))
     strategy = moved(DPFedAvg(**PRIVATE), other.state)
@@ -270,7 +271,7 @@ def test_what_was_charged_elsewhere_is_in_the_joint_epsilon():
         assert f"All {number} runs of this strategy together: epsilon infinite" in str(strategy.statement)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda one: pickle.loads(cloudpickle.dumps(one))], ids=["deepcopy", "pickle"])  # noqa: S301
+@pytest.mark.parametrize("how", [copy.deepcopy, pickled])
 def test_copies_know_what_was_charged_elsewhere(how):
     other = DPFedAvg(**PRIVATE)
     rounds(other, MODEL, range(1, 4))
@@ -304,6 +305,20 @@ def test_on_a_ledger_a_state_has_the_charges_that_the_run_has_there(tmp_path):
     strategy.begin()
     strategy.state = fresh
     assert strategy.statement.num_rounds == 0
+
+
+@pytest.mark.parametrize("on_ledger", [True, False])
+def test_a_state_without_a_charge_of_one_release_is_refused(on_ledger, tmp_path):
+    """A release that the state does not name was charged nothing by it."""
+    Store.create(tmp_path / "server.sqlite")
+    plan = PrivateEvaluation(noise_multiplier=1.0, sampling=FullSampling())
+    strategy = DPFedAvg(**PRIVATE, evaluation=plan, ledger=tmp_path / "server.sqlite" if on_ledger else None)
+    rounds(strategy, MODEL, range(1, 2))
+    before = strategy.state
+    strategy.configure_evaluate(1, MODEL, ConfigRecord(), grid_of_four())
+    strategy.aggregate_evaluate(1, [])
+    with pytest.raises(LedgerError, match=r"1 x dp-fedavg, 1 x private-evaluation, and the state has 1 x dp-fedavg"):
+        strategy.state = before
 
 
 def open_round(release):
@@ -340,14 +355,14 @@ def test_no_state_is_set_while_a_round_is_open(release, which):
 
 
 @pytest.mark.parametrize("release", ["training", "evaluation"])
-@pytest.mark.parametrize("how", ["rules", "release"])
-def test_a_round_whose_charge_its_state_lacks_is_not_released(release, how):
-    strategy, fresh, finish, replies = open_round(release)
-    if how == "rules":
-        strategy.rules.state = fresh.method
-    else:
-        {"training": strategy.rules.training, "evaluation": strategy.rules.evaluated}[release].go_on(None)
-    with pytest.raises(RuntimeError, match="its state was changed while the round was open, and the round is not released"):
+@pytest.mark.parametrize("how", [copy.deepcopy, pickled])
+def test_a_round_is_not_released_where_its_release_was_charged_again_since(release, how):
+    """By a copy, which has charged the same run: the rounds of both would be released, and one of them told."""
+    strategy, _, finish, replies = open_round(release)
+    other = how(strategy)
+    own = other.rules.training if release == "training" else other.rules.evaluation
+    charge(other, [str(node) for node in range(4)], release=own)
+    with pytest.raises(RuntimeError, match="the run has gone on while the round was open, and the round is not released"):
         finish(1, replies)
     assert not strategy._session.asked
 
@@ -407,6 +422,16 @@ def test_a_run_that_released_what_the_one_before_it_did_has_its_own_joint_epsilo
     assert strategy.statement.joint.epsilon == pytest.approx(expected, rel=1e-9)
 
 
+def test_a_run_that_has_ended_tells_of_no_unfinished_round_where_it_is_opened_again(tmp_path):
+    statements = []
+    for _ in range(2):
+        strategy = DPFedAvg(**PRIVATE)
+        strategy.start(grid_of_four(), MODEL, num_rounds=2, checkpoint_dir=tmp_path / "run", resume=bool(statements))
+        statements.append(strategy.statement)
+    assert statements[0].incidents == statements[1].incidents == ()
+    assert str(statements[0]) == str(statements[1])
+
+
 class Twice(DPFedAvg):
     def start(self, grid, initial_arrays, num_rounds=3, **named):
         result = super().start(grid, initial_arrays, num_rounds, **named)
@@ -447,7 +472,7 @@ def test_states_are_equal_if_all_that_they_hold_is():
         {"a": None, "b": (1, "x", math.nan)},
     ):
         assert not same(one, other)
-    assert SumState(shares=(1, 2)) == SumState(shares=(1, 2)) != SumState(shares=(2, 1))
+    assert SumState(order="a", released=np.zeros(2)) == SumState(order="a", released=np.zeros(2)) != SumState(order="b")
 
 
 @pytest.mark.parametrize(
@@ -456,10 +481,10 @@ def test_states_are_equal_if_all_that_they_hold_is():
         {1: {"x": np.zeros(2)}, 2: [True, None, 1.5], -3: (), "": [], "ü": {}},
         (1, (2.5, [math.nan, -math.inf, (None,)]), 2**63 - 1, -(2**63) + 1, "", 0.0, -0.0),
         [None, "float32", [2], b""[:0].decode()],  # as an array is stored
-        ["SumState", {"shares": (1, 2)}],  # as a dataclass is
+        ["SumState", {"order": "a"}],  # as a dataclass is
         [np.zeros((2, 0, 3), np.float16), np.array(3.0), np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.array(["a", "bc"])],
         [np.array([], np.int64), np.arange(3, dtype=">i2"), np.array([True, False]), np.array([1j, 2])],
-        SumState(shares=(1, 2), released=np.arange(3.0)),
+        SumState(clip_norm=2.0, order="a", released=np.arange(3.0)),
     ],
 )
 def test_a_value_that_was_stored_is_what_it_was(value):

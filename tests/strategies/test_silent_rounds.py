@@ -10,7 +10,8 @@ from flwr.serverapp.strategy import FedAdam
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import AdaptiveClip, DPFedAvg, EvaluationBudget, PrivateEvaluation, writer
 from flower_dp.strategies.checkpoint import CheckpointFolder
-from flower_dp.strategies.releases.noised_sum import NoisedSum
+from flower_dp.strategies.releases.noised_sum import NoisedSum, SumState
+from flower_dp.wire import EVALUATION
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 from tests.strategies.test_local_evaluation import METHODS, flat, grid_of, opened
@@ -179,14 +180,14 @@ def test_evaluations_that_nobody_was_asked_for_end_none():
         evaluation=PrivateEvaluation(noise_multiplier=0.1, sampling=PoissonSampling(sampling_rate=1e-6)), noise_seed=1
     )
     start(made, Grid(()))
-    assert made.charges.number("private-evaluation") == ROUNDS
+    assert made.charges.number(EVALUATION) == ROUNDS
 
 
 def test_few_clients_an_evaluation_may_be_away_for_a_while():
     one = RoundRobinSampling(cohort_size=1)
     made = strategy(num_clients=100, evaluation=PrivateEvaluation(noise_multiplier=0.01, sampling=one))
     start(made, Grid((), num_nodes=100, unevaluated=range(2, 99)), num_rounds=ROUNDS)
-    assert made.charges.number("private-evaluation") == ROUNDS
+    assert made.charges.number(EVALUATION) == ROUNDS
 
 
 def test_the_count_of_unanswered_evaluations_survives_a_resume(tmp_path):
@@ -202,7 +203,7 @@ def test_the_count_of_unanswered_evaluations_survives_a_resume(tmp_path):
         made, grid = strategy(**EVALUATED), Grid((), unevaluated=range(1, 99))
         with contextlib.suppress(KeyboardInterrupt):
             start(made, grid, tmp_path / "run", resume=after > 2, evaluate_fn=ending(after))
-        charged.append(made.charges.number("private-evaluation"))
+        charged.append(made.charges.number(EVALUATION))
     assert charged == [2, 3, 3]
     assert grid.evaluated == []
     assert made.statement.num_rounds == ROUNDS
@@ -235,13 +236,14 @@ def counted(monkeypatch, number, grid, *, rate=0.5):
     plan = PrivateEvaluation(noise_multiplier=1.0, sampling=PoissonSampling(sampling_rate=rate))
     made = strategy(num_clients=40, evaluation=plan)
 
-    def noised(self, ask, total, *, num_replies, cohort_size, rng):
-        return np.array([0.0, number]) / (np.sqrt(2) * self.release.expected_cohort)
-
     own = NoisedSum.noised
-    monkeypatch.setattr(
-        NoisedSum, "noised", lambda self, *given, **words: (noised if self.metrics else own)(self, *given, **words)
-    )
+
+    def noised(self, *given):
+        if self.metrics is None:
+            return own(self, *given)
+        return np.array([0.0, number]) / (np.sqrt(2) * self.release.expected_cohort), SumState()
+
+    monkeypatch.setattr(NoisedSum, "noised", noised)
     start(made, grid)
     return made
 
@@ -255,12 +257,12 @@ def test_the_noised_number_alone_ends_evaluations_where_cohorts_are_secret(silen
 
     ended = counted(monkeypatch, 0.3, grid())
     # Twenty clients are expected each time; three times that is more than enough.
-    assert ended.charges.number("private-evaluation") == 3
+    assert ended.charges.number(EVALUATION) == 3
     assert ended._session.record.unanswered_evaluations == (20, 20, 20)
     assert f"{ENDED}, as far as their noised results tell" in ended.statement.incidents
     # A usable number; one that is of no use, and nearer to the four that are expected than to none.
     for number, rate in ((20.0, 0.5), (3.9, 0.1)):
-        assert counted(monkeypatch, number, grid(), rate=rate).charges.number("private-evaluation") == ROUNDS
+        assert counted(monkeypatch, number, grid(), rate=rate).charges.number(EVALUATION) == ROUNDS
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -272,7 +274,7 @@ def test_evaluations_by_single_clients_that_nobody_answers_end(method):
     for server_round in range(1, ROUNDS + 1):
         made.configure_evaluate(server_round, flat(), {}, grid)
         made.aggregate_evaluate(server_round, [])
-    assert made.rules.evaluation.counts == dict.fromkeys(["c0", "c1", "c2", "c3"], 3)
+    assert made.rules.evaluation.counts(made.charges) == dict.fromkeys(["c0", "c1", "c2", "c3"], 3)
     assert made.statement.incidents.count(ENDED) == 1
 
 
