@@ -24,6 +24,7 @@ from flower_dp.strategies.exchange.stream import Replies
 from flower_dp.strategies.log import ChargeLog, MemoryLog
 from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.release import Release, Round
 from flower_dp.strategies.releases.replies import Collected
@@ -92,6 +93,10 @@ class Session:
         # Of methods that have terms for the clients of their start.
         known = tuple(self.training.terms) if isinstance(self.training, OwnReplies) else ()
         self._own = replace(self._own, names=known, planned_rounds=planned)
+        # Before the first round: a run that is killed in that one goes on from there.
+        for release in () if names is None else self.rules.releases:
+            if isinstance(release, NoisedSum):
+                self._own = self._own.with_release(release.name, release.opened(self.current, names))
 
     @property
     def current(self) -> RunState:

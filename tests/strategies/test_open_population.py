@@ -162,7 +162,8 @@ def test_every_known_client_is_drawn_with_the_same_rate():
     assert len(known_clients.names) == 6
     counts = np.zeros(6)
     for number in range(2000):
-        counts[strategy.rules.training.cohort(known_clients.names, strategy._session.generator("cohort", number))] += 1
+        rng = strategy._session.generator("cohort", number)
+        counts[strategy.rules.training.cohort(strategy.state, known_clients.names, rng)[0]] += 1
     assert (abs(counts / 2000 - 0.3) < 0.05).all()
 
 
@@ -250,12 +251,12 @@ def test_in_turn_a_run_goes_on_with_the_clients_and_the_order_with_which_it_bega
     with pytest.raises(RuntimeError, match="evaluate_fn"):
         begin(THREE, resume=True)
     strategy = DPFedAvg(**words)
-    release = strategy.rules.training if how == "training" else strategy.rules.evaluation.release
-    strategy._session.drawn(release, known["abc"])
+    release = strategy.rules.training if how == "training" else strategy.rules.evaluation
+    strategy._session.open(known["abc"].names)
     with pytest.raises(ValueError, match="in the same order"):
         strategy._session.drawn(release, known["bca"])
     with pytest.raises(ValueError, match=r"there are 2, and RoundRobinSampling.* is accounted for num_clients=3"):
-        release.cohort(("a", "b"), strategy._session.generator("cohort"))
+        release.cohort(strategy.state, ("a", "b"), strategy._session.generator("cohort"))
 
 
 def test_charges_in_turn_without_their_order_are_not_gone_on_from():
