@@ -30,7 +30,7 @@ from flower_dp.running.apps import own_app
 from flower_dp.running.modules import BUILT
 from flower_dp.running.recorded import record_run
 from flower_dp.strategies import DPStrategy
-from flower_dp.strategies.journal import OnRound
+from flower_dp.strategies.rules import OnRound
 
 ModelFn = Callable[[], nn.Module]
 DataFn = Callable[[int, int], Any]

@@ -20,7 +20,8 @@ from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.run_folder import CHECKPOINT, CONFIG, RunFolder
 from flower_dp.running.trained_model import rest_of
 from flower_dp.strategies.checkpoint import CheckpointFolder
-from flower_dp.strategies.journal import OBSERVERS, Observer, OnRound, Unfailing, tracker
+from flower_dp.strategies.journal import OBSERVERS, Observer, Unfailing, tracker
+from flower_dp.strategies.rules import OnRound
 from flower_dp.strategies.strategy import DPStrategy
 from flower_dp.strategies.writer import CheckpointPlace
 from flower_dp.wire import BASE, numpy_arrays

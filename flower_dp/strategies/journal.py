@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
@@ -15,14 +15,10 @@ from flower_dp.core import columns
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
+from flower_dp.strategies.rules import OnRound
 from flower_dp.strategies.writer import CheckpointPlace
 
-if TYPE_CHECKING:
-    from flower_dp.strategies.strategy import DPStrategy
-
 log = logging.getLogger("flwr")
-
-OnRound = Callable[[Mapping[str, Any]], None]
 
 
 class Observer(Protocol):
@@ -113,16 +109,29 @@ def tracker(on_round: OnRound) -> Observer:
     return Unfailing(observer=Tracker(on_round=on_round), name="on_round")
 
 
+class Told(Protocol):
+    """What a run is asked for its lines."""
+
+    @property
+    def secret_cohort(self) -> bool: ...  # noqa: D102
+    @property
+    def delta(self) -> float: ...  # noqa: D102
+
+    def line_of(self, server_round: int) -> Mapping[str, Any]:
+        """Return the public numbers of a round."""
+
+
 class Journal:
     """The lines of one run, as they are passed to its observers.
 
     Args:
+        run: what happens.
         observers: who follows the run.
         num_rounds: of the run, at most; None if unknown.
     """
 
-    def __init__(self, observers: tuple[Observer, ...], num_rounds: int | None) -> None:
-        self._observers = observers
+    def __init__(self, run: Told, observers: tuple[Observer, ...], num_rounds: int | None) -> None:
+        self._run, self._observers = run, observers
         self._num_rounds = {} if num_rounds is None else {"num-rounds": num_rounds}
         self._started = time.monotonic()
         self._due: int | None = 0
@@ -155,25 +164,25 @@ class Journal:
         """Note that a round has ended with this model; its line is passed on when all of it is known."""
         self._due, self._arrays = server_round, arrays
 
-    def flush(self, strategy: "DPStrategy") -> None:
+    def flush(self) -> None:
         """Pass on the line of the last round, if it was not yet."""
         if self._due is None or not self._observers:
             return
         server_round, self._due = self._due, None
         line: dict[str, Any] = {**self._users(self._metrics.pop(server_round, {})), "round": server_round, **self._num_rounds}
-        line |= strategy.line_of(server_round)
+        line |= self._run.line_of(server_round)
         # Rounds take the longer, the more clients are in them.
-        elapsed = {} if strategy.secret_cohort else {"elapsed": round(time.monotonic() - self._started, 3)}
-        line |= {"delta": strategy.delta} | elapsed
+        elapsed = {} if self._run.secret_cohort else {"elapsed": round(time.monotonic() - self._started, 3)}
+        line |= {"delta": self._run.delta} | elapsed
         for observer in self._observers:
             observer.line(line)
 
-    def end(self, strategy: "DPStrategy", result: Any, *, failed: bool, is_of_folder: bool) -> None:
+    def end(self, result: Any, statement_of: Callable[[], PrivacyStatement], *, failed: bool, is_of_folder: bool) -> None:
         """Pass on the statement and the result; a loop of one's own that returns no model has that of its last round.
 
         Args:
-            strategy: whose run it is.
-            result: what its `start` has returned.
+            result: what `start` has returned.
+            statement_of: returns the statement.
             failed: whether it has raised an error instead.
             is_of_folder: whether an observer's folder is that of this run; not if its run could not go on.
         """
@@ -187,9 +196,9 @@ class Journal:
             found = None if self._arrays is None else Result(arrays=self._arrays)
         try:
             if not failed or self._due or self._evaluated:  # an initial model has a line only if the run began
-                self.flush(strategy)
+                self.flush()
         finally:
-            statement = strategy.statement
+            statement = statement_of()
             with ExitStack() as ends:  # all of them, in turn, if one fails as well
                 for observer in reversed(self._observers):
                     ends.callback(observer.end, statement, found)
@@ -209,7 +218,7 @@ class Journal:
         return {name: value for name, value in metrics.items() if name not in taken}
 
 
-def observers_of(strategy: "DPStrategy") -> tuple[Observer, ...]:
-    """Return who follows the run that a strategy begins."""
+def observers_of(on_round: OnRound | None) -> tuple[Observer, ...]:
+    """Return who follows a run that begins: those of its surroundings, and the strategy's own."""
     make = OBSERVERS.get()
-    return (*(make() if make else ()), *(() if strategy.on_round is None else (tracker(strategy.on_round),)))
+    return (*(make() if make else ()), *(() if on_round is None else (tracker(on_round),)))

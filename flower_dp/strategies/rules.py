@@ -1,7 +1,7 @@
 """Rules: one method on the server, as the strategy runs it."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypedDict, cast
 
@@ -13,12 +13,14 @@ from flower_dp.core.noise import Generator
 from flower_dp.privacy.charges import Charge
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.evaluation import Evaluation
-from flower_dp.strategies.journal import OnRound
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.release import Release, Round
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.wire import EVALUATION
+
+# Takes the public numbers of a round.
+OnRound = Callable[[Mapping[str, Any]], None]
 
 
 class Options(TypedDict, total=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,8 +22,10 @@ from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.evaluation import Evaluation
 from flower_dp.strategies.exchange import Asked, Exchange, Letter
 from flower_dp.strategies.exchange.stream import Replies
-from flower_dp.strategies.log import ChargeLog, MemoryLog
-from flower_dp.strategies.population.client_manager import KnownClients
+from flower_dp.strategies.journal import Journal
+from flower_dp.strategies.log import ChargeLog, MemoryLog, StoreLog
+from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
+from flower_dp.strategies.population.fit import first_query
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.releases.own_replies import OwnReplies
@@ -56,17 +59,31 @@ class Session:
         asked: by the name of a release: what was asked, until the replies are added up. It belongs to this process alone.
         log: the charges, where a crash does not reach them.
         writer: of checkpoints, from which the run can go on.
+        journal: of the run that `start` runs now; None outside of it.
+        finished: how often each release was charged in what has its statement already.
 
     Args:
         rules: the method.
         exchange: how rows get to the server as one sum.
         optimizer: moves the model by what was released; None: the method itself does.
         noise_seed: for tests only: fixed noise and sampling.
+        ledger: of the runs that add up with this one; None for the run's own beside its checkpoints, if there are any.
     """
 
-    def __init__(self, rules: Rules, exchange: Exchange, optimizer: ServerOptimizer | None, noise_seed: int | None) -> None:
-        self.rules, self._rules, self.exchange, self.noise_seed = rules, rules, exchange, noise_seed
+    def __init__(
+        self,
+        rules: Rules,
+        exchange: Exchange,
+        *,
+        optimizer: ServerOptimizer | None = None,
+        noise_seed: int | None = None,
+        ledger: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.rules, self._rules, self.exchange, self.noise_seed, self.ledger = rules, rules, exchange, noise_seed, ledger
+        self.journal: Journal | None = None
+        self.finished: Mapping[str, int] = {}
         self._optimizer = optimizer
+        self._manager: ClientManager | None = None
         self._own = RunState()
         self._initial = replace(self._own, optimizer=None if optimizer is None else optimizer.state)
         self.asked: dict[str, Asked] = {}
@@ -77,10 +94,54 @@ class Session:
         """Return all but what was asked: a round is charged once, and of several copies only the original releases it."""
         return {**vars(self), "asked": {}}
 
+    # Of one run to the next
+
     def begin(self) -> None:
-        """Begin a new run."""
-        self.asked = {}
+        """Begin a new run, with charges of its own; those of the last one stay in the joint epsilon."""
+        self.asked, self.finished, self._manager = {}, {}, None
         self._set(self._initial, self._rules)
+        self.forget_charges()
+
+    def forget_charges(self) -> None:
+        """Let a new run have charges of its own; those of the last one stay in the joint epsilon."""
+        if isinstance(self.log, StoreLog | MemoryLog):
+            self.log.close()
+            before = self.log if isinstance(self.log, MemoryLog) else self.log.memory
+            self.log = MemoryLog(private=not self.seeded_noise, before=before)
+
+    def open_ledger(self) -> None:
+        """Open the ledger of the run, once: that of several runs, or else that beside its checkpoints."""
+        if isinstance(self.log, StoreLog) or (path := self.ledger or self.writer.ledger()) is None:
+            return
+        found, about = self.writer.found, self.rules.about
+        self.log = StoreLog(
+            path,
+            method=about.title,
+            delta=about.delta,
+            private=not self.seeded_noise,
+            run=found.run if found else "",
+            memory=self.log if self.ledger is None and isinstance(self.log, MemoryLog) else None,
+        )
+        self.writer.run = self.log.run
+
+    @property
+    def knows_clients(self) -> bool:
+        """Whether nodes have been asked for their clients."""
+        return self._manager is not None
+
+    def known_clients(self, grid: Grid, **limits: Any) -> KnownClients:
+        """Return the clients as they are now: nodes may have joined, left or rejoined since the last round.
+
+        Args:
+            grid: the nodes.
+            limits: of the first query, see `first_query`.
+        """
+        if self._manager is not None:
+            return self._manager.known_clients(grid)
+        self.open_ledger()
+        self._manager, known = first_query(grid, self.rules, on_shared_ledger=self.ledger is not None, **limits)
+        self.open(known.names)
+        return known
 
     def open(self, names: tuple[str, ...] | None = None, num_rounds: int | None = None) -> None:
         """Take the clients of the run, and how many rounds it has; what is None stays as it is.
@@ -127,6 +188,8 @@ class Session:
         run.check_goes_on(rules, state.charges)
         self.log.check_state(state.charged, state.charges)
         self._set(state, rules)
+        if not any(state.charged.values()) and isinstance(self.log, MemoryLog):  # a new run
+            self.forget_charges()
 
     def _set(self, state: RunState, rules: Rules) -> None:
         self.rules, self._own = rules, replace(state, charges=Charges())
@@ -139,12 +202,15 @@ class Session:
         Raises:
             ValueError: if the run had other releases: its charges would get another cost.
         """
+        self.open_ledger()
         rules = self._rules.opened(found.state.names, found.state.planned_rounds)
         run.check_goes_on(rules, self.log.charges)
         state = run.resumed(rules, found.state, self.log.beyond(found.state.charged))
         self.log.check_state(state.charged, self.log.charges)
         self._set(state, rules)
         self.writer.went_on_with(self.state)
+        if self.journal is not None:
+            self.journal.go_on(found)
 
     @property
     def record(self) -> RunState:
@@ -169,6 +235,15 @@ class Session:
     def secret_cohort(self) -> bool:
         """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
         return any(release.secret_cohort for release in self.rules.releases)
+
+    @property
+    def delta(self) -> float:
+        """The delta at which epsilon is stated."""
+        return self.rules.about.delta
+
+    def line_of(self, server_round: int) -> dict[str, int | float]:
+        """Return a round's numbers for people to see: `RunState.line_of`."""
+        return self._own.line_of(server_round)
 
     @property
     def seeded_noise(self) -> bool:
@@ -389,8 +464,12 @@ class Session:
             raise ValueError(f"no round was run: {self._own.incidents[-1]}")
         return []
 
+    def close(self) -> None:
+        """Let other runs write to the ledger."""
+        self.log.close()
+
     def unfinished(self) -> None:
         """Tell, at the end of the run, of what was charged and not finished."""
-        last = self.writer.last
-        charged = {} if last is None else last.state.charged
-        self._own = run.resumed(self.rules, replace(self._own, charged=charged), self.log.beyond(charged))
+        if (last := self.writer.last) is not None:
+            charged = last.state.charged
+            self._own = run.resumed(self.rules, replace(self._own, charged=charged), self.log.beyond(charged))

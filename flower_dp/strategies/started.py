@@ -4,17 +4,18 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from flower_dp.core import checks
+from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.journal import Journal, observers_of, place_of
+from flower_dp.strategies.rules import OnRound
+from flower_dp.strategies.session import Session
 from flower_dp.strategies.writer import CheckpointPlace, Writer
-
-if TYPE_CHECKING:
-    from flower_dp.strategies.strategy import DPStrategy
 
 log = logging.getLogger("flwr")
 
@@ -23,6 +24,16 @@ Start = TypeVar("Start", bound=Callable[..., Any])
 
 class Stated(SystemExit):
     """The statement of a run was made from its folder; its ServerApp ends there."""
+
+
+class _Strategy(Protocol):
+    """What a run is followed by: its session, and its statement."""
+
+    _session: Session
+    on_round: OnRound | None
+
+    @property
+    def statement(self) -> PrivacyStatement: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,48 +77,54 @@ def followed(start: Start) -> Start:
     signature = inspect.signature(start)
 
     @functools.wraps(start)
-    def run(self: "DPStrategy", *arguments: Any, **named: Any) -> Any:
-        if self.journal is not None:
+    def run(self: _Strategy, *arguments: Any, **named: Any) -> Any:
+        session = self._session
+        if session.journal is not None:
             return start(self, *arguments, **named)
-        forgettable = self._session.log.charges.numbers() == self._forgettable
+        forgettable = session.log.charges.numbers() == session.finished
         call = _Call.of(signature, self, *arguments, **named)
-        observers = observers_of(self)
-        self.journal = journal = Journal(observers, call.get("num_rounds"))
+        observers = observers_of(self.on_round)
+        session.journal = journal = Journal(session, observers, call.get("num_rounds"))
         if call.get("evaluate_fn") is not None:
             call.change("evaluate_fn", journal.evaluated(call.get("evaluate_fn")))
-        where, checkpoints = None, None
+        writer: Writer | None = None
         result, failed = None, True
-        try:
-            where = call.place(place_of(observers))
-            self._session.writer = checkpoints = Writer(where)
-            found = checkpoints.found
-            if found is not None and (found.ended or (where is not None and where.only_state)):
-                self.begin()
-                self.go_on(found)
-                if found.ended:
-                    log.info("the run in %s has ended: no round is run, and its result is returned", where and where.folder)
-                result, failed = (found.result, False) if found.ended else (None, True)
-            else:
+        with ExitStack() as ends:  # in turn, the last one first, whatever fails: what was released before stays released
+
+            @ends.callback
+            def close() -> None:
+                session.close()
+                if forgettable:  # what was charged here has a statement
+                    session.finished = session.log.charges.numbers()
+
+            @ends.callback
+            def tell() -> None:
+                journal.end(result, lambda: self.statement, failed=failed, is_of_folder=writer is not None and writer.has_run)
+
+            @ends.callback
+            def write() -> None:
+                session.journal = None
+                if writer is not None and writer.has_run:
+                    writer.close(result, session.state, failed=failed)
+                    session.unfinished()
+                    if session.knows_clients:  # before anybody is asked there is nothing to state
+                        diagnostics.log_statement(self.statement)
+
+            session.writer = writer = Writer(call.place(place_of(observers)))
+            found = writer.found
+            if found is None or not (found.ended or writer.only_state):
                 result = start(*call.bound.args, **call.bound.kwargs)
                 failed = False
-        finally:  # what was released before a failure stays released
-            self.journal = None
-            # A run that could not go on has its statement, and one of this process would have nothing in it.
-            is_of_folder = checkpoints is not None and (checkpoints.found is None or checkpoints.went_on)
-            try:
-                if checkpoints is not None and is_of_folder:
-                    checkpoints.close(result, self._session.state, failed=failed)
-                    self._session.unfinished()
-                    if self._manager is not None:  # before anybody is asked there is nothing to state
-                        diagnostics.log_statement(self.statement)
-            finally:
-                try:
-                    journal.end(self, result, failed=failed, is_of_folder=is_of_folder)
-                finally:
-                    self.close()
-                    if forgettable:  # what was charged here has a statement
-                        self._forgettable = self._session.log.charges.numbers()
-        if where is not None and where.only_state:
+            else:
+                session.begin()
+                session.go_on(found)
+                if found.ended:
+                    log.info(
+                        "the run in %s has ended: no round is run, and its result is returned",
+                        writer.place and writer.place.folder,
+                    )
+                    result, failed = found.result, False
+        if writer.only_state:
             raise Stated
         return result
 

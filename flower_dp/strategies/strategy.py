@@ -21,16 +21,13 @@ from flower_dp.privacy.charges import Scope
 from flower_dp.privacy.private_file import BudgetSpentError
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
-from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.evaluate_fn import EvaluateFn, named
 from flower_dp.strategies.exchange.plain import PlainExchange
 from flower_dp.strategies.figures import RunFigures
-from flower_dp.strategies.journal import Journal
 from flower_dp.strategies.legacy import LegacyAppError
-from flower_dp.strategies.log import MemoryLog, StoreLog
 from flower_dp.strategies.loop import Rounds
-from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
-from flower_dp.strategies.population.fit import changing_names, check_evaluate_config, check_overrides, first_query
+from flower_dp.strategies.population.client_manager import KnownClients
+from flower_dp.strategies.population.fit import changing_names, check_evaluate_config, check_overrides
 from flower_dp.strategies.rules import Options, Rules, check_options
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
@@ -77,12 +74,13 @@ class DPStrategy(RunFigures, Strategy):
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
         self.on_round = options.get("on_round")
         self.ledger = options.get("ledger")
-        self.journal: Journal | None = None  # of the run that `start` runs now
-        self._had_changing_names = False  # in any run of this strategy
-        self._session = Session(rules, PlainExchange(), self._optimizer, options.get("noise_seed"))
+        self._session = Session(
+            rules, PlainExchange(), optimizer=self._optimizer, noise_seed=options.get("noise_seed"), ledger=self.ledger
+        )
         if options.get("evaluation") is not None and self._session.evaluation is None:
             raise ValueError(f"evaluation: {type(self).__name__} does not give it to its rules; pass evaluation=... to them")
-        self.begin()
+        self._had_changing_names = False  # in any run of this strategy
+        self._stated: tuple[Any, PrivacyStatement] | None = None
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -92,18 +90,6 @@ class DPStrategy(RunFigures, Strategy):
     def begin(self) -> None:
         """Forget the last run; the joint epsilon of later runs has what it cost, if both are on one ledger or both on none."""
         self._session.begin()
-        self._forgettable: dict[str, int] = {}
-        # Who is connected, and a statement that was made already, belong to one process.
-        self._manager: ClientManager | None = None
-        self._stated: tuple[Any, PrivacyStatement] | None = None
-        self._forget_charges()
-
-    def go_on(self, found: Checkpoint) -> None:
-        """Go on from a checkpoint; what was charged after it stays charged."""
-        self._open_ledger()
-        self._session.go_on(found)
-        if self.journal is not None:
-            self.journal.go_on(found)
 
     @property
     def state(self) -> RunState:
@@ -121,8 +107,6 @@ class DPStrategy(RunFigures, Strategy):
     @state.setter
     def state(self, state: RunState) -> None:
         self._session.state = state
-        if not any(state.charged.values()) and isinstance(self._session.log, MemoryLog):  # a new run
-            self._forget_charges()
 
     def plan(self, num_rounds: int, names: tuple[str, ...] | None = None) -> None:
         """Prepare for up to `num_rounds` rounds. `start` calls it; a subclass with its own `start` must call it, too.
@@ -204,7 +188,7 @@ class DPStrategy(RunFigures, Strategy):
         checks.integer("num_rounds", num_rounds, at_least=0)
         clients_evaluate = self._overrides("configure_evaluate") or self._session.evaluation is not None
         check_evaluate_config(evaluate_config, clients_evaluate=clients_evaluate)
-        if self._session.log.charges.numbers() != self._forgettable:
+        if self._session.log.charges.numbers() != self._session.finished:
             raise RuntimeError(
                 "start: rounds were charged already, and a new run would forget what they have cost: call super().start(...) "
                 "once, and go on with a run by resume=True and its checkpoint_dir"
@@ -217,7 +201,7 @@ class DPStrategy(RunFigures, Strategy):
         if (found := self._session.writer.begin(setting)) is None:
             self.plan(num_rounds)
         else:
-            self.go_on(found)
+            self._session.go_on(found)
         known_clients = self._known_clients(grid)
         self.summary()
         diagnostics.log_start(self.rules, known_clients, model)
@@ -239,9 +223,9 @@ class DPStrategy(RunFigures, Strategy):
 
         If the budget does not cover the round, nothing is sent and nothing is charged.
         """
-        if self.journal is not None:
-            self.journal.flush(self)
-        session, is_first = self._session, self._manager is None
+        if (journal := self._session.journal) is not None:
+            journal.flush()
+        session, is_first = self._session, not self._session.knows_clients
         model = wire.Model.of(arrays, frozen=self.frozen_arrays)
         if is_first and self._optimizer is not None:  # a subclass has its own `start`; that of this class has checked it
             self._optimizer.check(model.layout, model.vector)
@@ -298,8 +282,8 @@ class DPStrategy(RunFigures, Strategy):
             session.note(client_metrics={**session.record.client_metrics, server_round: means})
             metrics.update(means)
         model = now.model.record(vector)
-        if self.journal is not None:
-            self.journal.released(server_round, model)
+        if (journal := self._session.journal) is not None:
+            journal.released(server_round, model)
         session.writer.keep(server_round, model, session.state, is_over=False)
         return model, metrics
 
@@ -355,46 +339,15 @@ class DPStrategy(RunFigures, Strategy):
 
     def close(self) -> None:
         """Let other runs write to the ledger; `start` calls it at its end."""
-        self._session.log.close()
-
-    # Parts of a run
-
-    def _forget_charges(self) -> None:
-        """Let a new run have charges of its own; those of the last one stay in the joint epsilon."""
-        if isinstance(charge_log := self._session.log, StoreLog | MemoryLog):
-            charge_log.close()
-            before = charge_log if isinstance(charge_log, MemoryLog) else charge_log.memory
-            self._session.log = MemoryLog(private=not self.seeded_noise, before=before)
-
-    def _open_ledger(self) -> None:
-        """Open the ledger of the run, once: the strategy's own, or else that beside its checkpoints."""
-        session = self._session
-        if not isinstance(session.log, StoreLog) and (path := self.ledger or session.writer.ledger()) is not None:
-            found = session.writer.found
-            memory = session.log if self.ledger is None and isinstance(session.log, MemoryLog) else None
-            session.log = StoreLog(
-                path,
-                method=self.rules.about.title,
-                delta=self.delta,
-                private=not self.seeded_noise,
-                run=found.run if found else "",
-                memory=memory,
-            )
-            session.writer.run = session.log.run
+        self._session.close()
 
     def _known_clients(self, grid: Grid) -> KnownClients:
-        """Return the clients as they are now: nodes may have joined, left or rejoined since the last round."""
-        if self._manager is not None:
-            return self._manager.known_clients(grid)
-        check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
-        self._open_ledger()
-        self._manager, known_clients = first_query(
+        """Return the clients as they are now."""
+        if not self._session.knows_clients:
+            check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
+        return self._session.known_clients(
             grid,
-            self.rules,
             timeout=self.registration_timeout,
-            on_shared_ledger=self.ledger is not None,
             most_clients_per_node=self.most_clients_per_node,
             most_newcomers=self.most_newcomers,
         )
-        self._session.open(known_clients.names)
-        return known_clients

@@ -104,6 +104,16 @@ class Writer:
             log.info("%s has no checkpoint: a new run begins", place.folder)
         self._folder.create()
 
+    @property
+    def only_state(self) -> bool:
+        """Whether the statement of the run alone is wanted."""
+        return self.place is not None and self.place.only_state
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it is of this run: one that could not go on has its statement, and this process has nothing of it."""
+        return self.found is None or self.went_on
+
     def begin(self, setting: Mapping[str, str]) -> Checkpoint | None:
         """Return the checkpoint from which a run with this setting goes on, None for a new run.
 

@@ -88,7 +88,7 @@ def test_a_run_that_goes_on_has_one_line_a_round_and_one_statement(tmp_path):
 def test_lines_of_rounds_after_the_checkpoint_are_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "_SHARE", 1e-9)  # none but the first, and the last
     folder = tmp_path / "run"
-    monkeypatch.setattr(writer.RunCheckpoints, "close", lambda self, result, failed: None)  # kill -9
+    monkeypatch.setattr(writer.Writer, "close", lambda self, result, state, failed: None)  # kill -9
     interrupted(folder)
     monkeypatch.undo()
     assert [line["round"] for line in lines_of(folder)] == [0, 1, 2, 3]

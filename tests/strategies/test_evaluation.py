@@ -699,7 +699,7 @@ def test_a_second_run_starts_with_an_empty_ledger():
     once = strategy.statement.epsilon
     strategy.start(grid, flat(), num_rounds=1)
     assert strategy.statement.epsilon == once
-    assert strategy.charges.number("evaluation") == 1
+    assert strategy.charges.number("private-evaluation") == 1
     assert set(strategy.evaluations) == {1}  # it was due again
 
 

@@ -86,7 +86,7 @@ def test_a_tracker_learns_of_every_round_and_its_errors_change_nothing(method, c
     assert [line["num-rounds"] for line in keep.lines] == [2] * 3
     assert keep.calls == ["open", *["line"] * 3, "close"]
     assert run.bits == alone.bits
-    assert strategy.rules.state == alone.strategy.rules.state
+    assert strategy.state.releases == alone.strategy.state.releases
     assert str(strategy.statement) == str(alone.strategy.statement)
     failures = [entry.getMessage() for entry in caplog.records if "on_round failed" in entry.getMessage()]
     assert failures[1] == "on_round failed at round 1, and the run goes on: OSError: line: no connection"
@@ -230,4 +230,4 @@ def test_a_strategy_that_starts_again_has_a_new_journal(seen):
     for _ in range(2):
         assert isinstance(strategy.start(grid(), weights(), num_rounds=1), Result)
     assert [line["round"] for line in seen.lines] == [0, 1, 0, 1]
-    assert strategy.journal is None
+    assert strategy._session.journal is None

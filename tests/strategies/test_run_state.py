@@ -68,7 +68,7 @@ def test_a_ledger_goes_on_where_the_stored_one_has_ended():
     other = moved(DPFedAvg(**WORDS, evaluation=evaluation), strategy.state)
     assert other.rules.ledger(other.charges).lines() == strategy.rules.ledger(strategy.charges).lines() != []
     assert other.rules.outside_ledger(other.charges).lines() == strategy.rules.outside_ledger(strategy.charges).lines()
-    assert other.charges.number("evaluation") == 1
+    assert other.charges.number("private-evaluation") == 1
     assert not other.rules.evaluation.due(2)
 
 

@@ -179,14 +179,14 @@ def test_evaluations_that_nobody_was_asked_for_end_none():
         evaluation=PrivateEvaluation(noise_multiplier=0.1, sampling=PoissonSampling(sampling_rate=1e-6)), noise_seed=1
     )
     start(made, Grid(()))
-    assert made.charges.number("evaluation") == ROUNDS
+    assert made.charges.number("private-evaluation") == ROUNDS
 
 
 def test_few_clients_an_evaluation_may_be_away_for_a_while():
     one = RoundRobinSampling(cohort_size=1)
     made = strategy(num_clients=100, evaluation=PrivateEvaluation(noise_multiplier=0.01, sampling=one))
     start(made, Grid((), num_nodes=100, unevaluated=range(2, 99)), num_rounds=ROUNDS)
-    assert made.charges.number("evaluation") == ROUNDS
+    assert made.charges.number("private-evaluation") == ROUNDS
 
 
 def test_the_count_of_unanswered_evaluations_survives_a_resume(tmp_path):
@@ -202,7 +202,7 @@ def test_the_count_of_unanswered_evaluations_survives_a_resume(tmp_path):
         made, grid = strategy(**EVALUATED), Grid((), unevaluated=range(1, 99))
         with contextlib.suppress(KeyboardInterrupt):
             start(made, grid, tmp_path / "run", resume=after > 2, evaluate_fn=ending(after))
-        charged.append(made.charges.number("evaluation"))
+        charged.append(made.charges.number("private-evaluation"))
     assert charged == [2, 3, 3]
     assert grid.evaluated == []
     assert made.statement.num_rounds == ROUNDS
@@ -255,12 +255,12 @@ def test_the_noised_number_alone_ends_evaluations_where_cohorts_are_secret(silen
 
     ended = counted(monkeypatch, 0.3, grid())
     # Twenty clients are expected each time; three times that is more than enough.
-    assert ended.charges.number("evaluation") == 3
+    assert ended.charges.number("private-evaluation") == 3
     assert ended._session.record.unanswered_evaluations == (20, 20, 20)
     assert f"{ENDED}, as far as their noised results tell" in ended.statement.incidents
     # A usable number; one that is of no use, and nearer to the four that are expected than to none.
     for number, rate in ((20.0, 0.5), (3.9, 0.1)):
-        assert counted(monkeypatch, number, grid(), rate=rate).charges.number("evaluation") == ROUNDS
+        assert counted(monkeypatch, number, grid(), rate=rate).charges.number("private-evaluation") == ROUNDS
 
 
 @pytest.mark.parametrize("method", METHODS)
