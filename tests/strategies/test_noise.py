@@ -202,10 +202,10 @@ def test_a_copy_does_not_release_noise_a_second_time(how):
     made = copy.deepcopy if how == "deepcopy" else lambda one: pickle.loads(pickle.dumps(one))  # noqa: S301
     model = arrays(w=np.zeros(SIZE, np.float32))
     model, _ = strategy.aggregate_train(1, grid.send_and_receive(strategy.configure_train(1, model, {}, grid)))
-    strategy._manager = None  # knows the grid, which has functions
+    strategy._session._manager = None  # knows the grid, which has functions
     between = made(strategy)
     messages = strategy.configure_train(2, model, {}, grid)
-    strategy._manager = None
+    strategy._session._manager = None
     within = made(strategy)
     with pytest.raises(RuntimeError, match="configure_train"):
         within.aggregate_train(2, grid.send_and_receive(messages))

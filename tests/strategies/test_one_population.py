@@ -119,7 +119,7 @@ def test_the_noise_of_a_sum_of_shares_is_that_of_the_statement_whoever_registers
         exact = PLDAccountant().compose(SelfComposedDpEvent(event, 3)).get_epsilon(DELTA)
         (outsiders,) = [one for one in strategy.statement.adversaries if one.name == "outsiders"]
         assert outsiders.epsilon == pytest.approx(exact, rel=1e-2)
-    assert len(strategy._manager._known.names) == 4
+    assert len(strategy._session._manager._known.names) == 4
     asked = {message.metadata.dst_node_id for message in grid.sent if asks_to_train(message)}
     assert len(asked) <= len(sizes)
 
@@ -189,7 +189,7 @@ def test_cohorts_of_a_fixed_size_are_drawn_from_as_many_clients_as_are_charged(s
         assert strategy.rules.num_rounds(strategy.charges) == 0
         return
     start(strategy, grid, num_rounds=2)
-    names = strategy._manager._known.names
+    names = strategy._session._manager._known.names
     assert len(names) == known
     assert (
         strategy.rules.ledger(strategy.charges)
@@ -208,7 +208,7 @@ def test_cohorts_of_a_fixed_size_are_drawn_from_as_many_clients_as_are_charged(s
 def test_one_client_more_at_the_start_ends_no_run(sampling):
     strategy, grid = DPFedAvg(**FIXED | {"num_clients": 3}, sampling=sampling), Nodes((1, 1, 1, 1), (1,))
     start(strategy, grid, num_rounds=9)
-    assert strategy._manager._known.names == ("c000", "c001", "c002")
+    assert strategy._session._manager._known.names == ("c000", "c001", "c002")
     assert {message.metadata.dst_node_id for message in grid.sent if asks_to_train(message)} == {1, 2, 3}
 
 
@@ -268,7 +268,7 @@ def test_a_second_release_of_the_round_has_the_same_clients():
     ):
         grid = Nodes((1,) * 6, (1,))
         start(strategy, grid, num_rounds=4)
-        assert len(strategy._manager._known.names) == 4
+        assert len(strategy._session._manager._known.names) == 4
         assert max(message.metadata.dst_node_id for message in grid.sent if message.metadata.message_type != "query") <= 4
 
 
@@ -292,7 +292,7 @@ def test_a_run_does_not_go_on_with_fewer_clients_than_it_is_charged_for(tmp_path
         strategy_of().start(Nodes((4, 4, 4)), model_arrays(nn.Linear(2, 2)), evaluate_fn=lambda *_: None, resume=True, **words)
     strategy = strategy_of()
     strategy.start(Nodes((5, 5, 9)), model_arrays(nn.Linear(2, 2)), evaluate_fn=lambda *_: None, resume=True, **words)
-    assert len(strategy._manager._known.names) == 10
+    assert len(strategy._session._manager._known.names) == 10
     assert (
         strategy.rules.ledger(strategy.charges)
         .lines()[0]

@@ -96,7 +96,7 @@ def test_a_client_that_leaves_is_not_asked_and_the_denominator_stays():
 def test_a_client_that_comes_back_under_another_node_id_is_asked_there():
     strategy, grid, _ = run(THREE, {2: {3: None}, 3: {77: "c"}})
     assert grid.asked == [{1, 2, 3}, {1, 2}, {1, 2, 77}]
-    assert strategy._manager._known.names == ("a", "b", "c")
+    assert strategy._session._manager._known.names == ("a", "b", "c")
 
 
 def test_a_node_that_comes_back_under_its_own_id_is_asked_again():
