@@ -155,8 +155,8 @@ class Session:
         known = tuple(self.training.terms) if isinstance(self.training, OwnReplies) else ()
         self._own = replace(self._own, names=known, planned_rounds=planned)
         # Before the first round: a run that is killed in that one goes on from there.
-        for release in () if names is None else self.rules.releases:
-            if isinstance(release, NoisedSum):
+        for release in self.rules.releases:
+            if names is not None and isinstance(release, NoisedSum):
                 self._own = self._own.with_release(release.name, release.opened(self.current, names))
 
     @property
