@@ -389,22 +389,6 @@ def test_paper_formula_is_in_its_range_for_small_epsilon_and_flagged_beyond_its_
     assert "4 exposures, and the noise is made for 3" in paper.reason
 
 
-@pytest.mark.slow
-def test_clients_stop_after_as_many_replies_as_the_noise_is_made_for():
-    strategy, recipe = pair(uplink_exposures=2)
-    start(strategy, grid_of(recipe, FOUR), 5)
-    assert len(strategy.rounds) == 2
-    assert "ended before round 3: every client's budget is spent" in strategy.incidents
-
-
-def test_without_noise_nothing_is_claimed():
-    strategy, recipe = pair(**QUIET)
-    start(strategy, grid_of(recipe, FOUR), 2)
-    assert not strategy.statement.private
-    assert str(strategy.statement).splitlines()[1].startswith("NOT PRIVATE")
-    assert strategy.statement.to_dict()["epsilon"] is None
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -70,9 +70,21 @@ def start(strategy, grid, num_rounds=1, model=None):
 # Shares of noise
 
 
-@pytest.mark.parametrize("sampling", [FullSampling(), PoissonSampling(sampling_rate=0.9)], ids=["full", "poisson"])
-@pytest.mark.parametrize(("sizes", "late"), [((1,) * 9, ()), ((1,) * 4, (1,) * 4), ((2, 2), (1, 2)), ((1,) * 4, ())])
-@pytest.mark.parametrize("evaluating", [False, True])
+FULL, POISSON = FullSampling(), PoissonSampling(sampling_rate=0.9)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sizes", "late", "evaluating"),
+    [
+        (FULL, (1,) * 9, (), False),
+        (POISSON, (1,) * 9, (), True),
+        (FULL, (1,) * 4, (1,) * 4, True),
+        (POISSON, (1,) * 4, (1,) * 4, False),
+        (FULL, (2, 2), (1, 2), False),
+        (POISSON, (2, 2), (1, 2), True),
+        (POISSON, (1,) * 4, (), False),
+    ],
+)
 def test_the_noise_of_a_sum_of_shares_is_that_of_the_statement_whoever_registers(sampling, sizes, late, evaluating):
     """Clients send their shares alone, of updates near 0: the sample std of 2 x 20,000 values is within 5 standard deviations, 1.8 %.
 
