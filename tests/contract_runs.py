@@ -118,7 +118,7 @@ def start(strategy: DPStrategy, grid: WatchedGrid, arguments: Words, problem: Pr
     def keep(server_round: int, arrays: ArrayRecord) -> None:
         run.models.append(np.concatenate([array.numpy().ravel() for array in arrays.values()]))
 
-    strategy._session.log = kept = Kept()
+    strategy._session.log, strategy._session.finished = (kept := Kept()), {}
     strategy.start(grid, model_arrays(problem.model()), num_rounds=arguments.num_rounds, evaluate_fn=keep)
     assert_charges_are_the_ledgers(strategy, kept)
     return run

@@ -33,7 +33,7 @@ from flower_dp import wire
 from flower_dp.clients import client_app, model_arrays
 from flower_dp.privacy import accounting
 from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy
-from flower_dp.strategies.statements.not_covered import OTHER_RUNS
+from flower_dp.strategies.not_covered import OTHER_RUNS
 from tests.adversaries.fuzzing import THOROUGH
 from tests.chance import chance_of
 from tests.charges import Kept, assert_charges_are_the_ledgers
@@ -190,8 +190,8 @@ def test_every_strategy_has_an_entry():
 @every_method
 def test_an_entry_says_what_its_strategy_says(method):
     rules = method.strategy(Words()).rules
-    assert (rules.training.name, rules.title) == (method.name, method.title)
-    assert (rules.stock_refusal is None) == method.stock
+    assert (rules.training.name, rules.about.title) == (method.name, method.title)
+    assert (rules.about.stock_refusal is None) == method.stock
 
 
 # Replies

@@ -39,11 +39,11 @@ CIRCLES = [
     "flower_dp.strategies.run flower_dp.strategies.writer flower_dp.strategies.started "
     "flower_dp.strategies.strategy",
     "flower_dp.privacy.budget flower_dp.privacy.renyi_filter",
-    "flower_dp.strategies.client_level flower_dp.strategies.statements.client_level",
-    "flower_dp.strategies.dp_fedpaq flower_dp.strategies.statements.dp_fedpaq",
-    "flower_dp.strategies.dp_pasgd flower_dp.strategies.statements.dp_pasgd",
-    "flower_dp.strategies.fedsgd_dpc flower_dp.strategies.statements.fedsgd_dpc",
-    "flower_dp.strategies.nbafl flower_dp.strategies.statements.nbafl",
+    "flower_dp.strategies.client_level flower_dp.strategies.client_level",
+    "flower_dp.strategies.dp_fedpaq flower_dp.strategies.dp_fedpaq",
+    "flower_dp.strategies.dp_pasgd flower_dp.strategies.dp_pasgd",
+    "flower_dp.strategies.fedsgd_dpc flower_dp.strategies.fedsgd_dpc",
+    "flower_dp.strategies.nbafl flower_dp.strategies.nbafl",
 ]
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -32,9 +32,9 @@ from flower_dp.core import columns, environment, stored
 from flower_dp.core.compression import CODECS
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.methods import METHODS
-from flower_dp.privacy import ledger_tables, statement
+from flower_dp.privacy import charges, ledger_tables, statement
 from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, Scope
 from flower_dp.privacy.device_store import Entry
 from flower_dp.privacy.mark import Mark
 from flower_dp.privacy.store import LedgerRun, Store
@@ -311,9 +311,11 @@ def node_state() -> set[str]:
 
 def run_state() -> set[str]:
     # Not those of a doctest, which no module has.
-    kinds = (kind for kind in stored._KINDS.values() if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind)
+    kinds = (
+        kind for kind, *_ in stored._KINDS.values() if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    )
     kinds = (kind for kind in kinds if kind.__module__.startswith("flower_dp."))
-    return fields_of(*(kind for kind in kinds if kind is not Checkpoint))
+    return fields_of(*(kind for kind in kinds if kind not in (Checkpoint, Charge, Charges, Scope, charges._Histories)))
 
 
 def server_ledger() -> set[str]:

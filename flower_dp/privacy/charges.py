@@ -221,7 +221,9 @@ class _Histories:
     def numbers(self, owners: Sequence[int | None]) -> np.ndarray:
         """Return how often each owner was charged, alone and as one of all clients."""
         known = np.asarray([sum(count for _, count in counts) for counts in self.known], np.int64)
-        return np.asarray([known[self.of_owner(owner)] + known[self.of[0]] for owner in owners], np.int64)
+        places = np.fromiter((owner or 0 for owner in owners), np.int64, len(owners))
+        alone = np.where((places > 0) & (places < len(self.of)), self.of[np.minimum(places, len(self.of) - 1)], 0)
+        return np.asarray(known[alone] + known[self.of[0]])
 
     @property
     def distinct(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.calibration import Budget, run_event
 from flower_dp.strategies.evaluation import SumEvaluation
+from flower_dp.strategies.not_covered import not_covered, seeded
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
 from flower_dp.strategies.releases.noised_sum import OUTSIDERS, NoisedSum, SumState
@@ -29,7 +30,6 @@ from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.rules import About, Learnt
 from flower_dp.strategies.run_state import RunFacts, RunState
-from flower_dp.strategies.statements.not_covered import not_covered, seeded
 from flower_dp.wire import EVALUATION
 
 _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian (moments accountant)"

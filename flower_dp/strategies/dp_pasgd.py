@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Unpack
 
@@ -19,23 +19,172 @@ from flower_dp.core.clipping import l2_norms
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FullSampling
 from flower_dp.core.steps import StepSchedule
+from flower_dp.core.stored import stored
 from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.dp_pasgd import paper_epsilon, step_terms
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
-from flower_dp.strategies.best_model import BestModel, less_is_better
 from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
-from flower_dp.strategies.local_evaluation import NOISE_DEVIATIONS
-from flower_dp.strategies.local_level import LocalRules
+from flower_dp.strategies.local_level import NOISE_DEVIATIONS, LocalRules, counts_sampling, least_and_largest, local_statement
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
 from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.resources import ResourceBudget, Resources
 from flower_dp.strategies.rules import Learnt, Options
 from flower_dp.strategies.run_state import RunFacts, RunState
-from flower_dp.strategies.statements.local import counts_sampling, least_and_largest, local_statement
 from flower_dp.strategies.strategy import DPStrategy
+
+
+def less_is_better(best_by: str) -> bool:
+    """Return whether the least value of a metric is the best (`...loss`), or the largest (`...accuracy`).
+
+    Raises:
+        ValueError: for a name with another ending.
+    """
+    if isinstance(best_by, str) and best_by.endswith(("loss", "accuracy")):
+        return best_by.endswith("loss")
+    raise ValueError(f"best_by={best_by!r}: must be the name of a metric that ends in loss or accuracy, such as validation-loss")
+
+
+@stored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BestModel:
+    """The best model of those that were compared.
+
+    Attributes:
+        arrays: the best model, by the names of its arrays; None before any.
+        server_round: the round of the best model; 0 is the initial one.
+        value: its metric.
+        num_seen: models that were compared.
+    """
+
+    arrays: Mapping[str, np.ndarray] | None = None
+    server_round: int = 0
+    value: float = math.nan
+    num_seen: int = 0
+
+    def after(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord, *, best_by: str) -> BestModel:
+        """Return the best model with one more to compare: this one, or the new one if it is better than all before.
+
+        A model whose number is not finite is passed over.
+
+        Args:
+            server_round: of the model.
+            arrays: the model.
+            metrics: its evaluation, with public data: then the choice costs no privacy.
+            best_by: the metric that decides, see `less_is_better`.
+
+        Raises:
+            ValueError: if the evaluation does not have the number by which models are compared.
+        """
+        found = metrics.get(best_by)
+        if not isinstance(found, int | float):
+            raise ValueError(f"evaluate_fn: returns {', '.join(metrics) or 'nothing'}; must have best_by={best_by!r}")
+        if not math.isfinite(found):
+            return self
+        better = found < self.value if less_is_better(best_by) else found > self.value
+        if self.arrays is not None and not better:
+            return replace(self, num_seen=self.num_seen + 1)
+        model = {name: array.numpy() for name, array in arrays.items()}
+        return BestModel(arrays=model, server_round=server_round, value=float(found), num_seen=self.num_seen + 1)
+
+    def in_words(self, best_by: str) -> str | None:
+        """Return how the resulting model was chosen; None if nothing was compared."""
+        if self.arrays is None:
+            return None
+        which = f"of round {self.server_round}" if self.server_round else "the initial one"
+        return f"the resulting model, {which}, was chosen out of {self.num_seen} by its {best_by}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceBudget:
+    """The resource costs of a device, in any unit, and their limit (Hu et al., eq. 8: c1, c2 and C_th).
+
+    Attributes:
+        cost_per_aggregation: of a round's messages.
+        cost_per_step: of a local step.
+        max_cost: of a device in a run; None: no limit.
+
+    Raises:
+        ValueError: for a value that makes no sense, naming field and value.
+
+    Example:
+        >>> from flower_dp.strategies.dp_pasgd import ResourceBudget
+        >>> ResourceBudget(cost_per_aggregation=100, cost_per_step=1, max_cost=1000).cost(num_rounds=9, num_steps=90)
+        990.0
+    """
+
+    cost_per_aggregation: float = 0.0
+    cost_per_step: float = 0.0
+    max_cost: float | None = None
+
+    def __post_init__(self) -> None:
+        checks.number("cost_per_aggregation", self.cost_per_aggregation, at_least=0)
+        checks.number("cost_per_step", self.cost_per_step, at_least=0)
+        if self.max_cost is not None:
+            checks.number("max_cost", self.max_cost, above=0)
+            if not self.has_costs:
+                raise ValueError(f"max_cost={self.max_cost:g}: needs cost_per_aggregation or cost_per_step above 0")
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether a cost is above 0."""
+        return bool(self.cost_per_aggregation or self.cost_per_step)
+
+    def cost(self, *, num_rounds: int, num_steps: int) -> float:
+        """Return the cost of these rounds and steps to a device, bit for bit the planner's sum."""
+        return float(self.cost_per_aggregation * num_rounds + self.cost_per_step * num_steps)
+
+    def allows(self, *, num_rounds: int, num_steps: int) -> bool:
+        """Return whether the cost of these rounds and steps is within the budget."""
+        return self.max_cost is None or self.cost(num_rounds=num_rounds, num_steps=num_steps) <= self.max_cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """The resources that a run's devices spend.
+
+    A device is charged when it is asked, whether or not its reply arrives.
+
+    Attributes:
+        budget: costs and limit.
+        num_local_steps: steps of a round.
+
+    Raises:
+        ValueError: if the budget is too small for one round.
+    """
+
+    budget: ResourceBudget
+    num_local_steps: int
+
+    def __post_init__(self) -> None:
+        if not self.budget.allows(num_rounds=1, num_steps=self.num_local_steps):
+            raise ValueError(f"max_cost={self.budget.max_cost}: must pay for one round, which costs a device {self.cost(1):g}")
+
+    def cost(self, rounds: int) -> float:
+        """Return what so many rounds cost a device."""
+        return self.budget.cost(num_rounds=rounds, num_steps=rounds * self.num_local_steps)
+
+    def why_stop(self, most: int) -> str | None:
+        """Return that one more round would exceed the budget of a device that was asked in so many, if so; else None."""
+        if self.budget.allows(num_rounds=most + 1, num_steps=(most + 1) * self.num_local_steps):
+            return None
+        return (
+            f"the resource budget is spent: a device has spent {self.cost(most):g}, and one more round would make that "
+            f"{self.cost(most + 1):g}{self._limit}"
+        )
+
+    def line(self, most: int) -> str:
+        """Return what was spent by a device that was asked in so many rounds, in words."""
+        return (
+            f"resources: a device spent at most {self.cost(most):g}{self._limit}, for {most} aggregations at "
+            f"{self.budget.cost_per_aggregation:g} and {most * self.num_local_steps} local steps at {self.budget.cost_per_step:g}"
+        )
+
+    @property
+    def _limit(self) -> str:
+        return "" if self.budget.max_cost is None else f" of max_cost={self.budget.max_cost:g}"
+
 
 _FORMULA = "rho + 2 sqrt(rho log(1/delta)), rho = 2 K G^2 / (X_m^2 sigma_m^2), Hu et al. eq. 9"
 _BATCHES = {

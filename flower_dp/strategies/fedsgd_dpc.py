@@ -17,14 +17,13 @@ from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import gaussian_noise_variance, gradient_terms
 from flower_dp.privacy.mechanisms import Laplace
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
-from flower_dp.strategies.local_level import LocalRules
+from flower_dp.strategies.local_level import LocalRules, counts_sampling, least_and_largest, local_statement, most_replies
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
 from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.rules import Learnt, Options
 from flower_dp.strategies.run_state import RunFacts, RunState
-from flower_dp.strategies.statements.local import counts_sampling, least_and_largest, local_statement, most_replies
 from flower_dp.strategies.strategy import DPStrategy
 
 _FORMULAS = {

@@ -4,25 +4,123 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
 
+from flower_dp import wire
 from flower_dp.core import dp
+from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.charges import Charges, History
 from flower_dp.privacy.events import Relation
-from flower_dp.strategies.local_evaluation import NOISE_DEVIATIONS, OwnEvaluation
+from flower_dp.privacy.release import Release
+from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement, delta_warning
+from flower_dp.strategies.not_covered import not_covered, seeded
 from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks
+from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.release import Round
+from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.rules import About
-from flower_dp.strategies.run_state import RunState
+from flower_dp.strategies.run_state import RunFacts, RunState
+
+# The norm of a noise vector exceeds its bound with probability e^-60, which is 1e-26.
+NOISE_DEVIATIONS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnEvaluation(OwnReplies):
+    """Evaluations by noised metrics of single clients, each charged to every client that is asked.
+
+    Attributes:
+        plan: what is evaluated, by whom, for which budget.
+        books: the method's terms.
+    """
+
+    plan: LocalEvaluation
+    books: ClientBooks
+
+    @staticmethod
+    def checked(plan: PrivateEvaluation | LocalEvaluation, title: str) -> LocalEvaluation:
+        """Return the plan.
+
+        Raises:
+            ValueError: if it is for methods with one ledger for all clients, and not for the method of this title.
+        """
+        if not isinstance(plan, LocalEvaluation):
+            raise ValueError(
+                f"evaluation: is a {type(plan).__name__}; {title} takes a LocalEvaluation, with a budget of every client"
+            )
+        return plan
+
+    @classmethod
+    def of(cls, plan: LocalEvaluation, books: ClientBooks) -> OwnEvaluation:
+        """Return the evaluations of a method with these terms."""
+        terms = {name: plan.budget.terms(name, own) for name, own in books.terms.items()}
+
+        def scale(name: str) -> float:
+            """Return the Laplace scale on the mean of a client's contributions."""
+            return terms[name].release.noise_scale / terms[name].release.expected_cohort
+
+        def longest(now: Round) -> Callable[[str], float]:
+            return lambda name: 1 + scale(name) * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
+
+        return cls(
+            name=wire.EVALUATION,
+            clip_norm=1.0,
+            sampling=plan.sampling,
+            relation=books.relation,
+            weight_of=books.share,
+            longest=longest,
+            metrics=MetricBounds(bounds=plan.metrics),
+            terms=terms,
+            plan=plan,
+            books=books,
+        )
+
+    @property
+    def length(self) -> int:
+        """The number of entries of a client's row."""
+        return len(self.plan.metrics)
+
+    def due(self, charges: Charges, server_round: int) -> bool:
+        """Return whether there is an evaluation in this round, and a client that can pay."""
+        return self.plan.due(server_round) and self.anyone_pays(charges)
+
+    def result(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
+        """Return value and standard error of every metric: the mean of the received rows, by their public weights.
+
+        The standard error covers the noise and, if not all clients have answered, the choice of clients. It is an upper bound:
+        the variance of the clients' values is the largest that their bounds and the reported mean allow.
+
+        Raises:
+            RoundLeftOut: if no client has answered.
+        """
+        if not collected.clients:
+            raise RoundLeftOut("no client has answered")
+        shares = {name: self.books.share(name) for name in collected.clients}
+        whole = sum(shares.values())
+        parts = {name: share / whole for name, share in shares.items()}
+        fractions = MetricBounds(bounds=self.plan.metrics).fractions(collected.total / whole)
+        scales = {name: self.terms[name].release.noise_scale / self.terms[name].release.expected_cohort for name in parts}
+        # Laplace noise has sqrt(2) x its scale; a contribution of 1 is 2 / dimension of a metric.
+        variance = sum((part * math.sqrt(2) * scales[name] * self.length / 2) ** 2 for name, part in parts.items())
+        chosen = sum(part**2 for part in parts.values()) if len(parts) < len(self.terms) else 0.0
+        noised: dict[str, float] = {}
+        for (name, bound), fraction in zip(self.plan.metrics.items(), fractions.tolist(), strict=True):
+            value = min(max(fraction, 0.0), 1.0)
+            error = math.sqrt(variance + chosen * value * (1 - value))
+            noised |= {name: value * bound, f"{name}-standard-error": error * bound}
+        return noised
 
 
 class LocalRules:
@@ -159,3 +257,158 @@ class LocalRules:
 def _pure(event: dp.DpEvent, relation: Relation) -> float:
     # As a float the product may be below the sum by its last bits.
     return accounting.epsilon(event, delta=0.0, relation=relation).epsilon * (1 + 2**-40)
+
+
+_LISTED = 100
+_ASSUMED = (
+    "a client clips and adds its noise itself, by its own budget; one that does not loses its own privacy, nobody else's, "
+    "and can't be distinguished from an honest one",
+    "data sizes, budgets, who is asked and who answers are public, and whether a client answers does not depend on its data",
+)
+
+
+def local_statement(
+    rules: LocalRules,
+    state: RunState,
+    run: RunFacts,
+    *,
+    noise: Mapping[str, float],
+    sampling: str,
+    paper: PaperEpsilon | None,
+    message_std: float = 0.0,
+    assumptions: tuple[str, ...] = (),
+    incidents: tuple[str, ...] = (),
+    adversaries: tuple[Adversary, ...] = (),
+) -> PrivacyStatement:
+    """Return the statement of what the clients were charged: the worst client's epsilon, and the distribution over clients.
+
+    Args:
+        rules: the method; before the first round it knows no clients.
+        state: of the run.
+        run: facts of the run.
+        noise: the method's numbers.
+        sampling: who was asked, in words.
+        paper: the paper's epsilon of the worst client.
+        message_std: the smallest std of the noise on a number in a client's message, over clients and rounds, with the client's
+            public weight.
+        assumptions: further assumptions of this method.
+        incidents: further incidents.
+        adversaries: the adversaries, if they see different things; the statement's epsilon is the largest.
+    """
+    books, charges, evaluations = rules.books, state.charges, rules.evaluation
+    costs, num_rounds = _costs(rules, charges), charges.number(rules.training.name)
+    worst = max(costs, key=lambda name: costs[name].epsilon, default=None)
+    largest = max([cost.epsilon for cost in costs.values()] + [entry.epsilon for entry in adversaries], default=0.0)
+    releases = [terms.release for terms in books.terms.values()]
+    noiseless = any(not release.mechanism.noise_multiplier for release in releases)
+    private = math.isfinite(largest) and not run.seeded_noise and not noiseless and (worst is not None or not num_rounds)
+    events = [] if worst is None else rules.training.ledger(charges, worst).lines()
+    alone, parts, evaluated = {}, {}, None
+    if evaluations is not None:
+        num_evaluations = charges.number(evaluations.name)
+        evaluated = f"{num_evaluations} private evaluations"
+        alone = {name: ledger.cost(0.0).epsilon for name, ledger in evaluations.ledgers(charges).items()}
+        if worst is not None:
+            multipliers = [terms.release.mechanism.noise_multiplier for terms in evaluations.terms.values()]
+            noise = {**noise, "least_evaluation_noise_multiplier": min(multipliers)}
+            events += [f"evaluation: {line}" for line in evaluations.ledger(charges, worst).lines()]
+            parts = {"training": books.cost(rules.training.ledger(charges, worst)).epsilon, "evaluation": alone[worst]}
+        if num_evaluations:
+            paper = _of_training_alone(paper)
+            adversaries = tuple(replace(one, paper=_of_training_alone(one.paper)) for one in adversaries)
+    if worst is not None and not adversaries:
+        adversaries = _everyone(costs[worst], message_std)
+    return PrivacyStatement(
+        method=rules.about.title,
+        unit=releases[0].unit if releases else "record",
+        relation=books.relation,
+        adversary=releases[0].seen_by if releases and private else "nobody",
+        delta=books.delta,
+        epsilon=largest if private else math.inf,
+        accountant=costs[worst].accountant if worst is not None and private else "none",
+        paper=paper,
+        num_rounds=num_rounds,
+        noise=dict(noise),
+        sampling=sampling,
+        events=tuple(events),
+        assumptions=(*_ASSUMED, *_delta_warning(books), *seeded(run), *assumptions),
+        not_covered=not_covered(run, accounts=True, logs="logs on devices", evaluations=evaluated),
+        incidents=(*_incidents(state.releases.get(rules.training.name, 0), run), *incidents),
+        adversaries=adversaries if private else (),
+        parts=parts if private else {},
+        clients=_client_costs({name: cost.epsilon for name, cost in costs.items()}, alone) if costs and private else None,
+    )
+
+
+def _delta_warning(books: ClientBooks) -> tuple[str, ...]:
+    """Return a line if delta promises nothing: among a client's records, or where clients are the units among these."""
+    releases = [terms.release for terms in books.terms.values()]
+    if not releases:
+        return ()
+    unit = releases[0].unit
+    return delta_warning(books.delta, len(releases) if unit == "client" else max(one.num_clients for one in releases), unit)
+
+
+def counts_sampling(rules: LocalRules, charges: Charges) -> bool:
+    """Return whether a client's epsilon is the less because nobody else knows which of its records it draws."""
+    releases = {name: terms.release for name, terms in rules.books.terms.items()}
+    sampled = {name for name, one in releases.items() if one.unit == "record" and one.expected_cohort < one.num_clients}
+    return any(name in sampled and accounting.counts_sampling(cost) for name, cost in _costs(rules, charges).items())
+
+
+def least_and_largest(books: ClientBooks, what: str, number: Callable[[Release], float]) -> dict[str, float]:
+    """Return the least and the largest noise multiplier of a client, and so of another number of its release."""
+    releases = [terms.release for terms in books.terms.values()]
+    numbers = {}
+    for word, pick in (("least", min), ("largest", max)) if releases else ():
+        numbers[f"{word}_noise_multiplier"] = pick(release.mechanism.noise_multiplier for release in releases)
+        numbers[f"{word}_{what}"] = pick(map(number, releases))
+    return numbers
+
+
+def most_replies(books: ClientBooks) -> str:
+    """Return how many replies of a client its terms allow, in words."""
+    replies = sorted({terms.num_replies for terms in books.terms.values()}) or [0]
+    return f"at most {replies[0]}{f' to {replies[-1]}' if len(replies) > 1 else ''} replies a client"
+
+
+def _costs(rules: LocalRules, charges: Charges) -> dict[str, Cost]:
+    return {name: rules.total(charges, name, ledger) for name, ledger in rules.ledgers(charges).items()}
+
+
+def _of_training_alone(paper: PaperEpsilon | None) -> PaperEpsilon | None:
+    if paper is None:
+        return None
+    why = "it is that of training alone, and metrics of private evaluations were released as well"
+    return replace(paper, valid=False, reason=f"{why}; {paper.reason}")
+
+
+def _everyone(cost: Cost, message_std: float) -> tuple[Adversary, ...]:
+    """Return the three adversaries of a method in which every message is private: all see no more than the messages."""
+    views = {
+        "the server": "every message of a client",
+        "participants": "models that are made of messages; their own messages tell them nothing of others'",
+        "outsiders": "models that are made of messages",
+    }
+    return tuple(Adversary.of(name, cost, sees=sees, noise_std=message_std) for name, sees in views.items())
+
+
+def _client_costs(costs: dict[str, float], evaluation: dict[str, float]) -> ClientCosts:
+    return ClientCosts(
+        count=len(costs),
+        minimum=min(costs.values()),
+        median=statistics.median(costs.values()),
+        maximum=max(costs.values()),
+        worst=max(costs, key=lambda name: costs[name]),
+        each=costs if len(costs) <= _LISTED else {},
+        evaluation=evaluation if len(costs) <= _LISTED else {},
+    )
+
+
+def _incidents(num_unasked: int, run: RunFacts) -> list[str]:
+    lines = list(run.incidents)
+    if run.missing.total:
+        lines.append(f"{run.missing.total} replies that were asked for did not count: {run.missing}; they are charged")
+    if num_unasked:
+        lines.append(f"{num_unasked} times a client whose budget was spent was not asked")
+    return lines

@@ -141,33 +141,27 @@ def _bytes_per_client(now: Round, collected: Collected) -> float:
 
 def evaluated(
     rules: Rules, evaluation: Evaluation, state: RunState, now: Round, collected: Collected, rng: Generator
-) -> tuple[RunState, dict[str, float] | None]:
-    """Return the state after a private evaluation, and value and standard error of every metric; None if nothing was released."""
+) -> tuple[RunState, dict[str, float] | RoundLeftOut]:
+    """Return the state after a private evaluation, and value and standard error of every metric, or why nothing was released."""
     server_round, secret = now.server_round, evaluation.secret_cohort
     in_vain = 0 if collected.clients or secret else now.cohort_size
-    released: dict[str, float] | None = None
+    found: dict[str, float] | RoundLeftOut
     try:
-        noised = evaluation.result(state, now, collected, rng)
+        found = noised = evaluation.result(state, now, collected, rng)
+        state = replace(state, evaluations={**state.evaluations, server_round: noised})
     except RoundLeftOut as why:
-        refusal = next(iter(collected.refused.values()), None)
-        diagnostics.log.warning(
-            "the evaluation of round %s was left out: %s%s", server_round, why, f"; {refusal}" if refusal else ""
-        )
+        found = why
         state = state.happened(f"the evaluation of round {server_round} was charged, and released nothing: {why}")
         # Whether a client has answered would tell who is in the cohort: where that is a secret, the noised number decides.
         in_vain = why.in_vain if secret else in_vain
-    else:
-        released = noised
-        state = replace(state, evaluations={**state.evaluations, server_round: noised})
     if in_vain:
         state = replace(state, unanswered_evaluations=(*state.unanswered_evaluations, in_vain))
     elif now.cohort_size or secret:
         state = replace(state, unanswered_evaluations=())
     if ended := diagnostics.why_no_evaluation(state, rules.about.num_clients):
         ended += ", as far as their noised results tell" if secret else ""
-        diagnostics.log.warning("%s; training goes on", ended)
         state = state.happened(ended)
-    return state, released
+    return state, found
 
 
 def resumed(rules: Rules, state: RunState, beyond: Iterable[tuple[str, int]]) -> RunState:

@@ -27,7 +27,6 @@ from flower_dp.strategies.log import ChargeLog, MemoryLog, StoreLog
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
 from flower_dp.strategies.population.fit import first_query
 from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.release import Release, Round
 from flower_dp.strategies.releases.replies import Collected
@@ -141,6 +140,10 @@ class Session:
         self.open_ledger()
         self._manager, known = first_query(grid, self.rules, on_shared_ledger=self.ledger is not None, **limits)
         self.open(known.names)
+        for release in self.rules.releases:  # refuses clients whom a release can't draw from, before anybody is charged
+            _, state = release.cohort(self.current, known.names, self.generator("check", release.name))
+            if release.name not in self._own.releases:  # a run that is killed in its first round goes on from there
+                self._own = self._own.with_release(release.name, state)
         return known
 
     def open(self, names: tuple[str, ...] | None = None, num_rounds: int | None = None) -> None:
@@ -154,10 +157,6 @@ class Session:
         # Of methods that have terms for the clients of their start.
         known = tuple(self.training.terms) if isinstance(self.training, OwnReplies) else ()
         self._own = replace(self._own, names=known, planned_rounds=planned)
-        # Before the first round: a run that is killed in that one goes on from there.
-        for release in self.rules.releases:
-            if names is not None and isinstance(release, NoisedSum):
-                self._own = self._own.with_release(release.name, release.opened(self.current, names))
 
     @property
     def current(self) -> RunState:
@@ -434,10 +433,17 @@ class Session:
             return None
         now, collected = self.total(evaluation, replies)
         rng = self.generator("evaluation", server_round)
-        state, noised = run.evaluated(self.rules, evaluation, self.current, now, collected, rng)
+        state, found = run.evaluated(self.rules, evaluation, self.current, now, collected, rng)
+        if isinstance(found, RoundLeftOut):
+            refusal = next((f"; {reason}" for reason in collected.refused.values()), "")
+            log.warning("the evaluation of round %s was left out: %s%s", server_round, found, refusal)
+        if not diagnostics.why_no_evaluation(self._own, self.rules.about.num_clients) and (
+            diagnostics.why_no_evaluation(state, self.rules.about.num_clients)
+        ):
+            log.warning("%s; training goes on", state.incidents[-1])
         self._own = replace(state, charges=Charges())
         self.writer.evaluated(self.state)
-        return noised
+        return None if isinstance(found, RoundLeftOut) else found
 
     def _go_back(self) -> None:
         """Go back to the last round with a reply."""

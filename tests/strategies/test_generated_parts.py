@@ -24,7 +24,7 @@ from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.planned_cost import PlannedCost
 from flower_dp.strategies.releases.replies import StockReply, collect
-from flower_dp.strategies.resources import ResourceBudget, Resources
+from flower_dp.strategies.dp_pasgd import ResourceBudget, Resources
 from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
 

@@ -239,7 +239,8 @@ def test_in_turn_a_run_goes_on_with_the_clients_and_the_order_with_which_it_bega
         begin(THREE, resume=True)
     strategy = DPFedAvg(**words)
     release = strategy.rules.training if how == "training" else strategy.rules.evaluation
-    strategy._session.open(known["abc"].names)
+    begun, _ = strategy._session.drawn(release, known["abc"])
+    strategy._session.note(releases=begun.releases)
     with pytest.raises(ValueError, match="in the same order"):
         strategy._session.drawn(release, known["bca"])
     with pytest.raises(ValueError, match=r"there are 2, and RoundRobinSampling.* is accounted for num_clients=3"):
@@ -250,4 +251,4 @@ def test_charges_in_turn_without_their_order_are_not_gone_on_from():
     strategy = DPFedAvg(**WORDS | {"sampling": RoundRobinSampling(cohort_size=1)})
     charge(strategy, ("a",))
     with pytest.raises(ValueError, match="in the same order"):
-        strategy._session.open(("a", "b", "c"))
+        strategy.rules.training.cohort(strategy.state, ("a", "b", "c"), strategy._session.generator("cohort"))

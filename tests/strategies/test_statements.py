@@ -14,7 +14,7 @@ from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, Scaffold
 from flower_dp.strategies.releases.replies import Missing
 from flower_dp.strategies.run_state import RunFacts
-from flower_dp.strategies.statements.not_covered import OTHER_RUNS
+from flower_dp.strategies.not_covered import OTHER_RUNS
 
 NAMES = ("c0", "c1", "c2", "c3")
 SIZES = {"c0": 8, "c1": 16, "c2": 24, "c3": 80}

@@ -122,35 +122,30 @@ class NoisedSum:
 
     # A round
 
-    def opened(self, state: RunState, names: tuple[str, ...]) -> SumState:
-        """Return its state before a round of these clients; in round robin their order is kept, and the same in all of a run.
+    def cohort(self, state: RunState, names: tuple[str, ...], rng: Generator) -> tuple[np.ndarray, SumState]:
+        """Return the indices of the clients of the next round; whose turn it is follows from the charges, as their cost does.
+
+        In round robin their order is kept, which is the same in all of a run.
 
         Raises:
             ValueError: if their number is not that of the accounting, or the order is another one than before: then clients could
                 have more turns than they are charged for.
         """
-        own, expected = self.state_in(state), self.release.num_clients
+        own, number, expected = self.state_in(state), state.charges.number(self.name), self.release.num_clients
         if len(names) < expected or (len(names) > expected and not self.open_population):
             raise ValueError(
                 f"clients: there are {len(names)}, and {self.sampling} with placement={self.noise.placement!r} is accounted for "
                 f"num_clients={expected}; set num_clients={len(names)}"
             )
-        order = hashlib.sha256(repr(list(names)).encode()).hexdigest() if self.in_order else ""
-        if order != own.order and (own.order or state.charges.number(self.name)):
-            raise ValueError(
-                f"clients: they are not those with which this run began, in the same order; with {self.sampling} some of them "
-                "would have more turns than they are charged for"
-            )
-        return replace(own, order=order)
-
-    def cohort(self, state: RunState, names: tuple[str, ...], rng: Generator) -> tuple[np.ndarray, SumState]:
-        """Return the indices of the clients of the next round; whose turn it is follows from the charges, as their cost does.
-
-        Raises:
-            ValueError: see `opened`.
-        """
-        own = self.opened(state, names)
-        return self.sampling.choose(state.charges.number(self.name) + 1, len(names), rng), own
+        if self.in_order:
+            order = hashlib.sha256(repr(list(names)).encode()).hexdigest()
+            if order != own.order and (own.order or number):
+                raise ValueError(
+                    f"clients: they are not those with which this run began, in the same order; with {self.sampling} some of "
+                    "them would have more turns than they are charged for"
+                )
+            own = replace(own, order=order)
+        return self.sampling.choose(number + 1, len(names), rng), own
 
     def charge(self, charges: Charges, server_round: int, names: Sequence[str]) -> Charge:
         """Return what the next release costs every client, as the shares of its noise are computed for this cohort.
