@@ -121,7 +121,7 @@ def run(changes, *, num_rounds=4, model=None, **arguments):
 def test_a_late_node_that_lies_leaves_the_run_as_without_it(lie, caplog):
     strategy, grid, _ = run({1: THREE, 2: {9: LIES[lie]}})
     assert grid.asked == [[1, 2, 3]] * 4
-    assert strategy._manager._known.names == ("a", "b", "c")
+    assert strategy._session._manager._known.names == ("a", "b", "c")
     assert not [line for record in caplog.records for line in record.getMessage().splitlines() if line.startswith("EPSILON")]
 
 
@@ -129,7 +129,7 @@ def test_a_late_node_that_lies_leaves_the_run_as_without_it(lie, caplog):
 def test_a_node_that_lies_at_the_start_leaves_the_run_as_without_it(lie, at):
     strategy, grid, _ = run({1: {at: LIES[lie], **THREE}})
     assert grid.asked == [[1, 2, 3]] * 4
-    assert strategy._manager._known.names == ("a", "b", "c")
+    assert strategy._session._manager._known.names == ("a", "b", "c")
 
 
 def test_a_node_that_is_waited_for_is_named_by_the_error():
@@ -189,7 +189,7 @@ def test_one_node_does_not_decide_that_the_app_is_a_stock_one():
     """A stock client has no name, no policy and no budget: clients of this package would all decline."""
     for changes in ({1: {0: LIES["a stock app's error"], **THREE}}, {1: {0: LIES["a stock app's error"], 1: "a"}}):
         strategy, _, _ = run(changes, num_clients=len(changes[1]) - 1)
-        assert strategy._manager._known.hosting
+        assert strategy._session._manager._known.hosting
         assert strategy.rounds[0].replies == len(changes[1]) - 1
 
 
@@ -198,7 +198,7 @@ def test_one_node_does_not_decide_that_the_app_is_a_stock_one():
 
 def test_two_newcomers_with_one_name_are_one_client(caplog):
     strategy, grid, _ = run({1: THREE, 2: {8: "d", 9: "d"}})
-    assert strategy._manager._known.names == ("a", "b", "c", "d")
+    assert strategy._session._manager._known.names == ("a", "b", "c", "d")
     assert grid.asked[1:] == [[1, 2, 3, 8]] * 3
     assert "client 'd' is hosted by nodes 8 and 9" in caplog.text
 
@@ -253,19 +253,19 @@ def test_a_crowd_of_newcomers_moves_the_mean_at_most_as_far_as_the_cap_says(capl
 
 def test_a_crowd_at_the_start_is_capped_too_and_nodes_that_name_few_come_first():
     strategy, grid, _ = run({1: {0: naming("x1", "x2", "x3", "x4"), **THREE, 5: naming("e", "f", "g")}}, most_newcomers=3)
-    assert strategy._manager._known.names == ("a", "b", "c", "e", "f", "g")
+    assert strategy._session._manager._known.names == ("a", "b", "c", "e", "f", "g")
     assert 0 not in grid.asked[0]
 
 
 @pytest.mark.parametrize(("most", "joins"), [(None, False), (1, False), (2, True)])
 def test_a_late_node_names_no_more_clients_than_nodes_of_the_start_or_as_the_setting_says(most, joins):
     strategy, _, _ = run({1: THREE, 2: {9: naming("d", "e")}}, most_clients_per_node=most)
-    assert strategy._manager._known.names == ("a", "b", "c") + (("d", "e") if joins else ())
+    assert strategy._session._manager._known.names == ("a", "b", "c") + (("d", "e") if joins else ())
 
 
 def test_a_setting_caps_the_nodes_of_the_start():
     strategy, grid, _ = run({1: {0: naming("x", "y"), **THREE}}, most_clients_per_node=1)
-    assert strategy._manager._known.names == ("a", "b", "c")
+    assert strategy._session._manager._known.names == ("a", "b", "c")
     assert grid.asked[0] == [1, 2, 3]
 
 
@@ -277,7 +277,7 @@ def test_caps_that_make_no_sense_are_refused(arguments):
 
 def test_a_method_without_newcomers_takes_none_whatever_the_setting():
     strategy, _, _ = run({1: THREE, 2: {9: "d"}}, sampling=RoundRobinSampling(cohort_size=1), most_newcomers=9)
-    assert strategy._manager._known.names == ("a", "b", "c")
+    assert strategy._session._manager._known.names == ("a", "b", "c")
 
 
 HEAD = f'{{"protocol":{wire.PROTOCOL},"methods":[],"clients":['
