@@ -43,6 +43,7 @@ from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.wire import Instruction, structs
 from tests.asks import GONE, ask, config_of, forged, own_ask, table_of, told
+from tests.charges import charge
 from tests.forks import trains_after_a_fork
 from tests.grids import LocalGrid
 from tests.local_grids import FEATURES, context_of, grid_of, linear, one_reply, records
@@ -869,14 +870,12 @@ def test_shares_without_a_trusted_server_are_those_of_the_plan_whoever_is_there(
     strategy.plan(3)
     release = strategy.rules.training
     for count in (1, 2, 3):
-        (cohort,) = [tuple(name for names in strategy._session.drawn(release, known_clients).values() for name in names)]
+        _, drawn = strategy._session.drawn(release, known_clients)
+        cohort = tuple(name for names in drawn.values() for name in names)
         assert len(cohort) == num_there
-        assert (
-            release.ask(9, cohort).noise_std
-            == pytest.approx(strategy.rules.noise.smallest_share)
-            == pytest.approx(2 / math.sqrt(3))
-        )
-        release.take(release.next_charge(cohort))
+        asked, *_ = release.ask(strategy.state, 9, cohort, None)
+        assert asked.noise_std == pytest.approx(strategy.rules.noise.smallest_share) == pytest.approx(2 / math.sqrt(3))
+        charge(strategy, cohort)
         assert strategy.rules.ledger(strategy.charges).lines() == [
             f"{count} x GaussianDpEvent(noise_multiplier={4 * math.sqrt(2 / 3)})"
         ]

@@ -13,7 +13,7 @@ from flower_dp.clients import DPFedPAQRecipe, ScaffoldRecipe
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPFedPAQ, Scaffold
-from flower_dp.strategies.control import ControlVariate, Honest
+from flower_dp.strategies.control import ControlState, ControlVariate, Honest
 from flower_dp.strategies.releases.replies import Collected
 from tests.local_grids import NAMES, grid_of, records, start
 
@@ -112,14 +112,15 @@ def test_what_honest_clients_make_by_hand():
 def test_the_control_variate_is_shortened_to_what_honest_clients_make(levels, radius):
     """d = 16: messages of 10 levels have errors of at most 4 / 10 of their norm."""
     honest = Honest(single=3.0, mean=2.0)
-    control = ControlVariate(levels)
-    control.vector(16)
-    total = np.zeros(16)
-    total[3] = -0.1
-    control.learn(Collected(total=total, clients=["a"]), divisor=0.1, num_clients=1, honest=honest)
-    assert np.linalg.norm(control.vector(16)) == pytest.approx(1.0)  # as it was learned
-    total[3] = -1e6
-    control.learn(Collected(total=total, clients=["a"]), divisor=0.1, num_clients=1, honest=honest)
-    assert control.vector(16)[3] == pytest.approx(radius)
+    control, total = ControlVariate(levels), np.zeros(16)
+
+    def learnt(state, value):
+        total[3] = value
+        return control.learn(state, Collected(total=total, clients=["a"]), divisor=0.1, num_clients=1, honest=honest)
+
+    state = learnt(ControlState(), -0.1)
+    assert np.linalg.norm(control.vector(state, 16)) == pytest.approx(1.0)  # as it was learned
+    state = learnt(state, -1e6)
+    assert control.vector(state, 16)[3] == pytest.approx(radius)
     most = 2 * 3.0 + 2.0 if levels is None else (2 * 3.0 + radius) / 0.6
-    assert control.longest(3.0, 16, honest=honest) == pytest.approx(most)
+    assert control.longest(3.0, control.vector(state, 16), honest=honest) == pytest.approx(most)

@@ -226,7 +226,8 @@ def test_a_name_that_many_nodes_claim_is_drawn_at_its_rate():
     strategy = DPFedAvg(**WORDS | {"sampling": PoissonSampling(sampling_rate=0.3)}, noise_seed=1)
     counts = dict.fromkeys(known_clients.names, 0)
     for server_round in range(2000):
-        for index in strategy.rules.training.cohort(known_clients.names, strategy._session.generator("cohort", server_round)):
+        rng = strategy._session.generator("cohort", server_round)
+        for index in strategy.rules.training.cohort(strategy.state, known_clients.names, rng)[0]:
             counts[known_clients.names[index]] += 1
     assert all(abs(count / 2000 - 0.3) < 0.05 for count in counts.values())
 
