@@ -141,7 +141,9 @@ class Session:
         self._manager, known = first_query(grid, self.rules, on_shared_ledger=self.ledger is not None, **limits)
         self.open(known.names)
         for release in self.rules.releases:  # refuses clients whom a release can't draw from, before anybody is charged
-            release.cohort(self.current, known.names, self.generator("check", release.name))
+            _, state = release.cohort(self.current, known.names, self.generator("check", release.name))
+            if release.name not in self._own.releases:  # a run that is killed in its first round goes on from there
+                self._own = self._own.with_release(release.name, state)
         return known
 
     def open(self, names: tuple[str, ...] | None = None, num_rounds: int | None = None) -> None:

@@ -73,9 +73,12 @@ class DPStrategy(RunFigures, Strategy):
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
         self.on_round = options.get("on_round")
-        self.ledger = options.get("ledger")
         self._session = Session(
-            rules, PlainExchange(), optimizer=self._optimizer, noise_seed=options.get("noise_seed"), ledger=self.ledger
+            rules,
+            PlainExchange(),
+            optimizer=self._optimizer,
+            noise_seed=options.get("noise_seed"),
+            ledger=options.get("ledger"),
         )
         if options.get("evaluation") is not None and self._session.evaluation is None:
             raise ValueError(f"evaluation: {type(self).__name__} does not give it to its rules; pass evaluation=... to them")
@@ -86,6 +89,11 @@ class DPStrategy(RunFigures, Strategy):
         super().__init_subclass__(**named)
         if not hasattr(cls.start, "__wrapped__"):
             setattr(cls, "start", followed(cls.start))  # noqa: B010
+
+    @property
+    def ledger(self) -> str | os.PathLike[str] | None:
+        """The file of the server's ledger, as it was given; None for none."""
+        return self._session.ledger
 
     def begin(self) -> None:
         """Forget the last run; the joint epsilon of later runs has what it cost, if both are on one ledger or both on none."""

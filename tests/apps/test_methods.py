@@ -34,6 +34,8 @@ from flower_dp.methods import METHODS
 from flower_dp.running.apps import flatten
 from flower_dp.strategies import DPPASGD, AdaptiveClip, EvaluationBudget, FedSGDDPC, LocalEvaluation, NbAFL
 from flower_dp.strategies.releases.masks import LargestMasks, RandomMasks
+from flower_dp.strategies.releases.noised_sum import SumState
+from flower_dp.strategies.run_state import RunState
 from tests.asks import ask, replace
 from tests.grids import LocalGrid
 
@@ -293,7 +295,7 @@ def test_a_simulated_client_insists_on_its_share_of_the_noise(keep_ratio):
         {"num-clients": 7, "sampling": "full", "delta": 1e-3, "clip-norm": 0.3, "noise-multiplier": 1.1, "keep-ratio": keep_ratio}
     )
     strategy, node = strategy_of(run, sizes_of(run)), client(run)
-    asked = strategy.rules.training.ask(node.model.layout.size, tuple(node.clients))
+    asked, *_ = strategy.rules.training.ask(strategy.state, node.model.layout.size, tuple(node.clients), None)
     assert asked.noise_std == pytest.approx(1.1 * 0.3 / math.sqrt(7))
     node.policy.check(asked)
     with pytest.raises(ValueError, match="noise_std="):
@@ -458,8 +460,8 @@ def test_a_quantile_makes_the_clip_norm_adaptive_and_the_devices_policy_knows_bo
     policy = run.client(run.model(), {"a": TensorRecords(inputs=torch.zeros(1, 1), targets=torch.zeros(1))}, lambda: {}).policy
     assert (policy.min_clip_norm, policy.max_clip_norm) == (0.00025, 7.0)
     for clip_norm in (0.00025, 0.25, 7.0):
-        rules.training.state = replace(rules.training.state, clip_norm=clip_norm)
-        asked = rules.training.ask(100, ("a",))
+        state = RunState(releases={rules.training.name: SumState(clip_norm=clip_norm)})
+        asked, *_ = rules.training.ask(state, 100, ("a",), None)
         policy.check(asked)
         if asked.noise_std:
             with pytest.raises(Declined, match="noise_std"):

@@ -14,6 +14,7 @@ from flower_dp.apps.unread import unread
 from flower_dp.core.checks import SettingsError
 from flower_dp.methods import METHODS, TRAINING
 from flower_dp.running.apps import flatten, own_app
+from flower_dp.strategies.run_state import RunState
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = own_app().defaults
@@ -153,7 +154,7 @@ def test_models_are_called_as_their_kinds():
 def test_what_the_check_refuses_the_run_would_refuse():
     """The strategy's own word on the first round."""
     rules = Run.of({**DEFAULTS, "method": "dp-fedavg", "dp-fedavg.target-epsilon": 0.9}).strategy(dict).rules
-    assert rules.why_stop(1, None) == "it would pass target_epsilon=0.9"
+    assert rules.why_stop(RunState(), 1, None) == "it would pass target_epsilon=0.9"
     refused({"method": "dp-fedavg", "dp-fedavg.target-epsilon": 0.9})
 
 

@@ -6,13 +6,13 @@ probability below 1e-3, which `power.py` beside this file computes; the others l
 trials show are measured without noise: by how many standard deviations the unit moves what is seen, where the claim says fewer.
 """
 
-import copy
 import math
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
+from dp_accounting import NoOpDpEvent
 
 from flower_dp.audit import audit, worst_case
 from flower_dp.audit.case import Trials, quiet
@@ -24,7 +24,7 @@ from flower_dp.privacy import accounting, events
 from flower_dp.privacy.events import leaves_of
 from flower_dp.strategies.releases import limits, shared_noise
 from flower_dp.strategies.releases.noised_sum import NoisedSum
-from flower_dp.strategies.run import Run
+from flower_dp.strategies.session import Session
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +113,7 @@ def weights_after_the_clip(monkeypatch):
 
 def one_noise_for_all_rounds(monkeypatch):
     """The server's noise of round 1 is that of round 2 too; every run has its own."""
-    fresh, drawn = Run.generator, {}
+    fresh, drawn = Session.generator, {}
 
     def generator(self, *purpose):
         if purpose == ("noise", 1):
@@ -124,7 +124,7 @@ def one_noise_for_all_rounds(monkeypatch):
             rng.bit_generator.state = drawn["state"]
         return rng
 
-    monkeypatch.setattr(Run, "generator", generator)
+    monkeypatch.setattr(Session, "generator", generator)
 
 
 def one_noise_for_all_clients(monkeypatch):
@@ -148,14 +148,13 @@ def cohort_of_the_largest_updates(monkeypatch):
 
 
 def only_the_first_release_charged(monkeypatch):
-    counts = NoisedSum.counts
+    charge = NoisedSum.charge
 
-    def first_counts(self, *, outside=False):
-        first = copy.copy(self)
-        first.state = replace(self.state, shares=self.state.shares[:1])
-        return counts(first, outside=outside)
+    def free(self, charges, server_round, names):
+        made, nothing = charge(self, charges, server_round, names), (NoOpDpEvent(),)
+        return made if made.number == 1 else replace(made, events=nothing, views=dict.fromkeys(made.views, nothing))
 
-    monkeypatch.setattr(NoisedSum, "counts", first_counts)
+    monkeypatch.setattr(NoisedSum, "charge", free)
 
 
 def noise_of_half_precision(monkeypatch):
@@ -242,7 +241,7 @@ def test_a_bug_makes_the_effect_larger_than_the_claim(plant, case, factor, monke
     """In standard deviations: of the projection, what the unit moves it by; of the claim, the mu of all Gaussians in the ledger."""
     plant(monkeypatch)
     strategy = case.strategy()
-    deviation = strategy.rules.training.next_release.noise_scale * math.sqrt(case.num_rounds)
+    deviation = strategy.rules.release.noise_scale * math.sqrt(case.num_rounds)
     monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: 0.0 * like)
     with quiet():
         runs = Trials(case)

@@ -854,11 +854,15 @@ def test_every_name_of_the_package_is_found_when_it_is_asked_for() -> None:
 def test_asks_of_these_tests_are_what_servers_send() -> None:
     """The second source: the asks of the strategies' rules."""
     arguments = {"clip_norm": 1.0, "sampling": FullSampling(), "num_clients": 1, "delta": 1e-3}
-    assert DPFedSAM(**arguments, noise_multiplier=1.0, placement="central").rules.training.ask(SIZE, ("a",)) == CENTRAL.ask
-    assert DPFedSAM(**arguments, noise_multiplier=0.5, placement="distributed").rules.training.ask(SIZE, ("a",)) == replace(
+
+    def asked(strategy: DPFedSAM | FedSMP, size: int) -> Ask:
+        return strategy.rules.training.ask(strategy.state, size, ("a",), None)[0]
+
+    assert asked(DPFedSAM(**arguments, noise_multiplier=1.0, placement="central"), SIZE) == CENTRAL.ask
+    assert asked(DPFedSAM(**arguments, noise_multiplier=0.5, placement="distributed"), SIZE) == replace(
         instruction_of().ask, promise=Promise(clip_norm=1.0, noise_multiplier=0.5)
     )
-    sent = FedSMP(**arguments, noise_multiplier=0.25, keep_ratio=0.3, placement="distributed").rules.training.ask(500, ("a",))
+    sent = asked(FedSMP(**arguments, noise_multiplier=0.25, keep_ratio=0.3, placement="distributed"), 500)
     assert sent.mask is not None
     assert replace(sent, promise=SMP.promise, mask=SMP.mask) == SMP
     assert sent.mask.keep_ratio == 0.3

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.strategy import FedAdam, Result
@@ -44,7 +43,7 @@ from flower_dp.strategies import (
     writer,
 )
 from flower_dp.strategies.journal import OBSERVERS
-from flower_dp.strategies.run import Run
+from flower_dp.strategies.session import Session
 from flower_dp.strategies.writer import CheckpointPlace
 from tests.crash.points import Points
 from tests.crash.witness import Heard, Witness
@@ -238,20 +237,20 @@ def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bo
     points = Points(folder, at, lambda kind: witness.say("killed", kind=kind), interrupts=interrupts)
     grid, strategy = grid_of(setup, folder), setup.strategy()
     grid.witness, grid.points = witness, points
-    learn = Run.learn
+    learn = Session.learn
 
-    def learnt(self: Run, now: Any, collected: Any) -> np.ndarray:
-        vector = learn(self, now, collected)
-        witness.say("noised", round=now.server_round)
+    def learnt(self: Session, server_round: int, replies: Any) -> Any:
+        learned = learn(self, server_round, replies)
+        witness.say("noised", round=server_round)
         points.here("after learning")
-        return vector
+        return learned
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         witness.say("model", round=server_round, digest=digest(arrays))
         points.here("evaluate_fn")
         return MetricRecord({"loss": 0.0})
 
-    setattr(Run, "learn", learnt)  # noqa: B010
+    setattr(Session, "learn", learnt)  # noqa: B010
     place = CheckpointPlace(folder=folder / "checkpoint", resume=life > 1)
     OBSERVERS.set(lambda: (Reader(witness=witness, checkpoints=place),))
     if often:

@@ -684,14 +684,6 @@ def test_every_device_has_its_own_budget_batch_and_cost():
     assert numbers["largest_noise_std_of_a_mean_gradient"] == pytest.approx(max(stds), rel=2e-3)
 
 
-def test_without_noise_nothing_is_claimed():
-    strategy, recipe = pair(**SILENT)
-    start(strategy, grid_of(recipe, FOUR), 2)
-    assert strategy.statement.epsilon == math.inf
-    assert strategy.statement.paper is None
-    assert not strategy.statement.private
-
-
 # The planner's answer
 
 PROBLEM = {

@@ -20,11 +20,12 @@ from flower_dp.strategies.exchange.plain import PlainExchange
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected, collect
+from tests.banded import BandedStrategy
 from tests.grids import LocalGrid
 
 
 def naming(message, node):
-    text = json.dumps({"protocol": wire.PROTOCOL, "clients": [f"c{node}"], "methods": ["dp-fedavg"], "unable": ""})
+    text = json.dumps({"protocol": wire.PROTOCOL, "clients": [f"c{node}"], "methods": ["dp-fedavg", "banded"], "unable": ""})
     return Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), reply_to=message)
 
 
@@ -174,12 +175,16 @@ class Party(LocalGrid):
             return replies
         stage = messages[0].content["stage"]["stage"]
         self.stages.append((stage, len(messages), timeout))
-        self.charged.append(sum(self.strategy._session.num_charged))
+        self.charged.append(sum(self.strategy.charges.numbers().values()))
         return [reply for reply in replies if self.leaves.get(reply.metadata.src_node_id) != stage]
 
 
-def masked_run(grid, *, own_loop=False):
-    strategy = DPFedAvg(num_clients=4, clip_norm=1.0, noise_multiplier=1e-7, sampling=FullSampling(), delta=1e-3)
+def quiet():
+    return DPFedAvg(num_clients=4, clip_norm=1.0, noise_multiplier=1e-7, sampling=FullSampling(), delta=1e-3)
+
+
+def masked_run(grid, *, own_loop=False, strategy=None):
+    strategy = strategy or quiet()
     strategy._session.exchange, grid.strategy = Masked(), strategy
     arrays = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
     if not own_loop:
@@ -190,12 +195,19 @@ def masked_run(grid, *, own_loop=False):
     return strategy, arrays["w"].numpy()
 
 
+def banded():
+    return BandedStrategy(num_rounds=2, noise_multiplier=1e-7)
+
+
+@pytest.mark.parametrize(("noise", "cohort"), [(quiet, 4), (banded, 2)], ids=["independent", "banded"])
 @pytest.mark.parametrize("own_loop", [False, True])
-def test_an_exchange_of_three_stages_gives_the_sum_and_is_charged_once_a_round(own_loop):
+def test_an_exchange_of_three_stages_gives_the_sum_and_is_charged_once_a_round(own_loop, noise, cohort):
+    """With banded noise two clients have their turn in each of the two rounds."""
     grid = Party(4)
-    strategy, model = masked_run(grid, own_loop=own_loop)
+    strategy, model = masked_run(grid, own_loop=own_loop, strategy=noise())
     np.testing.assert_allclose(model, 2 * sum(round(node * 0.01 / STEP) * STEP for node in (1, 2, 3, 4)) / 4, atol=1e-5)
-    assert Counter((stage, many) for stage, many, _ in grid.stages) == {("seed", 4): 2, ("row", 4): 2, ("unmask", 4): 2}
+    sent = Counter((stage, many) for stage, many, _ in grid.stages)
+    assert sent == dict.fromkeys([("seed", cohort), ("row", cohort), ("unmask", cohort)], 2)
     assert grid.charged == [1, 1, 1, 2, 2, 2]
     assert strategy.statement.num_rounds == 2
 
@@ -222,7 +234,7 @@ def test_after_the_deadline_no_stage_is_sent():
             return super().total(asked, replies, more, seeded=seeded)
 
     grid = Party(4)
-    strategy = DPFedAvg(num_clients=4, clip_norm=1.0, noise_multiplier=1e-7, sampling=FullSampling(), delta=1e-3)
+    strategy = quiet()
     strategy._session.exchange, grid.strategy = Late(), strategy
     arrays = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
     with pytest.raises(RuntimeError, match="usable update"):
@@ -231,8 +243,7 @@ def test_after_the_deadline_no_stage_is_sent():
 
 
 def test_the_exchange_of_a_strategy_is_the_plain_one():
-    strategy = DPFedAvg(num_clients=4, clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), delta=1e-3)
-    assert isinstance(strategy._session.exchange, PlainExchange)
+    assert isinstance(quiet()._session.exchange, PlainExchange)
 
 
 @pytest.mark.parametrize("clip_norm", [2.0, None])

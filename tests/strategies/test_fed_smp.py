@@ -124,15 +124,6 @@ def test_clients_of_a_round_share_the_mask_and_no_data_chooses_it() -> None:
     assert abs(len(np.intersect1d(np.flatnonzero(other), coordinates(table, SIZE))) - SIZE / 4) < 1000
 
 
-def test_one_client_a_node_and_many_give_the_same_sum() -> None:
-    data = {name: _records(np.random.default_rng(i).standard_normal(200)) for i, name in enumerate("abc")}
-    table = masked_ask()
-    together, answer = fit(_client(data, noise_seed=5), tuple(data), table)
-    alone = [fit(_client({name: data[name]}, noise_seed=5), (name,), table) for name in data]
-    np.testing.assert_array_equal(together, np.sum([total for total, _ in alone], axis=0, dtype=np.float64))
-    assert answer.payload_bytes == sum(one.payload_bytes for _, one in alone) == 3 * 4 * 100
-
-
 def test_the_order_and_the_client_draw_one_mask() -> None:
     table = masked_ask(keep_ratio=0.01)
     assert table.mask is not None

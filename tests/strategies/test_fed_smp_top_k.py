@@ -187,7 +187,7 @@ def test_statement_and_bytes_are_those_of_rand_k() -> None:
 def test_the_mean_is_kept_where_masks_are_made_of_it_only() -> None:
     for made, kept in ((FedSMP(**WORDS), True), (DPFedSAM(**WORDS), False)):
         run(made, still(4), nn.Linear(1, 2000), 1)
-        assert (made.rules.training.state.released is not None) == kept
+        assert (made.rules.training.state_in(made.state).released is not None) == kept
 
 
 # The client

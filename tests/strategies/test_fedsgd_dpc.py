@@ -715,9 +715,7 @@ def test_the_noise_and_signal_of_unequal_clients_is_that_of_an_average_round():
     sizes, budgets = [8, 24], [1.0, 4.0]
     rules = FedSGDDPC(
         mechanism="laplace", num_clients=2, cohort_size=1, num_records=sizes, clip_norm=0.5, epsilon=budgets, learning_rate=0.1
-    ).rules
-    rules.plan(2)
-    rules.open(("c0", "c1"))
+    ).rules.opened(("c0", "c1"), 2)
     # One client a round, whose noised mean gradient counts 2 n_i / 32; Theorem 1: scale 2 C / (n_i epsilon_i) for one reply each.
     stds = [2 * size / 32 * math.sqrt(2) * 2 * 0.5 / (size * budget) for size, budget in zip(sizes, budgets, strict=True)]
     norm = 0.1 * math.sqrt(100 * (stds[0] ** 2 + stds[1] ** 2) / 2)

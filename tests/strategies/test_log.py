@@ -83,7 +83,7 @@ def written(path):
 def test_every_round_of_every_method_is_in_the_file_before_its_messages_leave(method, path):
     arguments = Words()
     strategy = method.strategy(arguments)
-    strategy.ledger = path
+    strategy._session.ledger = path
     nodes = LookingGrid(app_of(method, arguments, SMALL, num_nodes=4), 4)
     nodes.path = path
     run(strategy, path, arguments.num_rounds, nodes)
@@ -312,7 +312,6 @@ def test_the_joint_epsilon_of_local_runs_is_the_worst_clients(path):
     charged = []
     for changes in ({}, {"num_steps": 2}):
         strategy = local(path, **changes, evaluation=evaluation)
-        strategy._manager = None
         strategy.plan(2)
         strategy._session.open(tuple(f"c{place}" for place in range(4)))
         with Store(path) as ledger:

@@ -252,14 +252,6 @@ def test_a_simulation_with_too_few_clients_fails_at_once(kind):
 # a run that can't pay
 
 
-def test_a_run_that_can_not_pay_for_one_round_fails():
-    arguments = WORDS | {"noise_multiplier": 0.1, "target_epsilon": 0.5}
-    strategy = DPFedAvg(**arguments)
-    with pytest.raises(ValueError, match=r"no round was run: ended before round 1: it would pass target_epsilon=0\.5"):
-        strategy.start(LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(weight=np.zeros(4, np.float32)))
-    assert strategy.statement.epsilon == 0
-
-
 # evaluation
 
 
@@ -327,19 +319,6 @@ def test_clients_of_this_package_pass_over_frozen_arrays(numpy_client):
 
 
 # will it learn?
-
-
-@pytest.mark.parametrize(("noise_multiplier", "warns"), [(0.1, False), (1.0, True)])
-def test_the_log_compares_noise_with_the_signal_before_round_1(noise_multiplier, warns, caplog):
-    arguments = WORDS | {"clip_norm": 0.5, "noise_multiplier": noise_multiplier}
-    with caplog.at_level(logging.INFO, "flwr"):
-        app = stock_app(shifted(lambda node: 1.0))
-        DPFedAvg(**arguments).start(LocalGrid(app, 2), arrays(w=np.zeros(100, np.float32)), num_rounds=1)
-    norm = noise_multiplier * 0.5 / 2 * 10  # std of the mean of 2, times sqrt(100)
-    said = caplog.text
-    assert f"norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most 0.5" in said
-    assert (f"the noise on the mean is {norm / 0.5:.1f} times as long" in said) == warns
-    assert said.index("norm of the noise") < said.index("[ROUND 1/1]")
 
 
 @pytest.mark.parametrize(("noise_multiplier", "warns"), [(0.1, False), (1.0, True)])

@@ -220,7 +220,7 @@ def test_quantised_control_variates_are_those_of_the_quantised_message():
     start(strategy, grid, 4)
     assert [report.replies for report in strategy.rounds] == [4] * 4
     means = np.mean([control_of(grid, node, name) for node, name in enumerate(sorted(FOUR), start=1)], axis=0)
-    np.testing.assert_allclose(strategy.rules.control.vector(18), means, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(strategy.state.own.at(18), means, rtol=1e-3, atol=1e-3)
 
 
 def test_a_client_refuses_vectors_that_its_method_does_not_work_with():

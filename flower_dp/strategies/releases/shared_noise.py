@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flower_dp.core import dp
-from flower_dp.core.noise import Generator, gaussian, gaussian_share
+from flower_dp.core import dp, noise
+from flower_dp.core.noise import Generator, gaussian_share
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
@@ -182,7 +182,7 @@ class SharedNoise:
             raise RoundLeftOut(
                 f"{num_replies} clients answered, and the noise has {self.most_shares} shares: it would tell how many"
             )
-        total += gaussian(total, self.server_std(num_replies), step, rng)
+        total += noise.gaussian(total, self.server_std(num_replies), step, rng)
 
     # What it protects
 
