@@ -83,7 +83,7 @@ def written(path):
 def test_every_round_of_every_method_is_in_the_file_before_its_messages_leave(method, path):
     arguments = Words()
     strategy = method.strategy(arguments)
-    strategy.ledger = path
+    strategy._session.ledger = path
     nodes = LookingGrid(app_of(method, arguments, SMALL, num_nodes=4), 4)
     nodes.path = path
     run(strategy, path, arguments.num_rounds, nodes)
