@@ -539,7 +539,7 @@ def test_a_data_frame_is_refused_in_words_that_the_server_learns():
 def test_a_warning_that_many_clients_have_in_common_is_logged_once(caplog):
     rows = {name: DatasetRecords(dataset=Rows(("inputs", "target", name))) for name in "abc"}
     client = DPClient(model=nn.Linear(4, CLASSES), clients=rows, training=Training(learning_rate=0.1), device="cpu")
-    dry_run._warn_once.cache_clear()
+    dry_run._log_once.cache_clear()
     assert client.why_unable() == reasons.ROWS
     assert caplog.text.count("a row of the data set is a tuple") == 1
 

@@ -17,8 +17,7 @@ from flower_dp.clients import DPFedPAQRecipe, FlatModel, TensorRecords
 from flower_dp.clients.dp_fedpaq import Rescale
 from flower_dp.clients.reply.parts import RecordClip, RowClip
 from flower_dp.clients.reply.pipeline import Job
-from flower_dp.clients.training.clipped_steps import ClippedSteps
-from flower_dp.clients.training.convex import ConvexModel
+from flower_dp.clients.training.clipped_steps import ClippedSteps, ConvexModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release

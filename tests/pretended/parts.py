@@ -35,7 +35,7 @@ from flower_dp.clients import (
 from flower_dp.clients.reply.client_level import pipeline
 from flower_dp.clients.reply.pipeline import Job, Refusal, Reply
 from flower_dp.clients.training import devices
-from flower_dp.clients.training.base import base_hash
+from flower_dp.clients.training.attributes import base_hash
 from flower_dp.clients.training.channels_last import Convolutions
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines import ENGINES, num_slots

@@ -18,7 +18,7 @@ from flower_dp.clients.reasons import UnfitModelError
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.findings import findings_of
 from flower_dp.clients.training.recipe import FlatModel, parts
-from flower_dp.clients.training.records import Inputs, each, kinds
+from flower_dp.clients.training.records import Batch, Inputs, each, kind_of
 
 log = logging.getLogger("flwr")
 
@@ -56,7 +56,7 @@ def one_alone(model: FlatModel, inputs: Inputs, targets: Tensor, compute: Comput
     Raises:
         KeepsError: if what is computed of a record depends on what was computed before.
     """
-    known = ("joins", key, kinds(inputs, targets))
+    known = ("joins", key, kind_of(inputs, targets))
     findings = findings_of(model)
     if known not in findings:
         start = model.vector.clone()
@@ -103,7 +103,7 @@ class _Trials:
             return True
         joined = watch.joined or not bool(expected.isfinite().all()) or not bool(expected.any())
         finite, others = self._made_up(num_whole, large=True), self._made_up(num_whole, large=True, part_nan=_PART_NAN)
-        beside: list[tuple[Tensor, Tensor]] = []
+        beside = []
         for kept, other in zip(_places(len(expected)), (finite, finite, others, others), strict=True):
             try:
                 made = self._compute(*(_where(kept, one, another) for one, another in zip(own, other, strict=True)))
@@ -125,26 +125,26 @@ class _Trials:
         first, again = ([self._compute(*batch) for batch in batches] for _ in range(2))
         return any(differs(one, other) for one, other in zip(first, again, strict=True))
 
-    def _made_up(self, num_whole: int, *, large: bool = False, part_nan: float = 0.0) -> tuple[Inputs, Tensor]:
+    def _made_up(self, num_whole: int, *, large: bool = False, part_nan: float = 0.0) -> Batch:
         """Return records that nobody has, of the shapes and types of these."""
         rng = self._rng
 
         def features(tensor: Tensor) -> Tensor:
             if not tensor.dtype.is_floating_point:
-                return whole(tensor)
+                return target(tensor)
             drawn = torch.randn(tensor.shape, generator=rng)
             if large:
                 drawn *= torch.where(torch.rand(tensor.shape, generator=rng) < 0.5, 1.0, 100.0)
                 drawn[torch.rand(tensor.shape, generator=rng) < part_nan] = torch.nan
             return drawn.to(tensor.device, tensor.dtype)
 
-        def whole(tensor: Tensor) -> Tensor:
-            if tensor.dtype.is_floating_point:
-                return torch.rand(tensor.shape, generator=rng).to(tensor.device, tensor.dtype)
-            return torch.randint(num_whole, tensor.shape, generator=rng).to(tensor.device, tensor.dtype)
+        def target(tensor: Tensor) -> Tensor:
+            size, whole = tensor.shape, not tensor.dtype.is_floating_point
+            drawn = torch.randint(num_whole, size, generator=rng) if whole else torch.rand(size, generator=rng)
+            return drawn.to(tensor.device, tensor.dtype)
 
         inputs, targets = self._like
-        return each(inputs, features), whole(targets)
+        return each(inputs, features), target(targets)
 
 
 def _places(size: int) -> Iterator[Tensor]:
