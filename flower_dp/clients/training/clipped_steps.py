@@ -26,6 +26,7 @@ from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum
 from flower_dp.clients.training.records import Inputs, Records, made_up
+from flower_dp.core import checks
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, block_of
 
 _WIRING = (nn.Flatten, nn.Identity, nn.Sequential)
@@ -118,7 +119,8 @@ class ConvexModel:
         """
         needs = "sensitivity='convex-glm' needs"
         layers = [layer for layer in model.module.modules() if type(layer) not in _WIRING]
-        if len(layers) != 1 or type(layers[0]) is not nn.Linear or model.layout.size != _size(layers[0]):
+        trained = sum(parameter.numel() for layer in layers[:1] for parameter in layer.parameters() if parameter.requires_grad)
+        if len(layers) != 1 or type(layers[0]) is not nn.Linear or model.layout.size != trained:
             kinds = ", ".join(type(layer).__name__ for layer in layers) or "none"
             raise ValueError(f"model: {needs} one trainable Linear layer, and no other but Flatten; has {kinds}")
         linear = layers[0]
@@ -127,16 +129,12 @@ class ConvexModel:
             raise ValueError(f"loss: {needs} one of torch.nn.functional's {names}")
         curvature, outputs = _LOSSES[loss]
         if linear.out_features != outputs:
-            raise ValueError(
-                f"model: {needs} {outputs} outputs with {loss.__name__}, has {linear.out_features}; for more classes use "
-                "'per-step' or 'clip-update': norm-clipped steps of a softmax may increase the distance between models"
-            )
+            has = f"has {linear.out_features}; for more classes use 'per-step' or 'clip-update'"
+            raise ValueError(f"model: {needs} {outputs} outputs with {loss.__name__}, {has}")
         assert steps.smoothness is not None  # noqa: S101 (FedPAQSteps has checked it)
         square = steps.smoothness / (curvature * outputs) - (linear.bias is not None)
         if not square > 0:
-            raise ValueError(
-                f"smoothness={steps.smoothness:g}: the bias alone is less smooth; must be above {curvature * outputs:g}"
-            )
+            raise checks.bad("smoothness", steps.smoothness, f"above {curvature * outputs:g}: the bias alone is less smooth")
         return cls(model=model, linear=linear, loss=loss, clip_norm=steps.clip_norm, largest_input=square**0.5)
 
     def why_not(self, vector: Tensor, steps: FedPAQSteps, *, step_size: float, drift: Tensor | None) -> str | None:
@@ -145,19 +143,14 @@ class ConvexModel:
         It is a function of public numbers, so the server may see it.
         """
         limit = steps.longest_weights(step_size, columns=self.columns)
+        ends = "rounding ends the proof of sensitivity='convex-glm'; use 'per-step' or 'clip-update'"
         if not limit > 0:
-            return (
-                f"step size {step_size:g}: rounding ends the proof of sensitivity='convex-glm' for it; use larger steps, or "
-                "'per-step' or 'clip-update'"
-            )
+            return f"step size {step_size:g}: {ends}, or larger steps"
         norms = [float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in (vector, drift) if one is not None]
         longest = norms[0] + _ROUGHLY * steps.num_local_steps * step_size * (steps.clip_norm + sum(norms[1:]))
         if longest <= limit:
             return None
-        return (
-            f"the server's model: with all local steps its weights may have norm {longest:.3g}, and from {limit:.3g} on rounding "
-            "ends the proof of sensitivity='convex-glm'; use 'per-step' or 'clip-update'"
-        )
+        return f"the server's model: with all local steps its weights may have norm {longest:.3g}, beyond {limit:.3g}: {ends}"
 
     def clipped_sum(self, weights: Tensor, records: Records, positions: Tensor, *, seed: int) -> tuple[Tensor, Tensor]:
         """Return the float64 sum [d] of the records' clipped gradients at some weights [d], and their mean loss.
@@ -197,8 +190,8 @@ class ConvexModel:
         made = made_up(records, device)
         if made is not None and not isinstance(made[0], Tensor):
             raise UnfitModelError(f"convex-glm needs inputs in one tensor: this client's are {type(made[0]).__name__}")
-        size, problems = max(1, len(positions)), set[str]()
-        read = apart(records, positions, self.fitting, size=size, device=device, seed=seed, problems=problems)
+        size = max(1, len(positions))
+        read = apart(records, positions, self.fitting, size=size, device=device, seed=seed, problems=set())
         return [(features[places], labels[places]) for _, places, (features, labels) in read]
 
     def fitting(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +219,3 @@ class ConvexModel:
         rows = row[None] if self.linear.out_features == 1 else torch.stack([-row, row])
         features = self.linear.in_features
         return torch.cat([rows[:, :features].reshape(-1), rows[:, features:].reshape(-1)])
-
-
-def _size(layer: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
