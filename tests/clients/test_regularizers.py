@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flower_dp.clients import BLUR, FlatModel, ProximalTerm, Regularizer, Training
 from flower_dp.clients.training.engines import ENGINES
-from tests.clients.test_engines import RECIPE, STEPS, _classes, _deep, _images, _net, _wide, rows_of
+from tests.clients.test_engines import RECIPE, STEPS, _classes, _deep, _net, _wide, rows_of
 from tests.clients.test_training import Point, quadratic, records, update
 
 # The penalties, written down a second time.
@@ -53,9 +53,9 @@ def test_blur_does_nothing_within_its_bound() -> None:
 
 
 @pytest.mark.parametrize("name", PENALTIES)
-@pytest.mark.parametrize("size", [3, 1000, 4099])
-def test_no_row_of_a_pull_depends_on_another(name: str, size: int) -> None:
+def test_no_row_of_a_pull_depends_on_another(name: str) -> None:
     """Stacked clients are pulled as each is alone, to the bit in every slot, next to whatever there is."""
+    size = 4099
     part, start, own = PENALTIES[name][0], draws(1, size), 5 * draws(2, size)
     alone = part.pull(own, start)
     for other in (draws(3, size), torch.full((size,), torch.nan), torch.full((size,), torch.inf)):
@@ -75,17 +75,6 @@ def test_blur_by_hand(engine: str, caplog: pytest.LogCaptureFixture) -> None:
     )
     np.testing.assert_allclose(update(Point(2.0), records([0.0]), training, engine=engine), [1.65 - 2], rtol=1e-6)
     assert "one by one" not in caplog.text  # the row is the engine's own
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_several_regularisers_add_up(engine: str) -> None:
-    """With decay 0.5 and momentum 0.5 from x = 2: v1 = 2 + 1, x1 = 1.7, which is 0.3 away."""
-    both = (BLUR(strength=3.0, bound=0.1), ProximalTerm(strength=1.0))
-    training = Training(
-        learning_rate=0.1, num_local_steps=2, loss=quadratic([1.0]), weight_decay=0.5, momentum=0.5, regularizers=both
-    )
-    # The second gradient is 1.7 + 0.85 - 3 (0.3 - 0.1) - 0.3 = 1.65, so v2 = 1.5 + 1.65.
-    np.testing.assert_allclose(update(Point(2.0), records([0.0]), training, engine=engine), [1.7 - 0.315 - 2], rtol=1e-6)
 
 
 @dataclass(frozen=True)
@@ -123,26 +112,11 @@ def test_no_neighbour_changes_a_bit_of_a_row_that_blur_pulls() -> None:
         assert torch.equal(rows_of(model, clients, training, engine="batched", seeds=seeds)[slot], alone)
 
 
-def test_a_regulariser_reaches_every_parameter_of_a_model_of_many() -> None:
-    """Convolutions, GroupNorm and a linear layer: the update without a loss's gradient is that of the pull alone."""
-    from tests.clients.test_engines import _convolutions
-
-    data = _images(4, 1)
-    still = replace(data, targets=torch.full((4,), -100))  # no class: the loss has no gradient
-    training = Training(learning_rate=0.25, batch_size=4, regularizers=(Rest(),))
-    for engine in ENGINES:
-        (row,) = rows_of(_convolutions, [still], training, engine=engine)
-        torch.testing.assert_close(row, torch.full_like(row, -0.25), atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         (lambda: ProximalTerm(strength=0.0), "strength=0"),
-        (lambda: BLUR(strength=-1.0, bound=1.0), r"strength=-1\.0"),
         (lambda: BLUR(strength=1.0, bound=0.0), "bound=0"),
-        (lambda: BLUR(strength=1.0, bound=float("nan")), "bound=nan"),
-        (lambda: Training(learning_rate=0.1, regularizers=ProximalTerm(strength=1.0)), "must be a tuple"),  # type: ignore[arg-type]
         (lambda: Training(learning_rate=0.1, regularizers=(0.5,)), "must be a tuple of regularisers"),  # type: ignore[arg-type]
     ],
 )
