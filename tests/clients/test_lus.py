@@ -57,6 +57,18 @@ def test_every_row_is_sparsified_by_itself(engine: str) -> None:
         assert int(row.count_nonzero()) == math.ceil(0.3 * len(full))
 
 
+@pytest.mark.slow
+def test_coordinates_that_were_dropped_carry_the_whole_share_of_the_noise() -> None:
+    update = np.zeros(10 * SIZE)
+    update[::2] = 0.001
+    total, _ = _fit(sparse_client(update, noise_seed=3), ("a",), noise_std=0.7)
+    for values, mean in ((total[1::2], 0.0), (total[::2], 0.001)):
+        assert stats.kstest(values, stats.norm(mean, 0.7).cdf).pvalue > FALSE_ALARM
+    # A wrong std is rejected by as many values.
+    assert stats.kstest(total[1::2], stats.norm(0.0, 1.05 * 0.7).cdf).pvalue < FALSE_ALARM
+    assert stats.kstest(total[1::2], stats.norm(0.0, 0.95 * 0.7).cdf).pvalue < FALSE_ALARM
+
+
 @pytest.mark.parametrize("noise_std", [0.0, 0.5])
 def test_no_message_tells_by_its_size_how_much_was_dropped(noise_std: float) -> None:
     """Of an update with one coordinate, and with all: 4 bytes a coordinate, also where the server adds the noise."""

@@ -323,6 +323,16 @@ def test_rows_are_clipped_together_by_the_batched_engine_alone(engine: str, devi
     assert updates.rows_together == together
 
 
+def test_rows_are_clipped_in_one_shape_for_any_number_of_them(monkeypatch: Any) -> None:
+    from flower_dp.clients.reply import parts
+
+    shapes, clip = set(), parts.clip_l2
+    monkeypatch.setattr(parts, "clip_l2", lambda rows, norm: (shapes.add(tuple(rows.shape)), clip(rows, norm))[1])
+    for count in (1, 3, 4, 7):
+        replies(drawn_rows()[:count], 4)
+    assert shapes == {(4, LENGTH)}
+
+
 # Groups
 
 
