@@ -598,23 +598,6 @@ def test_a_client_that_cannot_train_pays_nothing_on_its_own_account(method, monk
     assert not any(charged)
 
 
-def test_batch_statistics_in_client_fn_are_named_and_nothing_else_is():
-    def node(layer: nn.Module) -> Any:
-        def client_fn(context: Context) -> Any:
-            if layer is None:
-                raise ValueError(NAME)
-            return client_of(lambda: nn.Sequential(layer), tensors(floats(4)), PLAIN)
-
-        return LocalGrid(client_app(client_fn), 1)
-
-    for layer, reason in ((nn.BatchNorm1d(4), reasons.BATCH_STATISTICS), (None, reasons.SEE_LOG)):
-        made = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), delta=1e-3, num_clients=1)
-        with pytest.raises(ValueError, match="client_fn failed") as raised:
-            made.start(node(layer), model_arrays(linear()), num_rounds=1)
-        assert reason in str(raised.value)
-        assert NAME not in str(raised.value)
-
-
 @pytest.mark.parametrize(("kept", "seconds", "words"), [(False, 0.0, 1), (True, 0.0, 0), (False, 1e9, 0)])
 def test_clients_that_are_made_anew_for_each_message_are_told_of_once(kept, seconds, words, monkeypatch, caplog):
     monkeypatch.setattr(app, "_LONG", seconds)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.apps.tasks.models import make
-from flower_dp.clients import DPClient, FlatModel, ProximalTerm, TensorRecords, Training, local_updates
+from flower_dp.clients import BLUR, DPClient, FlatModel, ProximalTerm, TensorRecords, Training, local_updates
 from flower_dp.clients.training import engines
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.engines import ENGINES, batched, quicker_engine
@@ -172,6 +172,7 @@ AGREE: dict[str, tuple[Callable[[], nn.Module], list[TensorRecords], Training]] 
     "everything": (_perceptron, [_classes(90, 1), _classes(1, 2), _classes(520, 3)], replace(EVERYTHING, batch_size=40)),
     "GroupNorm": (_net, [_classes(90, 1), _classes(40, 2)], replace(EVERYTHING, batch_size=40)),
     "module of one's own": (Own, [_classes(9, 1), _classes(5, 2)], EVERYTHING),
+    "BLUR": (_net, [_classes(9, 1), _classes(4, 2)], replace(RECIPE, regularizers=(BLUR(strength=2.0, bound=0.02),))),
     "frozen layer and buffer": (Adapted, [_classes(5, 1), _classes(6, 2)], RECIPE),
     "convolutions": (_convolutions, [_images(size, size) for size in (9, 4, 7)], EVERYTHING),
     "soft targets": (_net, _with([[1 / 3] * 3] * 8), replace(RECIPE, batch_size=5)),
@@ -221,15 +222,6 @@ def test_products_move_weights_as_gradients_do(
     one, other = (rows_of(make, [_classes(8, 1)], training, engine=engine) for engine in ENGINES)
     torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
     assert not caplog.text  # no fallback: the rows are the batched engine's
-
-
-def test_the_engines_agree_where_one_client_makes_no_sam_step() -> None:
-    """Without records that count its gradient is zero; its neighbours' are not."""
-    unknown = replace(_classes(5, 1), targets=torch.full((5,), 7))
-    for engine in ENGINES:
-        row, other = rows_of(_net, [unknown, _classes(5, 2)], replace(RECIPE, weight_decay=0.0), engine=engine)
-        assert not row.any()
-        assert other.abs().max() > 1e-3
 
 
 # No row has another client in it

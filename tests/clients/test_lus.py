@@ -15,7 +15,7 @@ from flower_dp.clients.training.engines import ENGINES
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy, FedSMP
 from tests.asks import config_of
-from tests.clients.test_client import FALSE_ALARM, TRAINING, Direct, _fit, _instruction, _records
+from tests.clients.test_client import FALSE_ALARM, SIZE, TRAINING, Direct, _fit, _instruction, _records
 from tests.clients.test_engines import RECIPE, _classes, _net, rows_of
 from tests.grids import LocalGrid
 

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from flower_dp.apps.tasks.models import make
-from flower_dp.clients import FlatModel, TensorRecords
-from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.training import per_record, record_clipping
+from flower_dp.clients import FlatModel
+from flower_dp.clients.training import per_record
 from flower_dp.clients.training.losses import hinge
 from flower_dp.clients.training.per_record import ENGINES, engine_of, record_gradients
 from flower_dp.core.clipping import clip_l2
@@ -239,50 +238,6 @@ def test_the_bits_of_a_row_depend_on_no_other_record(name, engine):
         assert torch.equal(rows[0], row)
         assert torch.equal(losses[0], loss)
         assert losses[1:].isnan().all()
-
-
-def test_a_reply_computes_a_record_the_same_among_any_others(monkeypatch):
-    """At its place in the first part of many, in the last part of few, and without the records for which the loss raises."""
-    made = []
-
-    def kept(*args, **arguments):
-        try:
-            rows = record_gradients(*args, **arguments)
-        except RuntimeError:
-            made.append(None)
-            raise
-        made.append(rows[0])
-        return rows
-
-    flat, inputs, targets = case("mlp")
-
-    def failing(outputs, targets):
-        return nn.functional.nll_loss(outputs.log_softmax(1), targets)
-
-    def rows_of(count, **labels):
-        made.clear()
-        some = targets[:count].clone()
-        for place, label in labels.items():
-            some[int(place[1:])] = label
-        data = TensorRecords(inputs=inputs[:count], targets=some)
-        record_clipping.clipped_sum(
-            flat, data, torch.arange(count), clip=RecordClip(clip_norm=1.0, step=0.0), loss=failing, seed=1
-        )
-        return list(made)
-
-    rows_of(1)  # the first time the model is tried on a record of zeros
-    monkeypatch.setattr(record_clipping, "record_gradients", kept)
-    size = record_clipping._chunk(flat)
-    (twelve,), (seven,) = rows_of(12), rows_of(7)
-    assert len(twelve) == len(seven) == size > 12
-    assert torch.equal(twelve[:7], seven[:7])
-    # Twelve; six; three, and three of them: one, two, ...
-    found = rows_of(12, p1=10)
-    assert [one is None for one in found] == [True, True, True, False, True, True, False, False, False]
-    assert torch.equal(found[3][0], twelve[0])
-    assert torch.equal(found[6][2], twelve[2])
-    assert torch.equal(found[7][3:6], twelve[3:6])
-    assert torch.equal(found[8][6:12], twelve[6:12])
 
 
 @pytest.mark.parametrize("label", [2**40, -100])

@@ -1,7 +1,6 @@
 """Regularisers: their pull is the gradient of their penalty, in both engines, and no client's pull has another client in it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flower_dp.clients import BLUR, FlatModel, ProximalTerm, Regularizer, Training
+from flower_dp.clients import BLUR, ProximalTerm, Regularizer, Training
 from flower_dp.clients.training.engines import ENGINES
-from tests.clients.test_engines import RECIPE, STEPS, _classes, _deep, _net, _wide, rows_of
 from tests.clients.test_training import Point, quadratic, records, update
 
 # The penalties, written down a second time.
@@ -75,41 +73,6 @@ def test_blur_by_hand(engine: str, caplog: pytest.LogCaptureFixture) -> None:
     )
     np.testing.assert_allclose(update(Point(2.0), records([0.0]), training, engine=engine), [1.65 - 2], rtol=1e-6)
     assert "one by one" not in caplog.text  # the row is the engine's own
-
-
-@dataclass(frozen=True)
-class Rest:
-    """A regulariser of a user's own."""
-
-    def pull(self, weights: Tensor, start: Tensor) -> Tensor:
-        return torch.ones_like(weights)
-
-
-@pytest.mark.parametrize(
-    ("training", "part"),
-    [(RECIPE, BLUR(strength=2.0, bound=0.02)), (Training(learning_rate=0.1, batch_size=3), Rest())],
-    ids=["BLUR, with everything", "own, plain"],
-)
-def test_the_engines_agree(training: Training, part: Regularizer, caplog: pytest.LogCaptureFixture) -> None:
-    """Where BLUR acts: its bound is far below these updates' norms."""
-    clients, pulled = [_classes(size, size) for size in (9, 4, 7)], replace(training, regularizers=(part,))
-    one, other = (rows_of(_net, clients, pulled, engine=engine) for engine in ENGINES)
-    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-    assert "one by one" not in caplog.text
-    without = rows_of(_net, clients, training, engine="one_by_one")
-    assert all((row - plain).norm() > 0.02 * plain.norm() for row, plain in zip(one, without, strict=True))
-    assert all(plain.norm() > 0.1 for plain in without)
-
-
-@pytest.mark.slow
-def test_no_neighbour_changes_a_bit_of_a_row_that_blur_pulls() -> None:
-    training = replace(STEPS, num_local_steps=30, regularizers=(BLUR(strength=1.0, bound=0.05),))
-    own, others = _wide(60, 2), [_wide(60, 3), replace(_wide(60, 4), inputs=_wide(60, 4).inputs * torch.nan)]
-    model = FlatModel(_deep())
-    (alone,) = rows_of(model, [own], training, engine="batched", seeds=[6])
-    assert alone.isfinite().all()
-    for clients, seeds, slot in (([*others, own], [1, 2, 6], 2), ([own, *others], [6, 1, 2], 0)):
-        assert torch.equal(rows_of(model, clients, training, engine="batched", seeds=seeds)[slot], alone)
 
 
 @pytest.mark.parametrize(

@@ -193,39 +193,12 @@ RECIPE = Training(
 )
 
 
-def test_agrees_with_torch_optim(engine: str) -> None:
-    module, data = _net(), _classes(8, 4)
-    reference = copy.deepcopy(module)
-    training = Training(learning_rate=0.1, batch_size=8, num_local_epochs=5, momentum=0.5, weight_decay=0.01)
-    row = update(module, data, training, engine=engine)
-    before = nn.utils.parameters_to_vector(reference.parameters()).detach().clone()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.5, weight_decay=0.01)
-    for _ in range(5):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(reference(data.inputs), data.targets).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    after = nn.utils.parameters_to_vector(reference.parameters()).detach()
-    np.testing.assert_allclose(row, (after - before).numpy(), atol=1e-6)
-
-
 def test_losses_are_handed_out(engine: str) -> None:
     losses: list[Tensor] = []
     model, training = FlatModel(Point(2.0)), Training(learning_rate=0.5, num_local_steps=2, loss=ONE)
     arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [0], "losses": losses, "engine": engine}
     list(local_updates(model.vector.clone(), [records([0.0])], training, **arguments))
     assert [float(loss) for loss in losses] == [(2.0 + 0.5) / 2]  # x = 2, then 1
-
-
-def test_nothing_touches_the_global_generators(engine: str) -> None:
-    module, data = _net(), _classes(8, 4)
-    torch.manual_seed(9)
-    np.random.seed(9)  # noqa: NPY002
-    states = torch.get_rng_state(), np.random.get_state(legacy=False)  # noqa: NPY002
-    first = update(module, data, RECIPE, engine=engine)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    np.testing.assert_equal(np.random.get_state(legacy=False), states[1])  # noqa: NPY002
-    torch.manual_seed(10)
-    np.testing.assert_array_equal(update(_net(), data, RECIPE, engine=engine), first)
 
 
 def test_the_order_of_records_follows_the_seed(engine: str) -> None:

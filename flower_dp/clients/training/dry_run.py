@@ -18,19 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from flower_dp.clients import reasons
-from flower_dp.clients.reasons import UnfitLossError
 from flower_dp.clients.tracebacks import place_of, traceback_of
 from flower_dp.clients.training.clipped_steps import ConvexModel
 from flower_dp.clients.training.devices import is_accelerator
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines import local_updates
 from flower_dp.clients.training.findings import findings_of
-from flower_dp.clients.training.joins import KeepsError, differs
+from flower_dp.clients.training.joins import KeepsError, Watch, differs
 from flower_dp.clients.training.losses import Loss, checked
-from flower_dp.clients.training.per_record import UnfitModelError
 from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.record_clipping import check_model
 from flower_dp.clients.training.records import (
@@ -89,12 +86,12 @@ def of_records(model: FlatModel, records: Records, loss: Loss) -> str | None:
     with OwnDraws.of_data_sets(model.vector.device):
         try:
             check_model(model, records, loss)
-        except UnfitModelError as error:
+        except reasons.UnfitModelError as error:
             cause = error.__cause__ or error
             _log_cause("the gradient of a single record", cause)
             if isinstance(cause, KeepsError):
                 return reasons.KEEPS
-            return str(cause) if isinstance(cause, UnfitLossError) else _why_no_record(model, records, loss, cause)
+            return str(cause) if isinstance(cause, reasons.UnfitLossError) else _why_no_record(model, records, loss, cause)
         return None
 
 
@@ -155,7 +152,7 @@ class _Trial:
     """Steps of training on made-up batches: a few records, then a whole batch, of zeros, then of ones."""
 
     def __init__(self, model: FlatModel, training: Training) -> None:
-        self._model, self._training, self._shapes = model, training, _Shapes()
+        self._model, self._training, self._shapes = model, training, Watch(_mixes)
         # On a GPU an index out of range makes it unusable for the process.
         self._safe = not is_accelerator(model.device)
 
@@ -167,7 +164,7 @@ class _Trial:
             if isinstance(row, Tensor):
                 return reasons.KEEPS if self._keeps(batch, row) else self._why_broadcast()
         _log_cause("a step of training", row)
-        if isinstance(row, UnfitLossError):
+        if isinstance(row, reasons.UnfitLossError):
             return str(row)
         if (why := self.why_no_outputs(example)) is not None:
             return why
@@ -248,25 +245,16 @@ class _Trial:
         return torch.autograd.grad(self.loss(batch), self._model.parameters, allow_unused=True)
 
 
-class _Shapes(TorchFunctionMode):
-    """A context that notes whether one of torch's losses of single numbers broadcasts outputs to targets of other dimensions.
+def _mixes(function: Any, given: list[Any]) -> str | None:
+    """Return what one of torch's losses of single numbers compares if it broadcasts outputs to targets of other dimensions.
 
     Outputs [n, 1] against targets [n] make n x n pairs.
-
-    Attributes:
-        found: what it compares; None for nothing of that kind.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: str | None = None
-
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        if function in _PAIRED and len(arguments) > 1 and all(isinstance(one, Tensor) for one in arguments[:2]):
-            outputs, targets = (tuple(one.shape) for one in arguments[:2])
-            if len(outputs) != len(targets) and np.broadcast_shapes(outputs, targets) != outputs:
-                self.found = f"{function.__name__} compares outputs of shape {outputs} with targets of shape {targets}"
-        return function(*arguments, **(named or {}))
+    if function in _PAIRED and len(given) > 1 and all(isinstance(one, Tensor) for one in given[:2]):
+        outputs, targets = (tuple(one.shape) for one in given[:2])
+        if len(outputs) != len(targets) and np.broadcast_shapes(outputs, targets) != outputs:
+            return f"{function.__name__} compares outputs of shape {outputs} with targets of shape {targets}"
+    return None
 
 
 def _no_loss(outputs: Tensor, _: Tensor) -> Tensor:

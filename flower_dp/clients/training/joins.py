@@ -92,7 +92,7 @@ class _Trials:
         """Return whether records may be joined, None if something is kept of them."""
         # Of whole numbers, as in texts, 1 may be none that the model knows.
         for num_whole in (2, 1):
-            own, watch = self._made_up(num_whole), LookUps()
+            own, watch = self._made_up(num_whole), Watch(looks_up)
             try:
                 with watch:
                     expected = self._compute(*own)
@@ -101,7 +101,7 @@ class _Trials:
                 log.debug("made-up records can't be computed: %s: %s", type(error).__name__, error)
         else:
             return True
-        joined = watch.joined or not bool(expected.isfinite().all()) or not bool(expected.any())
+        joined = bool(watch.found) or not bool(expected.isfinite().all()) or not bool(expected.any())
         finite, others = self._made_up(num_whole, large=True), self._made_up(num_whole, large=True, part_nan=_PART_NAN)
         beside = []
         for kept, other in zip(_places(len(expected)), (finite, finite, others, others), strict=True):
@@ -176,22 +176,27 @@ def _same_bits(ones: Tensor, others: Tensor) -> bool:
     return torch.equal(ones.isnan(), others.isnan()) and torch.equal(ones.nan_to_num(), others.nan_to_num())
 
 
-class LookUps(TorchFunctionMode):
-    """A context that notes whether `torch.func` looks up numbers in a table that has a part for every record.
+class Watch(TorchFunctionMode):
+    """A context that notes what a function first says of one of torch's, by the function and what it is given.
 
     Attributes:
-        joined: whether it has.
+        found: what it says; None while it says nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, says: Callable[[Any, list[Any]], Any]) -> None:
         super().__init__()
-        self.joined = False
+        self._says, self.found = says, None
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        given = [*arguments, *(named or {}).values()]
-        if getattr(function, "__name__", "") in _LOOK_UPS:
-            self.joined |= any(isinstance(one, Tensor) and one.is_floating_point() and _has_records(one) for one in given)
+        self.found = self.found or self._says(function, [*arguments, *(named or {}).values()])
         return function(*arguments, **(named or {}))
+
+
+def looks_up(function: Any, given: list[Any]) -> bool:
+    """Tell whether `torch.func` looks up numbers in a table that has a part for every record."""
+    if getattr(function, "__name__", "") not in _LOOK_UPS:
+        return False
+    return any(isinstance(one, Tensor) and one.is_floating_point() and _has_records(one) for one in given)
 
 
 def _has_records(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flower_dp.clients.reasons import contained
 from flower_dp.clients.training.draws import OwnDraws, record_seed
-from flower_dp.clients.training.joins import LookUps
+from flower_dp.clients.training.joins import Watch, looks_up
 from flower_dp.clients.training.records import (
     Inputs,
     Records,
@@ -125,8 +125,8 @@ def _read(
             except Exception as error:
                 problems.add(type(error).__name__)
     for found in kinds.values():
-        positions_in, inputs_of, targets_of = zip(*found, strict=True)
-        yield Batch(places=torch.tensor(positions_in), inputs=stacked(inputs_of), targets=torch.cat(targets_of))
+        own_places, inputs_of, targets_of = zip(*found, strict=True)
+        yield Batch(places=torch.tensor(own_places), inputs=stacked(inputs_of), targets=torch.cat(targets_of))
 
 
 def _working(count: int, function: Callable[[Tensor], Made], problems: set[str]) -> Iterator[tuple[Tensor, Made]]:
@@ -191,8 +191,8 @@ def _transform(
         return stacked(made)
 
     try:
-        with contained(), OwnDraws.of_data_sets(device), LookUps() as watch:
+        with contained(), OwnDraws.of_data_sets(device), Watch(looks_up) as watch:
             together(records.zeros(device)[0], lambda _: None)
     except Exception:
         return one_by_one
-    return one_by_one if watch.joined else together
+    return one_by_one if watch.found else together
