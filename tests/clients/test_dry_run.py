@@ -106,6 +106,16 @@ class Rows:
         return self.row
 
 
+class Listed:
+    """Records of a user's own, with no public kind."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def batch(self, positions: Tensor, device: torch.device) -> Any:
+        return [torch.ones(len(positions), 4), LABELS[positions]]
+
+
 def floats(*shape: int) -> Tensor:
     return torch.randn(8, *shape)
 
@@ -177,6 +187,7 @@ HONEST: dict[str, tuple[Any, Any, Training]] = {
     "a GRU": (lambda: Recurrent(nn.GRU), tensors(floats(6, 4)), PLAIN),
     "a loss that takes other targets": (linear, tensors(floats(4), LABELS + 1995), Training(learning_rate=0.1, loss=one_based)),
     "no batch of one": (lambda: Centred(4, CLASSES), tensors(floats(4)), Training(learning_rate=0.1, batch_size=4)),
+    "a batch in a list": (linear, Listed(), PLAIN),
     "without records": (linear, DatasetRecords(dataset=[]), PLAIN),
 }
 SINGLE: dict[str, tuple[Any, Any, str]] = {

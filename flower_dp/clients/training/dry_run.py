@@ -274,7 +274,10 @@ def _example(records: Records, device: torch.device, *, public: bool) -> Batch |
         if isinstance(records, DatasetRecords) and len(records) and not _is_pair(row := records.dataset[0]):
             _log_once(logging.WARNING, f"dry run: a row of the data set is a {type(row).__name__}")
             return reasons.ROWS
-        return records.batch(torch.tensor([0]), device) if len(records) else None
+        if not len(records):
+            return None
+        inputs, targets = records.batch(torch.tensor([0]), device)
+        return inputs, targets
     except Exception as error:
         _log_unread(error)
         return None

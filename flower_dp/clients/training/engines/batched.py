@@ -181,13 +181,15 @@ class Trainer:
         """Return the program for a kind of record, or None if clients are trained one by one."""
         key = (self.training, kind, self.threads, self._slots(kind))
         if key not in self.model.programs:
-            self.model.programs[key], starved = None, False
+            proven: Program | None = None
+            starved = False
             try:
                 with contained():
-                    self.model.programs[key] = self._proven(kind)
+                    proven = self._proven(kind)
             except Exception as error:
                 log.warning("engine batched: clients train one by one: %s: %s", type(error).__name__, error)
                 starved = is_out_of_memory(error)
+            self.model.programs[key] = proven
             if starved:
                 self._use_less_memory(kind)
         program: Program | None = self.model.programs[key]
