@@ -30,7 +30,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rounds import COHORT, JOBS
+from rounds import JOBS
 
 from flower_dp.apps.tasks import load_task
 from flower_dp.apps.tasks.models import make
@@ -101,7 +101,7 @@ def main(name: str, num_rounds: int, data_dir: str, result: Path, seed: int = 0)
         backend=SimulatedBackend(training_data=clients, val_data=clients, postprocessors=[noise]),
         model=model,
         algorithm_params=NNAlgorithmParams(
-            central_num_iterations=num_rounds, evaluation_frequency=10**9, train_cohort_size=COHORT, val_cohort_size=0
+            central_num_iterations=num_rounds, evaluation_frequency=10**9, train_cohort_size=job.cohort, val_cohort_size=0
         ),
         model_train_params=NNTrainHyperParams(local_num_epochs=1, local_learning_rate=0.1, local_batch_size=10),
         model_eval_params=NNEvalHyperParams(local_batch_size=None),

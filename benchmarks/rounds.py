@@ -1,14 +1,14 @@
 """Seconds a round of `flower-dp run` against plain PyTorch loops and pfl-research, in the same run.
 
-    python benchmarks/rounds.py [mlp] [mlp-module] [logistic-1000] [logistic-50000] [logistic-1000000] [--rounds N]
-        [--data-dir DIR] [--json FILE]
+    python benchmarks/rounds.py [mlp] [mlp-module] [cnn-small] [logistic-1000] [logistic-50000] [logistic-1000000]
+        [--rounds N] [--data-dir DIR] [--json FILE]
 
 Prints, for every job, the mean seconds a round of each (start-up apart), the ratios, the memory of all processes of our runs,
 and the seconds from the start to the end of round 1. The plain loop runs before and after: in one process, with one torch
 thread and with all, and in two processes at once, with half of the clients and one thread each (the slower one counts). The
-fastest of each kind counts. pfl-research runs, on two processes, where `pfl` can be imported (`pip install pfl==0.6.0`). `mlp-
-module` is the same job as `mlp`, as an app of somebody's own (`flower_dp.app`) whose model is a hand-written `nn.Module` in
-place of `nn.Sequential`.
+fastest of each kind counts. Its convolutions have torch's own layout in memory. pfl-research runs, on two processes, where `pfl`
+can be imported (`pip install pfl==0.6.0`). `mlp-module` is the same job as `mlp`, as an app of somebody's own (`flower_dp.app`)
+whose model is a hand-written `nn.Module` in place of `nn.Sequential`.
 """
 
 import argparse
@@ -49,12 +49,13 @@ COHORT = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One comparison: central DP-FedAvg, one local epoch, batches of 10, 100 clients a round."""
+    """One comparison: central DP-FedAvg, one local epoch, batches of 10, `cohort` clients a round."""
 
     name: str
     model: str
     num_clients: int
     records_per_client: int
+    cohort: int = COHORT
     own_app: bool = False
 
     def overrides(self, num_rounds: int, data_dir: str) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class Job:
             "method": "dp-fedavg",
             "num-clients": self.num_clients,
             "sampling": "fixed-size",
-            "cohort-size": COHORT,
+            "cohort-size": self.cohort,
             "dp-fedavg.target-epsilon": 0.0,
             "num-rounds": num_rounds,
             "local-epochs": 1,
@@ -84,6 +85,7 @@ class Job:
 JOBS = (
     Job(name="mlp", model="mlp", num_clients=1000, records_per_client=60),
     Job(name="mlp-module", model="mlp", num_clients=1000, records_per_client=60, own_app=True),
+    Job(name="cnn-small", model="cnn-small", num_clients=100, records_per_client=600, cohort=10),
     Job(name="logistic-1000", model="logistic", num_clients=1000, records_per_client=20),
     Job(name="logistic-50000", model="logistic", num_clients=50_000, records_per_client=20),
     Job(name="logistic-1000000", model="logistic", num_clients=1_000_000, records_per_client=20),
@@ -157,8 +159,8 @@ def own_app(job: Job, data_dir: str, folder: Path) -> Path:
     return folder
 
 
-def plain_loop(job: Job, num_rounds: int, data_dir: str, cohort: int = COHORT) -> float:
-    """Return the mean seconds a round of DP-FedAvg as one writes it down in PyTorch."""
+def plain_loop(job: Job, num_rounds: int, data_dir: str, parts: int = 1) -> float:
+    """Return the mean seconds a round of DP-FedAvg as one writes it down in PyTorch, with one of so many parts of the clients."""
     task = load_task("mnist", data_dir)
     dealt = partition(
         "sample",
@@ -177,7 +179,7 @@ def plain_loop(job: Job, num_rounds: int, data_dir: str, cohort: int = COHORT) -
     for _ in range(num_rounds):
         started = time.perf_counter()
         total = torch.zeros_like(vector)
-        for client in rng.choice(job.num_clients, cohort, replace=False):
+        for client in rng.choice(job.num_clients, job.cohort // parts, replace=False):
             rows = torch.from_numpy(dealt[client])
             inputs, targets = task.prepare(images[rows]), labels[rows]
             nn.utils.vector_to_parameters(vector.clone(), model.parameters())
@@ -188,7 +190,7 @@ def plain_loop(job: Job, num_rounds: int, data_dir: str, cohort: int = COHORT) -
                 optimizer.step()
             update = nn.utils.parameters_to_vector(model.parameters()).detach() - vector
             total += update * min(1.0, 0.5 / float(update.norm()))
-        vector = vector + (total + 0.45 * torch.randn_like(total)) / 100
+        vector = vector + (total + 0.45 * torch.randn_like(total)) / job.cohort
         seconds.append(time.perf_counter() - started)
     return statistics.fmean(seconds[WARM_UP:])
 
@@ -205,7 +207,7 @@ def fastest_plain_loop(job: Job, num_rounds: int, data_dir: str) -> float:
 def two_processes(job: Job, num_rounds: int, data_dir: str) -> float:
     """Return the mean seconds a round of two plain loops at once, each with half of the clients and one thread."""
     with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        return max(pool.map(plain_loop, *zip(*[(job, num_rounds, data_dir, COHORT // 2)] * 2, strict=True)))
+        return max(pool.map(plain_loop, *zip(*[(job, num_rounds, data_dir, 2)] * 2, strict=True)))
 
 
 def our_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import flower_dp
 from flower_dp import wire
 from flower_dp.clients import DPClient, FlatModel, TensorRecords, Training, model_arrays
 from flower_dp.clients.reasons import Declined
-from flower_dp.clients.training.base import base_hash
+from flower_dp.clients.training.attributes import base_hash
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.wire import Ask, Instruction, Promise
 from tests.grids import LocalGrid

@@ -14,7 +14,7 @@ import flower_dp
 from flower_dp import wire
 from flower_dp.apps.refusals import check
 from flower_dp.apps.tasks.vision import import_torchvision
-from flower_dp.clients.training.base import base_hash
+from flower_dp.clients.training.attributes import base_hash
 from flower_dp.running.apps import own_app, read_app
 from flower_dp.running.run_folder import RunFolder
 from tests.grids import LocalGrid

@@ -16,6 +16,7 @@ from flower_dp.apps.records import Config, config_of, deal, records_to_test_with
 from flower_dp.apps.settings import Settings
 from flower_dp.apps.tasks.models import loss_of, predictions
 from flower_dp.clients import TensorRecords, model_arrays
+from flower_dp.core.root_logger import SHOWN
 from flower_dp.running.recorded import record_run
 
 app = ServerApp()
@@ -95,7 +96,7 @@ def _warn_of_one_class(metrics: Mapping[int, MetricRecord], public: TensorRecord
             "the model has learnt nothing: its accuracy was at most %.1f %%, and %.1f %% of the records that test it have the "
             "most frequent class; another learning rate, more steps or rounds, or less noise may help"
         )
-        log.warning(why, 100 * max(found), 100 * share, extra={"shown": True})  # on the screen
+        log.warning(why, 100 * max(found), 100 * share, extra=SHOWN)  # on the screen
 
 
 @torch.inference_mode()

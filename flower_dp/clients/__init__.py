@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from flower_dp.clients.scaffold import ScaffoldRecipe
     from flower_dp.clients.training.engines import local_updates
     from flower_dp.clients.training.fixes import fix_batchnorm
-    from flower_dp.clients.training.lus import LUS
     from flower_dp.clients.training.recipe import FlatModel, Training, model_arrays
     from flower_dp.clients.training.records import DatasetRecords, Records, TensorRecords, as_records
-    from flower_dp.clients.training.regularizers import BLUR, ProximalTerm, Regularizer
+    from flower_dp.clients.training.regularizers import BLUR, LUS, ProximalTerm, Regularizer
 
 # fmt: off
 __all__ = [
@@ -50,10 +49,9 @@ _WITH_TORCH = {
     "scaffold": "ScaffoldRecipe",
     "training.engines": "local_updates",
     "training.fixes": "fix_batchnorm",
-    "training.lus": "LUS",
     "training.recipe": "FlatModel Training model_arrays",
     "training.records": "DatasetRecords Records TensorRecords as_records",
-    "training.regularizers": "BLUR ProximalTerm Regularizer",
+    "training.regularizers": "BLUR LUS ProximalTerm Regularizer",
 }
 _MODULES = {name: module for module, names in _WITH_TORCH.items() for name in names.split()}
 

@@ -11,8 +11,7 @@ from flower_dp.clients.reply.parts import Clip, FullNoise, RecordClip, RowClip
 from flower_dp.clients.reply.pipeline import Pipeline
 from flower_dp.clients.reply.sending import QSGD, SinglePrecision
 from flower_dp.clients.training import dry_run
-from flower_dp.clients.training.clipped_steps import ClippedSteps
-from flower_dp.clients.training.convex import ConvexModel
+from flower_dp.clients.training.clipped_steps import ClippedSteps, ConvexModel
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records

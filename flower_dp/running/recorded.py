@@ -195,7 +195,7 @@ def record_run(
 
 def _naming_the_base(model: "nn.Module", strategy: DPStrategy, arguments: Mapping[str, Any]) -> dict[str, ConfigRecord]:
     """Return the configurations that are sent, with the SHA-256 of the model's frozen base; nothing where there is none."""
-    from flower_dp.clients.training.base import base_hash  # noqa: PLC0415 - torch
+    from flower_dp.clients.training.attributes import base_hash  # noqa: PLC0415 - torch
 
     if not (base := base_hash(model)):
         return {}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flower_dp.clients import DPFedPAQRecipe, FlatModel, LocalDPClient, ScaffoldRecipe, TensorRecords
 from flower_dp.clients.kept import KEY as KEPT
 from flower_dp.clients.reply.pipeline import Job
-from flower_dp.clients.training.convex import ConvexModel
+from flower_dp.clients.training.clipped_steps import ConvexModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release

@@ -327,8 +327,8 @@ def test_a_process_makes_and_traces_a_model_once_however_many_nodes_it_serves(me
         read.append(client)
         return load_records(0, num_clients)
 
-    proven = batched._Trainer._proven
-    monkeypatch.setattr(batched._Trainer, "_proven", lambda self, kind: traced.append(kind) or proven(self, kind))
+    proven = batched.Trainer._proven
+    monkeypatch.setattr(batched.Trainer, "_proven", lambda self, kind: traced.append(kind) or proven(self, kind))
     app = flower_dp.app(model_fn=model, data_fn=records)
     grid = play(app, tmp_path / "run", nodes=20, method=method, **NEEDS[method] | {"num-clients": 20} | engine)
     assert len([message for message in grid.sent if message.metadata.message_type == "train"]) == 40

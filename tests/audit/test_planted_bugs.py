@@ -92,7 +92,7 @@ def no_clip_of_records(monkeypatch):
 def no_clip_of_gradients(monkeypatch):
     """DP-FedPAQ's records are clipped to 1e9, where nothing but the clip norm bounds a client's sum."""
     from flower_dp.clients import dp_fedpaq
-    from flower_dp.clients.training.convex import ConvexModel
+    from flower_dp.clients.training.clipped_steps import ConvexModel
 
     clip, of = dp_fedpaq.RecordClip, ConvexModel.of
     monkeypatch.setattr(dp_fedpaq, "RecordClip", lambda clip_norm, step: clip(clip_norm=1e9, step=step))

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flower_dp.clients.training import compiler
-from flower_dp.clients.training.compiler import without_compiler
+from flower_dp.clients.training import per_record
+from flower_dp.clients.training.per_record import without_compiler
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def never_imported(monkeypatch):
 @pytest.mark.usefixtures("never_imported")
 def test_it_is_imported_for_whoever_asks_for_more_than_compiled_autograd_to_be_off(monkeypatch):
     asked = []
-    monkeypatch.setattr(compiler.importlib, "import_module", lambda name: asked.append(name) or SimpleNamespace(more=name))
+    monkeypatch.setattr(per_record.importlib, "import_module", lambda name: asked.append(name) or SimpleNamespace(more=name))
     with without_compiler():
         with torch._dynamo.compiled_autograd._disable():
             assert asked == []
@@ -35,12 +35,9 @@ def test_it_is_imported_for_whoever_asks_for_more_than_compiled_autograd_to_be_o
 
 
 @pytest.mark.usefixtures("never_imported")
-def test_one_that_is_imported_meanwhile_stays(monkeypatch):
-    theirs, autograd = SimpleNamespace(), SimpleNamespace()
+def test_one_that_is_imported_meanwhile_stays():
+    theirs = SimpleNamespace()
     with without_compiler():
-        stands = torch._dynamo
-        monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", autograd)
-        assert stands.compiled_autograd is autograd
         torch._dynamo = theirs
     assert vars(torch)["_dynamo"] is theirs
 

@@ -22,7 +22,6 @@ from flower_dp.clients import (
     LocalDPClient,
     NbAFLRecipe,
     ProximalTerm,
-    ScaffoldRecipe,
     TensorRecords,
     Training,
     app,
@@ -107,6 +106,16 @@ class Rows:
         return self.row
 
 
+class Listed:
+    """Records of a user's own, with no public kind."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def batch(self, positions: Tensor, device: torch.device) -> Any:
+        return [torch.ones(len(positions), 4), LABELS[positions]]
+
+
 def floats(*shape: int) -> Tensor:
     return torch.randn(8, *shape)
 
@@ -130,71 +139,89 @@ def convolution() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, CLASSES))
 
 
+def linear() -> nn.Module:
+    return nn.Linear(4, CLASSES)
+
+
 def half(batch: Tensor) -> Tensor:
     return batch.float() / 255
 
 
+PLAIN = Training(learning_rate=0.1)
 BROKEN: dict[str, tuple[Any, Any, Training, str]] = {
-    "uint8": (convolution, tensors(in_bytes(1, 4, 4)), Training(learning_rate=0.1), reasons.WHOLE_NUMBERS),
-    "dict rows": (
-        lambda: nn.Linear(4, CLASSES),
-        DatasetRecords(dataset=Rows({"image": torch.ones(4), "label": NAME})),
-        Training(learning_rate=0.1),
-        reasons.ROWS,
-    ),
-    "another shape": (lambda: nn.Linear(5, CLASSES), tensors(floats(4)), Training(learning_rate=0.1), reasons.MODEL),
-    "a row of another shape": (
-        lambda: nn.Linear(5, CLASSES),
-        DatasetRecords(dataset=Rows((torch.ones(4), 1))),
-        Training(learning_rate=0.1),
-        reasons.MODEL,
-    ),
-    "other names": (Named, tensors({"tokens": LABELS[:, None]}), Training(learning_rate=0.1), reasons.MODEL),
+    "uint8": (convolution, tensors(in_bytes(1, 4, 4)), PLAIN, reasons.WHOLE_NUMBERS),
+    "dict rows": (linear, DatasetRecords(dataset=Rows({"image": torch.ones(4), "label": NAME})), PLAIN, reasons.ROWS),
+    "another shape": (linear, tensors(floats(5)), PLAIN, reasons.MODEL),
+    "a row of another shape": (linear, DatasetRecords(dataset=Rows((torch.ones(5), 1))), PLAIN, reasons.MODEL),
     "another loss": (
         lambda: nn.Linear(4, 1),
         tensors(floats(4), torch.rand(8)),
         Training(learning_rate=0.1, loss=nn.functional.binary_cross_entropy_with_logits),
         reasons.LOSS,
     ),
-    "no gradient": (lambda: Detached(4, CLASSES), tensors(floats(4)), Training(learning_rate=0.1), reasons.GRADIENT),
+    "no number": (
+        convolution,
+        tensors(floats(1, 4, 4)),
+        Training(learning_rate=0.1, batch_size=1, loss=nn.CrossEntropyLoss(reduction="none")),
+        reasons.LOSS_SHAPE,
+    ),
+    "no gradient": (lambda: Detached(4, CLASSES), tensors(floats(4)), PLAIN, reasons.GRADIENT),
     "a transform of other shapes": (
-        lambda: nn.Linear(4, CLASSES),
+        linear,
         tensors(floats(4), transform=lambda batch: batch @ torch.ones(7, 7)),
-        Training(learning_rate=0.1),
+        PLAIN,
         reasons.TRANSFORM,
     ),
 }
+BY_NAME = tensors({"ids": LABELS[:, None].repeat(1, 5), "mask": torch.ones(8, 5)})
 HONEST: dict[str, tuple[Any, Any, Training]] = {
-    "inputs by name": (
-        Named,
-        tensors({"ids": LABELS[:, None].repeat(1, 5), "mask": torch.ones(8, 5)}),
-        Training(learning_rate=0.1, batch_size=3),
-    ),
-    "no zeros": (Lengths, tensors({"ids": LABELS[:, None].repeat(1, 5), "mask": torch.ones(8, 5)}), Training(learning_rate=0.1)),
+    "inputs by name": (Named, BY_NAME, Training(learning_rate=0.1, batch_size=3)),
+    "no zeros": (Lengths, BY_NAME, PLAIN),
     "tokens": (
         lambda: nn.Sequential(nn.Embedding(1, 4), nn.Flatten(), nn.Linear(8, CLASSES)),
         tensors(torch.zeros(8, 2, dtype=torch.int64)),
         Training(learning_rate=0.1, optimizer="adam"),
     ),
     "LoRA": (Adapted, tensors(floats(4)), Training(learning_rate=0.1, regularizers=(ProximalTerm(strength=0.1),))),
-    "regression": (
-        lambda: nn.Linear(4, 1),
-        tensors(floats(4), torch.randn(8, 1)),
-        Training(learning_rate=0.1, loss=nn.functional.mse_loss, sam_radius=0.05),
-    ),
-    "uint8 with a transform": (convolution, tensors(in_bytes(1, 4, 4), transform=half), Training(learning_rate=0.1)),
-    "a GRU": (lambda: Recurrent(nn.GRU), tensors(floats(6, 4)), Training(learning_rate=0.1)),
-    "a loss that takes other targets": (
-        lambda: nn.Linear(4, CLASSES),
-        tensors(floats(4), LABELS + 1995),
-        Training(learning_rate=0.1, loss=one_based),
-    ),
+    "uint8 with a transform": (convolution, tensors(in_bytes(1, 4, 4), transform=half), PLAIN),
+    "a GRU": (lambda: Recurrent(nn.GRU), tensors(floats(6, 4)), PLAIN),
+    "a loss that takes other targets": (linear, tensors(floats(4), LABELS + 1995), Training(learning_rate=0.1, loss=one_based)),
     "no batch of one": (lambda: Centred(4, CLASSES), tensors(floats(4)), Training(learning_rate=0.1, batch_size=4)),
-    "without records": (
-        lambda: nn.Linear(5, CLASSES),
-        DatasetRecords(dataset=[]),
-        Training(learning_rate=0.1),
+    "a batch in a list": (linear, Listed(), PLAIN),
+    "without records": (linear, DatasetRecords(dataset=[]), PLAIN),
+}
+SINGLE: dict[str, tuple[Any, Any, str]] = {
+    "a GRU": (lambda: Recurrent(nn.GRU), tensors(floats(6, 4)), reasons.RECURRENT),
+    "another shape": (linear, tensors(floats(5)), reasons.MODEL),
+    "an example of another shape": (
+        linear,
+        DatasetRecords(dataset=Rows((torch.ones(4), 1)), example=(torch.zeros(5), 0)),
+        reasons.MODEL,
     ),
+    "a branch on values": (Lengths, tensors({"ids": LABELS[:, None], "mask": torch.ones(8, 1)}), reasons.SINGLE_RECORD),
+    "checkpointing": (lambda: Partial("last", use_reentrant=False), tensors(floats(4)), reasons.CHECKPOINTING),
+    "an old function": (lambda: Doubled(4, CLASSES), tensors(floats(4)), reasons.OLD_FUNCTION),
+    "max_norm": (
+        lambda: nn.Sequential(nn.Embedding(5, CLASSES, max_norm=1.0), nn.Flatten()),
+        tensors(LABELS[:, None]),
+        reasons.MAX_NORM,
+    ),
+    "sparse": (
+        lambda: nn.Sequential(nn.Embedding(5, CLASSES, sparse=True), nn.Flatten()),
+        tensors(LABELS[:, None]),
+        reasons.SPARSE,
+    ),
+}
+RARE = torch.tensor([1.0, 20.0, 3.0])
+WEIGHTED = nn.CrossEntropyLoss(weight=RARE)
+# Losses, and why single records can't be trained with them; None if they can.
+LOSSES: dict[str, tuple[Any, str | None]] = {
+    "class weights": (WEIGHTED, reasons.LOSS_UNEVEN),
+    "no reduction": (nn.CrossEntropyLoss(reduction="none"), reasons.LOSS_SHAPE),
+    "an ignored class": (nn.CrossEntropyLoss(ignore_index=0), None),
+    "a sum with weights": (nn.CrossEntropyLoss(weight=RARE, reduction="sum"), None),
+    "for one record": (lambda o, t: nn.functional.cross_entropy(o[0], t[0]), None),
+    "the square error": (lambda o, t: (o.softmax(1).gather(1, t[:, None]) - 1).square().mean(), None),
 }
 engines = pytest.mark.parametrize("engine", ["one_by_one", "batched"])
 
@@ -238,37 +265,8 @@ def test_an_odd_client_that_can_train_is_not_refused(what, engine):
     assert client_of(build, records, training, engine).why_unable() is None
 
 
-SINGLE: dict[str, tuple[Any, Any, str]] = {
-    "a GRU": (lambda: Recurrent(nn.GRU), tensors(floats(6, 4)), reasons.RECURRENT),
-    "an RNN": (lambda: Recurrent(nn.RNN), tensors(floats(6, 4)), reasons.RECURRENT),
-    "uint8": (convolution, tensors(in_bytes(1, 4, 4)), reasons.WHOLE_NUMBERS),
-    "another shape": (lambda: nn.Linear(5, CLASSES), tensors(floats(4)), reasons.MODEL),
-    "an example of another shape": (
-        lambda: nn.Linear(5, CLASSES),
-        DatasetRecords(dataset=Rows((torch.ones(5), 1)), example=(torch.zeros(4), 0)),
-        reasons.MODEL,
-    ),
-    "a branch on values": (Lengths, tensors({"ids": LABELS[:, None], "mask": torch.ones(8, 1)}), reasons.SINGLE_RECORD),
-}
-
-
-RARE = torch.tensor([1.0, 20.0, 3.0])
 # Losses, and why single records can't be trained with them.
-LOSSES: dict[str, tuple[Any, str]] = {
-    "class weights": (nn.CrossEntropyLoss(weight=RARE), reasons.LOSS_UNEVEN),
-    "class weights in a function": (lambda o, t: nn.functional.cross_entropy(o, t, weight=RARE), reasons.LOSS_UNEVEN),
-    "log-probabilities": (lambda o, t: nn.functional.nll_loss(o.log_softmax(1), t, weight=RARE), reasons.LOSS_UNEVEN),
-    "no reduction": (nn.CrossEntropyLoss(reduction="none"), reasons.LOSS_SHAPE),
-}
-FINE: dict[str, Any] = {
-    "torch's": nn.CrossEntropyLoss(),
-    "an ignored class": nn.CrossEntropyLoss(ignore_index=0),
-    "smooth labels": nn.CrossEntropyLoss(label_smoothing=0.1),
-    "a sum with weights": nn.CrossEntropyLoss(weight=RARE, reduction="sum"),
-    "for one record": lambda o, t: nn.functional.cross_entropy(o[0], t[0]),
-    "the square error": lambda o, t: (o.softmax(1).gather(1, t[:, None]) - 1).square().mean(),
-}
-MODELS: dict[str, Any] = {"linear": (lambda: nn.Linear(4, CLASSES), floats(4)), "convolution": (convolution, floats(1, 4, 4))}
+MODELS: dict[str, Any] = {"linear": (linear, floats(4)), "convolution": (convolution, floats(1, 4, 4))}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -276,15 +274,7 @@ MODELS: dict[str, Any] = {"linear": (lambda: nn.Linear(4, CLASSES), floats(4)), 
 def test_a_loss_that_single_records_have_not_is_refused(what, model):
     (build, inputs), (loss, reason) = MODELS[model], LOSSES[what]
     client = local_client(build, tensors(inputs), FedSGDDPCRecipe(**LOCAL, num_replies=1, loss=loss))
-    assert client.why_unable() == f"{reasons.UNFIT}: {reason}"
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("what", FINE)
-def test_a_loss_that_single_records_have_is_not_refused(what, model):
-    build, inputs = MODELS[model]
-    client = local_client(build, tensors(inputs), FedSGDDPCRecipe(**LOCAL, num_replies=1, loss=FINE[what]))
-    assert client.why_unable() is None
+    assert client.why_unable() == (reason and f"{reasons.UNFIT}: {reason}")
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -299,14 +289,6 @@ def test_a_loss_of_single_records_that_uses_the_weights_is_refused(model):
     assert client.why_unable() == f"{reasons.UNFIT}: {reasons.LOSS_OF_WEIGHTS}"
     together = client_of(lambda: module, tensors(inputs), Training(learning_rate=0.1, loss=loss))
     assert together.why_unable() is None  # autograd differentiates all of it
-
-
-@engines
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_a_loss_without_a_number_is_refused(batch_size, engine):
-    training = Training(learning_rate=0.1, batch_size=batch_size, loss=nn.CrossEntropyLoss(reduction="none"))
-    for build, inputs in MODELS.values():
-        assert client_of(build, tensors(inputs), training, engine).why_unable() == reasons.LOSS_SHAPE
 
 
 def test_a_record_of_a_weighted_sum_counts_with_its_weight():
@@ -330,18 +312,9 @@ def test_records_of_no_known_kind_with_such_a_loss_count_as_zero(caplog):
     """Without an example nobody can say so before round 1: the node's log does, and nothing is trained wrongly."""
     records = DatasetRecords(dataset=[(torch.ones(4), 1)] * 3)
     clip = RecordClip(clip_norm=1.0, step=2.0**-30)
-    loss = LOSSES["class weights"][0]
-    total, _ = clipped_sum(FlatModel(nn.Linear(4, CLASSES)), records, torch.arange(3), clip=clip, loss=loss, seed=0)
+    total, _ = clipped_sum(FlatModel(linear()), records, torch.arange(3), clip=clip, loss=WEIGHTED, seed=0)
     assert not total.any()
     assert "UnfitLossError" in caplog.text
-
-
-class Checkpointed(nn.Linear):
-    """A layer whose activations are computed again in the backward pass."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = checkpoint(super().forward, inputs, use_reentrant=False)
-        return outputs
 
 
 class Forgetful(nn.Linear):
@@ -366,36 +339,22 @@ class Partial(nn.Module):
         return outputs
 
 
-def dp_client(build: Any) -> DPClient:
-    return DPClient(model=build(), clients={"a": tensors(floats(4))}, training=Training(learning_rate=0.1), device="cpu")
-
-
-def test_a_forward_that_fails_for_another_reason_is_not_told_as_one_of_inputs(caplog):
-    """It said that the model did not take inputs of the records' shape; the error is in the node's own log, with its place."""
+def test_a_forward_that_fails_for_another_reason_is_told_by_the_nodes_log_with_its_place(caplog):
     line = Forgetful.forward.__code__.co_firstlineno + 1
-    for client in (
-        dp_client(lambda: Forgetful(4, CLASSES)),
-        local_client(lambda: Forgetful(4, CLASSES), tensors(floats(4)), FedSGDDPCRecipe(**LOCAL, num_replies=1)),
-    ):
-        dry_run._log_once.cache_clear()
-        caplog.clear()
-        told = client.why_unable()
-        assert told is not None
-        assert told.endswith(reasons.MODEL)
-        assert "forward fails" in told
-        assert "does not take" not in told
-        assert "forgotten" not in told
-        words = "AttributeError: 'Forgetful' object has no attribute 'forgotten'"
-        assert f"fails: {words} (test_dry_run.py:{line})" in caplog.text
+    dry_run._log_once.cache_clear()
+    told = client_of(lambda: Forgetful(4, CLASSES), tensors(floats(4)), PLAIN).why_unable()
+    assert told == reasons.MODEL
+    words = "AttributeError: 'Forgetful' object has no attribute 'forgotten'"
+    assert f"fails: {words} (test_dry_run.py:{line})" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 @pytest.mark.parametrize("again", [("last",), ("first", "last")])
 def test_reentrant_checkpointing_is_named_as_the_cause(again):
-    """Its error, or the loss without any gradient, was told as a loss that has no gradient."""
-    assert dp_client(lambda: Partial(*again, use_reentrant=True)).why_unable() == reasons.REENTRANT
-    assert "use_reentrant=False" in reasons.REENTRANT
-    assert dp_client(lambda: Partial(*again, use_reentrant=False)).why_unable() is None
+    """By its error, or by the loss without any gradient."""
+    for use_reentrant, reason in ((True, reasons.REENTRANT), (False, None)):
+        build = lambda use=use_reentrant: Partial(*again, use_reentrant=use)  # noqa: E731
+        assert client_of(build, tensors(floats(4)), PLAIN).why_unable() == reason
 
 
 class Old(torch.autograd.Function):
@@ -414,50 +373,23 @@ class Doubled(nn.Linear):
         return outputs
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, about sparse tensors
 @pytest.mark.parametrize(
-    ("build", "inputs", "reason"),
-    [
-        (lambda: Checkpointed(4, CLASSES), floats(4), reasons.CHECKPOINTING),
-        (lambda: Doubled(4, CLASSES), floats(4), reasons.OLD_FUNCTION),
-        (lambda: nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, CLASSES)), LABELS[:, None], reasons.SPARSE),
-        (lambda: nn.Sequential(nn.Embedding(5, CLASSES, max_norm=1.0), nn.Flatten()), LABELS[:, None], reasons.MAX_NORM),
-        (lambda: nn.Sequential(nn.Embedding(5, CLASSES, sparse=True), nn.Flatten()), LABELS[:, None], reasons.SPARSE),
-    ],
-    ids=["checkpointing", "an old function", "a sparse bag", "max_norm", "a sparse embedding"],
+    ("outputs", "num_features", "loss", "fits"),
+    [(1, 4, nn.functional.mse_loss, True), (1, 5, nn.functional.mse_loss, False), (1, 4, nn.functional.l1_loss, False)],
+    ids=["fits", "another shape", "another loss"],
 )
-def test_what_torch_func_does_not_do_has_a_text_of_its_own(build, inputs, reason):
-    client = local_client(build, tensors(inputs), FedSGDDPCRecipe(**LOCAL, num_replies=1))
-    assert client.why_unable() == f"{reasons.UNFIT}: {reason}"
-
-
-@pytest.mark.parametrize("method", [DPFedPAQRecipe, ScaffoldRecipe])
-@pytest.mark.parametrize(
-    ("build", "inputs", "loss", "fits"),
-    [
-        (lambda: nn.Linear(4, 1), floats(4), nn.functional.mse_loss, True),
-        (lambda: nn.Linear(5, 1), floats(4), nn.functional.mse_loss, False),
-        (lambda: nn.Linear(4, 1), floats(4), nn.functional.l1_loss, False),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), floats(4), nn.functional.mse_loss, False),
-    ],
-    ids=["fits", "another shape", "another loss", "two layers"],
-)
-def test_what_convex_glm_is_not_proved_for_is_found_before_round_1(build, inputs, loss, fits, method):
+def test_what_convex_glm_is_not_proved_for_is_found_before_round_1(outputs, num_features, loss, fits):
     steps = FedPAQSteps(
         learning_rate=0.01, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="convex-glm", smoothness=100.0
     )
-    recipe = method(steps=steps, epsilon=1.0, delta=1e-5, num_replies=1, loss=loss)
-    client = local_client(build, tensors(inputs, torch.rand(8)), recipe)
+    recipe = DPFedPAQRecipe(steps=steps, epsilon=1.0, delta=1e-5, num_replies=1, loss=loss)
+    client = local_client(lambda: nn.Linear(num_features, outputs), tensors(floats(4), torch.rand(8)), recipe)
     assert client.why_unable() == (None if fits else f"{reasons.UNFIT}: {reasons.CONVEX}")
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @engines
-@pytest.mark.parametrize(
-    "loss",
-    [nn.HuberLoss(), nn.functional.mse_loss, lambda o, t: nn.functional.smooth_l1_loss(o, t.float())],
-    ids=["Huber", "square", "in a function"],
-)
+@pytest.mark.parametrize("loss", [nn.HuberLoss(), nn.functional.mse_loss], ids=["Huber", "square"])
 def test_outputs_that_meet_the_targets_of_other_records_are_refused(loss, engine, caplog):
     dry_run._log_once.cache_clear()
     records = tensors(floats(4), torch.arange(8) + 0.5)
@@ -468,6 +400,7 @@ def test_outputs_that_meet_the_targets_of_other_records_are_refused(loss, engine
     assert client_of(lambda: flat, records, training, engine).why_unable() is None
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, about sparse tensors
 @pytest.mark.parametrize("what", SINGLE)
 def test_a_client_of_single_records_that_cannot_train_says_what_to_do(what):
     build, records, reason = SINGLE[what]
@@ -482,28 +415,15 @@ def test_an_odd_client_of_single_records_is_not_refused(what):
     assert local_client(build, records, nbafl(training)).why_unable() is None
 
 
-def test_the_recurrent_layers_that_are_advised_have_gradients_of_single_records():
-    from opacus.layers import DPGRU  # half a second
-
-    client = local_client(lambda: Recurrent(DPGRU), tensors(floats(6, 4)), FedSGDDPCRecipe(**LOCAL, num_replies=1))
-    assert client.why_unable() is None
-
-
-def test_a_model_that_nbafl_cannot_train_is_found_by_its_made_up_records():
-    client = local_client(lambda: nn.Linear(5, CLASSES), tensors(floats(4)), nbafl(Training(learning_rate=0.1)))
-    assert client.why_unable() == f"{reasons.UNFIT}: {reasons.MODEL}"
-
-
 # No record decides
 
 
-@pytest.mark.parametrize("recipe", [FedSGDDPCRecipe(**LOCAL, num_replies=1), nbafl(Training(learning_rate=0.1))])
+@pytest.mark.parametrize("recipe", [FedSGDDPCRecipe(**LOCAL, num_replies=1), nbafl(PLAIN)])
 @pytest.mark.parametrize("row", [{"image": NAME}, (torch.ones(9), 1), None])
 def test_where_single_records_are_protected_no_record_is_looked_at(recipe, row, caplog):
     """A row that does not fit is known to the node's own log alone; the example, or nothing, speaks for the others."""
-    build = lambda: nn.Linear(4, CLASSES)  # noqa: E731
     for example in (None, (torch.zeros(4), 0)):
-        client = local_client(build, DatasetRecords(dataset=Rows(row), example=example), recipe)
+        client = local_client(linear, DatasetRecords(dataset=Rows(row), example=example), recipe)
         with caplog.at_level(logging.ERROR, logger="flwr"):
             assert "unable" not in json.loads(client.get_properties({})[wire.KEY])
     said = [record for record in caplog.records if reasons.ROWS in record.getMessage()]
@@ -532,29 +452,20 @@ class Read(dict):
 
 def test_a_data_frame_is_refused_in_words_that_the_server_learns():
     clients = Read(a=Frame(), b=Frame())
-    client = DPClient(model=nn.Linear(4, CLASSES), clients=clients, training=Training(learning_rate=0.1), device="cpu")
+    client = DPClient(model=linear(), clients=clients, training=PLAIN, device="cpu")
     assert json.loads(client.get_properties({})[wire.KEY])["unable"] == reasons.TABLE
 
 
-def test_a_warning_that_many_clients_have_in_common_is_logged_once(caplog):
-    rows = {name: DatasetRecords(dataset=Rows(("inputs", "target", name))) for name in "abc"}
-    client = DPClient(model=nn.Linear(4, CLASSES), clients=rows, training=Training(learning_rate=0.1), device="cpu")
-    dry_run._warn_once.cache_clear()
-    assert client.why_unable() == reasons.ROWS
-    assert caplog.text.count("a row of the data set is a tuple") == 1
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_the_answer_has_fixed_words_alone(what):
-    build, records, training, reason = BROKEN[what]
-    answer = json.loads(client_of(build, records, training).get_properties({})[wire.KEY])
-    assert answer["unable"] == reason
+def test_the_answer_has_fixed_words_alone():
+    for build, records, training, reason in BROKEN.values():
+        answer = json.loads(client_of(build, records, training).get_properties({})[wire.KEY])
+        assert answer["unable"] == reason
 
 
 def test_values_of_records_change_nothing():
     for value in (0, 7, 255):
         records = tensors(torch.full((8, 1, 4, 4), value, dtype=torch.uint8), torch.full((8,), value))
-        assert client_of(convolution, records, Training(learning_rate=0.1)).why_unable() == reasons.WHOLE_NUMBERS
+        assert client_of(convolution, records, PLAIN).why_unable() == reasons.WHOLE_NUMBERS
 
 
 def test_a_made_up_batch_has_nobodys_values():
@@ -567,7 +478,7 @@ def test_a_made_up_batch_has_nobodys_values():
 
     rows = DatasetRecords(dataset=Rows((torch.full((4,), 5.0), 2)))
     for records in (tensors(torch.full((8, 4), 5.0)), rows):
-        client_of(lambda: Seeing(4, CLASSES), records, Training(learning_rate=0.1)).why_unable()
+        client_of(lambda: Seeing(4, CLASSES), records, PLAIN).why_unable()
     assert len(seen) > 4
     assert {float(value) for inputs in seen for value in inputs.flatten()} == {0.0, 1.0}
 
@@ -577,7 +488,7 @@ def test_a_client_whose_data_cannot_be_read_says_no_more_than_that():
         def __getitem__(self, name: str) -> Any:
             raise OSError(NAME)
 
-    client = client_of(lambda: nn.Linear(4, CLASSES), Lost(a=1), Training(learning_rate=0.1))
+    client = client_of(linear, Lost(a=1), PLAIN)
     assert client.why_unable() == f"{reasons.DATA}; {reasons.SEE_LOG}"
 
 
@@ -594,7 +505,7 @@ def test_a_dry_run_leaves_model_buffers_and_generators_as_they_are():
             self.count += 1
             return nn.functional.dropout(super().forward(inputs), 0.5)
 
-    client = client_of(Counting, tensors(floats(4)), Training(learning_rate=0.1))
+    client = client_of(Counting, tensors(floats(4)), PLAIN)
     before, draws, others = client.model.vector.clone(), torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
     assert client.why_unable() is None
     assert torch.equal(client.model.vector, before)
@@ -613,17 +524,15 @@ def test_one_client_that_can_train_is_enough_and_no_other_is_read():
 
     fits, other = tensors(floats(4)), tensors(floats(5))
     clients = Clients({"a": other, "b": fits, "c": fits})
-    assert client_of(lambda: nn.Linear(4, CLASSES), clients, Training(learning_rate=0.1)).why_unable() is None
+    assert client_of(linear, clients, PLAIN).why_unable() is None
     assert read == ["a", "b"]
 
 
 def test_one_dry_run_a_process_is_enough(monkeypatch):
     calls: list[int] = []
     monkeypatch.setattr(dry_run, "of_training", lambda *args, **keywords: calls.append(1))
-    clients = [
-        client_of(lambda: nn.Linear(4, CLASSES), {f"c{i}": tensors(floats(4))}, Training(learning_rate=0.1)) for i in range(NUM)
-    ]
-    strategy(DPFedAvg, {}).start(grid_of(clients), model_arrays(nn.Linear(4, CLASSES)), num_rounds=1)
+    clients = [client_of(linear, {f"c{i}": tensors(floats(4))}, PLAIN) for i in range(NUM)]
+    strategy(DPFedAvg, {}).start(grid_of(clients), model_arrays(linear()), num_rounds=1)
     assert calls == [1]
 
 
@@ -637,17 +546,14 @@ def strategy(method: Any, options: dict[str, Any]) -> Any:
 
 def nodes_of(kinds: str) -> list[Any]:
     """Nodes with one client each: `f`its, or is of another shape."""
-    return [
-        client_of(lambda: nn.Linear(4, CLASSES), {f"c{i}": tensors(floats(4 if kind == "f" else 5))}, Training(learning_rate=0.1))
-        for i, kind in enumerate(kinds)
-    ]
+    return [client_of(linear, {f"c{i}": tensors(floats(4 if kind == "f" else 5))}, PLAIN) for i, kind in enumerate(kinds)]
 
 
 def test_a_run_in_which_nobody_can_train_ends_before_anything_is_charged():
     made = strategy(DPFedAvg, {})
     grid = grid_of(nodes_of("xxxx"))
     with pytest.raises(RuntimeError, match="no client can train: the model's forward fails on made-up inputs"):
-        made.start(grid, model_arrays(nn.Linear(4, CLASSES)), num_rounds=3)
+        made.start(grid, model_arrays(linear()), num_rounds=3)
     assert made.epsilon == 0
     assert not made.rounds
     assert not [message for message in grid.sent if message.metadata.message_type == "train"]
@@ -656,7 +562,7 @@ def test_a_run_in_which_nobody_can_train_ends_before_anything_is_charged():
 def test_clients_that_cannot_train_decide_nothing_for_the_others(caplog):
     """The population, and so the cost and the denominator, are as if they could."""
     made, all_fit = strategy(DPFedAvg, {}), strategy(DPFedAvg, {})
-    arrays = model_arrays(nn.Linear(4, CLASSES))
+    arrays = model_arrays(linear())
     with caplog.at_level(logging.WARNING, logger="flwr"):
         made.start(grid_of(nodes_of("xxxf")), arrays, num_rounds=2)
     all_fit.start(grid_of(nodes_of("ffff")), arrays, num_rounds=2)
@@ -675,7 +581,7 @@ def test_a_client_that_cannot_train_pays_nothing_on_its_own_account(method, monk
     options: dict[str, Any] = {**LOCAL, "cohort_size": NUM, "num_records": 8, "learning_rate": 0.5}
     made: Any = FedSGDDPC(num_clients=NUM, **options)
     if method == "nbafl":
-        recipe = nbafl(Training(learning_rate=0.1))
+        recipe = nbafl(PLAIN)
         made = NbAFL(
             num_clients=NUM,
             cohort_size=NUM,
@@ -703,23 +609,6 @@ def test_a_client_that_cannot_train_pays_nothing_on_its_own_account(method, monk
     assert not any(charged)
 
 
-def test_batch_statistics_in_client_fn_are_named_and_nothing_else_is():
-    def node(layer: nn.Module) -> Any:
-        def client_fn(context: Context) -> Any:
-            if layer is None:
-                raise ValueError(NAME)
-            return client_of(lambda: nn.Sequential(layer), tensors(floats(4)), Training(learning_rate=0.1))
-
-        return LocalGrid(client_app(client_fn), 1)
-
-    for layer, reason in ((nn.BatchNorm1d(4), reasons.BATCH_STATISTICS), (None, reasons.SEE_LOG)):
-        made = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), delta=1e-3, num_clients=1)
-        with pytest.raises(ValueError, match="client_fn failed") as raised:
-            made.start(node(layer), model_arrays(nn.Linear(4, CLASSES)), num_rounds=1)
-        assert reason in str(raised.value)
-        assert NAME not in str(raised.value)
-
-
 @pytest.mark.parametrize(("kept", "seconds", "words"), [(False, 0.0, 1), (True, 0.0, 0), (False, 1e9, 0)])
 def test_clients_that_are_made_anew_for_each_message_are_told_of_once(kept, seconds, words, monkeypatch, caplog):
     monkeypatch.setattr(app, "_LONG", seconds)
@@ -728,11 +617,11 @@ def test_clients_that_are_made_anew_for_each_message_are_told_of_once(kept, seco
     def client_fn(context: Context) -> Any:
         if not kept or not made:
             recipe = FedSGDDPCRecipe(**LOCAL, num_replies=3)
-            made.append(local_client(lambda: nn.Linear(4, CLASSES), tensors(floats(4)), recipe))
+            made.append(local_client(linear, tensors(floats(4)), recipe))
         return made[-1]
 
     strategy = FedSGDDPC(num_clients=1, cohort_size=1, num_records=8, learning_rate=0.1, **LOCAL)
-    strategy.start(LocalGrid(client_app(client_fn), 1), model_arrays(nn.Linear(4, CLASSES)), num_rounds=3)
+    strategy.start(LocalGrid(client_app(client_fn), 1), model_arrays(linear()), num_rounds=3)
     assert made[-1].dry_run_seconds > 0
     assert len(made) == 1 if kept else len(made) > 3
     assert caplog.text.count("client_fn has made a new client") == words
@@ -748,17 +637,3 @@ def test_an_answer_is_read_in_one_line_and_not_without_end():
     assert "\n" not in hosted("x\ny" * 300).unable
     assert len(hosted("x\ny" * 300).unable) < 600
     assert hosted("").unable == ""
-
-
-def test_a_dry_run_is_three_steps_whatever_the_recipe_says():
-    """One, one on another batch, and the first one again."""
-    steps: list[int] = []
-
-    class Counted(nn.Linear):
-        def forward(self, inputs: Tensor) -> Tensor:
-            steps.append(len(inputs))
-            return super().forward(inputs)
-
-    training = Training(learning_rate=0.1, batch_size=1000, num_local_epochs=50)
-    assert client_of(lambda: Counted(4, CLASSES), tensors(floats(4)), training).why_unable() is None
-    assert steps == [2, 2, 2]

@@ -17,10 +17,8 @@ from flower_dp.clients.training.findings import Findings, findings_of
 OUTPUTS = 2
 
 
-def stack(*middle: nn.Module, bias: bool = True) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv1d(1, 3, 3, padding=1), *(middle or (nn.ReLU(),)), nn.Flatten(), nn.Linear(12, OUTPUTS, bias=bias)
-    )
+def stack(*middle: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv1d(1, 3, 3, padding=1), *(middle or (nn.ReLU(),)), nn.Flatten(), nn.Linear(12, OUTPUTS))
 
 
 def known(model: nn.Module) -> Findings:
@@ -40,9 +38,9 @@ class Weights(nn.Parameter):
     """Might do anything as well."""
 
 
-def hooked(of: str) -> nn.Module:
+def hooked() -> nn.Module:
     model = stack()
-    getattr(model[1], of)(lambda *_: None)
+    model[1].register_forward_hook(lambda *_: None)
     return model
 
 
@@ -80,25 +78,16 @@ def test_models_that_differ_in_their_weights_alone_are_alike() -> None:
     "other",
     [
         lambda: stack(nn.Tanh()),
-        lambda: stack(bias=False),
-        lambda: stack(nn.ReLU(), nn.ReLU()),
         frozen,
         lambda: with_a_note(3),
         lambda: stack().eval(),
     ],
-    ids=["layer", "bias", "number of layers", "frozen", "option", "evaluates"],
+    ids=["layer", "frozen", "option", "evaluates"],
 )
 def test_other_layers_and_options_are_another_model(other: Callable[[], nn.Module]) -> None:
     found = known(stack())
     assert known(other()) is not found
     assert known(other()) is known(other())
-
-
-@pytest.mark.parametrize("ceil_mode", [False, True])
-def test_options_that_torch_does_not_show_count(ceil_mode: bool) -> None:
-    one, other = (stack(nn.AvgPool1d(1, ceil_mode=mode)) for mode in (False, True))
-    assert repr(one) == repr(other)
-    assert known(one) is not known(other)
 
 
 @pytest.mark.parametrize(
@@ -107,24 +96,19 @@ def test_options_that_torch_does_not_show_count(ceil_mode: bool) -> None:
         lambda: stack(Own()),
         lambda: stack(nn.Dropout(0.5)),
         overridden,
-        lambda: hooked("register_forward_hook"),
-        lambda: hooked("register_full_backward_hook"),
+        hooked,
         lambda: with_a_note([1]),
         of_another_kind,
         lambda: nn.Sequential(*[nn.Linear(3, 3)] * 2),
     ],
-    ids=["subclass", "draws", "forward", "hook", "backward hook", "list", "parameter", "layer twice"],
+    ids=["subclass", "draws", "forward", "hook", "list", "parameter", "layer twice"],
 )
 def test_a_model_of_which_more_is_to_be_known_stands_alone(make: Callable[[], nn.Module]) -> None:
     assert known(make()) is not known(make())
 
 
-@pytest.mark.parametrize(
-    "register",
-    ["register_module_forward_hook", "register_module_forward_pre_hook", "register_module_full_backward_hook"],
-)
-def test_a_hook_for_all_modules_counts(register: str) -> None:
-    handle = getattr(nn.modules.module, register)(lambda *_: None)
+def test_a_hook_for_all_modules_counts() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
         assert known(stack()) is not known(stack())
     finally:
@@ -147,17 +131,6 @@ def test_the_next_clients_model_is_not_examined_again_and_another_loss_is(monkey
     assert examined(lambda outputs, targets: outputs.square().mean()) > 0
     assert examined(records=TensorRecords(inputs=torch.zeros(5, 1, 4), targets=torch.zeros(5, OUTPUTS))) > 0
     assert examined() == 0
-
-
-def test_a_model_that_is_changed_is_another_model() -> None:
-    model = FlatModel(stack())
-    findings_of(model)["asked"] = True
-    handle = model.module[1].register_forward_hook(lambda *_: None)
-    assert "asked" not in findings_of(model)
-    findings_of(model)["asked with the hook"] = True
-    assert "asked with the hook" in findings_of(model)
-    handle.remove()
-    assert set(findings_of(model)) == {"asked"}
 
 
 def test_a_copy_knows_nothing_and_no_more_than_so_many_questions_are_kept() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from flower_dp import wire
 from flower_dp.clients import FedSGDDPCRecipe, LocalDPClient, ScaffoldRecipe
 from flower_dp.clients.account import StateAccount
-from flower_dp.clients.kept import KEY, kept_of
+from flower_dp.clients.kept import kept_of
 from flower_dp.core import compression
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
@@ -100,20 +100,6 @@ def test_any_method_may_keep_a_vector_and_its_answers_say_who_had_none():
     assert [one is None for one in seen] == [True, False, True]
     np.testing.assert_array_equal(seen[1].numpy(), first)
     assert answered(node(context))[1].fresh == ()
-
-
-def test_a_method_that_keeps_nothing_leaves_nothing_and_has_no_fresh_clients():
-    context = context_of()
-    assert answered(node(context, PLAIN))[1].fresh == ()
-    assert KEY not in context.state
-
-
-def test_a_retried_round_is_paid_again_and_goes_on_from_what_was_kept():
-    """A server may ask twice for one round: two replies, two charges, and what is kept is of both."""
-    context = context_of()
-    sent = [answered(node(context, names=("c0",)), ("c0",))[0] for _ in range(2)]
-    assert account(context) == [2, 0]
-    np.testing.assert_allclose(stored(context)[0], sent[0] + sent[1], rtol=1e-4, atol=1e-4)
 
 
 def test_two_runs_on_one_node_keep_vectors_of_their_own():

@@ -17,8 +17,7 @@ from flower_dp.clients import DPFedPAQRecipe, FlatModel, TensorRecords
 from flower_dp.clients.dp_fedpaq import Rescale
 from flower_dp.clients.reply.parts import RecordClip, RowClip
 from flower_dp.clients.reply.pipeline import Job
-from flower_dp.clients.training.clipped_steps import ClippedSteps
-from flower_dp.clients.training.convex import ConvexModel
+from flower_dp.clients.training.clipped_steps import ClippedSteps, ConvexModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
@@ -138,7 +137,7 @@ def saddle_records(size: int, batch: int, seed: int, sign: float) -> TensorRecor
     return TensorRecords(inputs=torch.full((size, 1), 1e8), targets=targets)
 
 
-@pytest.mark.parametrize(("num_steps", "batch"), [(1, 1), (2, 1), (5, 1), (1, 3), (4, 3)])
+@pytest.mark.parametrize(("num_steps", "batch"), [(1, 1), (5, 1), (4, 3)])
 @pytest.mark.parametrize("sensitivity", ["per-step", "clip-update"])
 def test_the_saddle_of_a_linear_network_reaches_the_bound(num_steps, batch, sensitivity):
     """One record at the saddle turns every later step around: all of the bound is needed, and 5 % less is not enough."""
@@ -230,7 +229,7 @@ def steep(scale: float) -> tuple[TensorRecords, TensorRecords]:
     return TensorRecords(inputs=features, targets=targets), TensorRecords(inputs=features, targets=flipped)
 
 
-@pytest.mark.parametrize("scale", [2.0, 1e4, 1e8])
+@pytest.mark.parametrize("scale", [2.0, 1e8])
 def test_features_beyond_the_smoothness_do_not_drive_models_apart(scale):
     """Without scaling features down the second step brings the models 10 % further apart than 2 eta C / b."""
     steps = convex()
@@ -238,72 +237,33 @@ def test_features_beyond_the_smoothness_do_not_drive_models_apart(scale):
     assert distance(logistic(), steps, one, other, BINARY, seed=0) <= steps.update_sensitivity(1)
 
 
-def test_steep_features_would_break_the_bound_if_nothing_scaled_them_down():
-    steps = convex()
-    model = logistic()
-    unscaled = ConvexModel(model=model, linear=model.module[1], loss=BINARY, clip_norm=steps.clip_norm, largest_input=math.inf)
-    ends = []
-    for data in steep(1e8):
-        here = torch.zeros(3, dtype=torch.float64)
-        for place in np.random.default_rng(0).permutation(2):
-            summed, _ = unscaled.clipped_sum(here, data, torch.tensor([place]), seed=0)
-            here = here - steps.learning_rate * summed
-        ends.append(here)
-    assert torch.linalg.vector_norm(ends[0] - ends[1]) > 1.05 * steps.update_sensitivity(1)
-
-
-def test_clipped_softmax_of_three_classes_is_not_monotone():
-    """Why `convex-glm` refuses more than two classes: <F(a) - F(b), a - b> < 0 for a norm-clipped gradient F."""
-
-    def clipped(logits: Tensor) -> Tensor:
-        gradient = torch.softmax(logits, 0) - torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
-        return gradient * (0.01 / torch.linalg.vector_norm(gradient)).clamp(max=1)
-
-    a = torch.tensor([0.1, -0.63, -0.03], dtype=torch.float64)
-    b = torch.tensor([-19.5, 5.4, 9.0], dtype=torch.float64)
-    inner = (clipped(a) - clipped(b)) @ (a - b)
-    assert inner < -0.05 * 0.01 * torch.linalg.vector_norm(a - b)
-
-
 # Which models have the proof
+
+
+class Squared(nn.Linear):
+    """A linear layer in disguise."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) ** 2
 
 
 @pytest.mark.parametrize(
     ("model", "loss", "smoothness", "says"),
     [
-        (nn.Linear(3, 3), nn.functional.cross_entropy, 4.0, "softmax may increase the distance"),
-        (nn.Linear(3, 1), nn.functional.cross_entropy, 4.0, "2 outputs"),
+        (nn.Linear(3, 3), nn.functional.cross_entropy, 4.0, "2 outputs with cross_entropy, has 3; for more classes"),
         (nn.Linear(3, 2), BINARY, 4.0, "1 outputs"),
-        (nn.Linear(3, 1), nn.functional.l1_loss, 4.0, "one of torch.nn.functional's"),
         (nn.Linear(3, 1), lambda outputs, targets: BINARY(outputs, targets) + 0, 4.0, "one of torch.nn.functional's"),
         (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), BINARY, 4.0, "has Linear, Linear"),
-        (nn.Sequential(nn.Linear(3, 1), nn.Tanh()), BINARY, 4.0, "has Linear, Tanh"),
         (nn.Sequential(nn.Dropout(), nn.Linear(3, 1)), BINARY, 4.0, "has Dropout, Linear"),
+        (Squared(3, 1), BINARY, 4.0, "has Squared"),
+        (type("Own", (nn.Sequential,), {})(nn.Linear(3, 1)), BINARY, 4.0, "has Own"),
         (nn.Linear(3, 1), BINARY, 0.2, "the bias alone is less smooth"),
     ],
 )
 def test_a_model_without_the_proof_is_refused(model, loss, smoothness, says):
-    steps = convex(smoothness=smoothness)
-    flat = FlatModel(model)
     data = TensorRecords(inputs=torch.zeros(2, 3), targets=torch.zeros(2))
     with pytest.raises(ValueError, match=says):
-        update_of(flat, steps, data, loss, seed=0)
-
-
-def test_a_linear_model_in_disguise_is_refused():
-    class Squared(nn.Linear):
-        def forward(self, inputs: Tensor) -> Tensor:
-            return super().forward(inputs) ** 2
-
-    with pytest.raises(ValueError, match="has Squared"):
-        ConvexModel.of(FlatModel(Squared(3, 1)), BINARY, convex())
-
-    class Own(nn.Sequential):
-        def forward(self, inputs: Tensor) -> Tensor:
-            return super().forward(inputs) ** 2
-
-    with pytest.raises(ValueError, match="has Own"):
-        ConvexModel.of(FlatModel(Own(nn.Linear(3, 1))), BINARY, convex())
+        update_of(FlatModel(model), convex(smoothness=smoothness), data, loss, seed=0)
 
 
 def test_a_linear_model_with_more_parameters_than_its_layer_is_refused():
@@ -441,9 +401,3 @@ def test_the_clip_of_a_sensitivity_is_in_its_slot():
     assert whole.clip_norm == pytest.approx(0.3 * 1 / 0.5)
     # The update that leaves is S long at most, in round 1, and less later.
     assert torch.linalg.vector_norm(Rescale(factor=-0.5)(whole(torch.full((9,), 1e6)))) == pytest.approx(0.3, rel=1e-2)
-
-
-def test_a_recipe_refuses_a_client_with_too_few_records():
-    recipe = DPFedPAQRecipe(steps=steps_of("per-step", batch_size=5), epsilon=1.0, delta=1e-3, num_replies=1)
-    with pytest.raises(ValueError, match="takes num_local_steps x batch_size = 10"):
-        recipe.terms("a", TensorRecords(inputs=torch.zeros(9, 2), targets=torch.zeros(9)))

@@ -1,6 +1,5 @@
 """Records: bad data is refused when it is given, not rounds later."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,14 +13,10 @@ INPUTS, TARGETS = torch.arange(12.0).reshape(4, 3), torch.arange(4)
     [
         ({"inputs": INPUTS.numpy()}, "inputs: is a ndarray"),
         ({"targets": [0, 1, 2, 3]}, "targets: is a list"),
-        ({"targets": None}, "targets: is a NoneType"),
         ({"targets": TARGETS[:3]}, r"shapes \(4, 3\) and \(3,\)"),
-        ({"inputs": INPUTS[:3]}, r"shapes \(3, 3\) and \(4,\)"),
         ({"targets": torch.tensor(1)}, r"shapes \(4, 3\) and \(\)"),
         ({"inputs": {}}, "inputs: has no tensor"),
         ({"inputs": {"a": INPUTS, "b": INPUTS[:3]}}, r"inputs\['b'\], targets: shapes \(3, 3\)"),
-        ({"inputs": {"a": INPUTS.numpy()}}, r"inputs\['a'\]: is a ndarray"),
-        ({"indices": np.arange(2)}, "indices: is a ndarray"),
         ({"indices": torch.arange(2.0)}, "indices: torch.float32"),
         ({"indices": torch.tensor([[0]])}, r"indices: .* of shape \(1, 1\)"),
     ],

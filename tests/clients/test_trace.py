@@ -49,20 +49,6 @@ def test_what_it_makes_itself_it_may_change():
         assert torch.equal(found, expected)
 
 
-def test_it_keeps_changes_when_operations_without_an_effect_are_left_out():
-    def function(given):
-        made = given * 2
-        made[0].add_(1)
-        _unused = made * 5
-        return made
-
-    graph = traced(function, draw(3, 4))
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    assert len(graph.graph.nodes) == 5  # input, product, first row, sum, output
-    assert torch.equal(graph(draw(3, 4) - 1), function(draw(3, 4) - 1))
-
-
 KEPT = torch.zeros(4)
 
 
@@ -70,13 +56,12 @@ KEPT = torch.zeros(4)
     "change",
     [
         lambda given: KEPT.add_(given[0]),
-        lambda given: KEPT[:2].add_(1),
         lambda given: KEPT.view(2, 2)[0].mul_(2) + 0 * given[0, 0],
         lambda given: torch.ops.aten._unsafe_view(KEPT, [2, 2]).mul_(2) + 0 * given[0, 0],
         lambda given: torch.add(given[0], 1, out=KEPT),
         lambda given: given.mul_(2),
     ],
-    ids=["buffer", "part of a buffer", "view of a view", "unsafe view", "out", "input"],
+    ids=["buffer", "view of a view", "unsafe view", "out", "input"],
 )
 def test_what_outlives_a_step_is_not_changed(change):
     given = draw(3, 4)
@@ -92,13 +77,11 @@ def test_what_outlives_a_step_is_not_changed(change):
         (lambda given: given if given.sum() > 0 else -given, "depend on data"),
         (lambda given: given * given.max().item(), "depend on data"),
         (lambda given: given[given > 0], "depend on data"),
-        (lambda given: given.nonzero(), "depend on data"),
         (lambda given: given if torch.equal(given, given) else -given, "depend on data"),
         (nn.functional.dropout, "draws random numbers"),
-        (lambda given: given + torch.rand(4), "draws random numbers"),
         (lambda given: given.clone().normal_(), "draws random numbers"),
     ],
-    ids=["branch", "number", "mask", "places", "equal", "dropout", "rand", "in place"],
+    ids=["branch", "number", "mask", "equal", "dropout", "in place"],
 )
 def test_what_other_data_would_do_otherwise_is_refused(function, reason):
     with pytest.raises(RuntimeError, match=reason):

@@ -73,11 +73,10 @@ def test_shares_of_noise_that_are_drawn_on_it_have_the_stated_scale(label: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("here", [False, True], ids=["records off it", "records on it"])
 @pytest.mark.parametrize("label", [method.label for method in OWN_CLIENTS if method.exact and not method.message_noise(Words())])
-def test_a_group_of_clients_is_trained_and_clipped_on_it_as_on_the_cpu(label: str, here: bool, caplog: Any) -> None:
+def test_a_group_of_clients_is_trained_and_clipped_on_it_as_on_the_cpu(label: str, caplog: Any) -> None:
     (method,) = (one for one in METHODS if one.label == label)
-    grouped = seeded(method, on(SMALL, here=here, engine="batched", group_size=3), num_nodes=1)
+    grouped = seeded(method, on(SMALL, here=True, engine="batched", group_size=3), num_nodes=1)
     assert "one by one" not in caplog.text
     assert [report.replies for report in grouped.strategy.rounds] == [4] * 3
     alone = on_the_cpu(method)

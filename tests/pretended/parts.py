@@ -13,29 +13,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import Context
 from torch import Tensor, nn
 
 from flower_dp.clients import (
     ClientPolicy,
     DatasetRecords,
     DPClient,
-    FedSGDDPCRecipe,
     FlatModel,
-    LocalDPClient,
     ProximalTerm,
     TensorRecords,
     Training,
     as_records,
     client_app,
-    fix_batchnorm,
     local_updates,
     model_arrays,
 )
 from flower_dp.clients.reply.client_level import pipeline
 from flower_dp.clients.reply.pipeline import Job, Refusal, Reply
 from flower_dp.clients.training import devices
-from flower_dp.clients.training.base import base_hash
+from flower_dp.clients.training.attributes import base_hash
 from flower_dp.clients.training.channels_last import Convolutions
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines import ENGINES, num_slots
@@ -43,7 +40,6 @@ from flower_dp.clients.training.records import OnDevice
 from flower_dp.core.clipping import l2_norms
 from flower_dp.core.noise import lattice_step, noise_generator
 from flower_dp.core.sampling import FullSampling
-from flower_dp.running.trained_model import put_into
 from flower_dp.strategies import DPFedAvg
 from flower_dp.wire import Indicator, RoundMask
 from tests.asks import ask as made
@@ -188,15 +184,6 @@ def test_a_class_of_records_of_ones_own_reads_them_itself() -> None:
     assert all(itertools.starmap(torch.equal, zip(rows_of(Wide(), clients, DEVICE, "batched"), expected, strict=True)))
 
 
-@pytest.mark.usefixtures("without_float64")
-def test_a_group_runs_without_float64(caplog: Any) -> None:
-    (method,) = (one for one in METHODS if one.label == "dp-fedavg")
-    grouped = seeded(method, on(SMALL, here=True, engine="batched", group_size=4), num_nodes=1)
-    assert "one by one" not in caplog.text
-    on_cpu = seeded(method, replace(SMALL, node={"engine": "batched"}), num_nodes=1)
-    assert grouped.bits == on_cpu.bits
-
-
 def test_the_size_of_a_group_is_the_same_for_any_cohort(monkeypatch: Any) -> None:
     """The number of those who take part is secret, and one client more must change no bit of another's row."""
     from flower_dp.clients.training.engines import batched
@@ -324,6 +311,18 @@ def test_no_neighbour_changes_a_bit_of_a_row_that_is_clipped_with_others(asked: 
     assert "clipped at once" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("engine", "device", "together"), [("batched", DEVICE, 8), ("one_by_one", DEVICE, 1), ("batched", "cpu", 1)]
+)
+def test_rows_are_clipped_together_by_the_batched_engine_alone(engine: str, device: Any, together: int) -> None:
+    """And by no device that has one client: it would clip rows that nobody has."""
+    from flower_dp.clients.reply.updates import TrainedUpdates
+
+    model, training = FlatModel(linear(), torch.device(device)), Training(learning_rate=0.1)
+    updates = TrainedUpdates(training=training, model=model, server_round=1, engine=engine, group_size=7)
+    assert updates.rows_together == together
+
+
 def test_rows_are_clipped_in_one_shape_for_any_number_of_them(monkeypatch: Any) -> None:
     from flower_dp.clients.reply import parts
 
@@ -334,31 +333,12 @@ def test_rows_are_clipped_in_one_shape_for_any_number_of_them(monkeypatch: Any) 
     assert shapes == {(4, LENGTH)}
 
 
-def test_rows_of_different_lengths_are_clipped_alone() -> None:
-    found = replies([torch.ones(LENGTH), torch.ones(LENGTH - 1)], 4)
-    assert [float(l2_norms(reply.row.cpu())) <= 1 for reply in found] == [True, True]
-
-
-def test_rows_are_clipped_together_by_the_batched_engine_alone(monkeypatch: Any) -> None:
-    """And by no device that has one client: it would clip rows that nobody has."""
-    from flower_dp.clients.reply.updates import TrainedUpdates
-
-    def size(engine: str, device: Any) -> int:
-        model = FlatModel(linear(), torch.device(device))
-        training = Training(learning_rate=0.1)
-        return TrainedUpdates(training=training, model=model, server_round=1, engine=engine, group_size=7).rows_together
-
-    assert [size("batched", DEVICE), size("one_by_one", DEVICE), size("batched", "cpu")] == [8, 1, 1]
-    monkeypatch.setattr(devices, "_SINGLE_PRECISION", frozenset({pretend.NAME}))
-    assert size("batched", DEVICE) == 1  # rows are clipped on the CPU then
-
-
 # Groups
 
 
 @pytest.mark.parametrize(
     ("num_parameters", "group_size", "slots"),
-    [(1000, None, 64), (1000, 100, 100), (1000, 101, 102), (1000, 1, 2), (2**20, 100, 16), (2**40, 100, 2)],
+    [(1000, None, 64), (1000, 101, 102), (1000, 1, 2), (2**20, 100, 16), (2**40, 100, 2)],
 )
 def test_a_group_has_as_many_clients_as_are_asked_for_and_fit(num_parameters: int, group_size: int | None, slots: int) -> None:
     """The device has 4 GiB: 1/64 of it holds 2^24 weights."""
@@ -408,16 +388,8 @@ def test_a_group_that_does_not_fit_into_memory_is_halved(caplog: Any, monkeypatc
         torch.testing.assert_close([row.cpu() for row in rows], [row.cpu() for row in first], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: str(error)[:40])
-def test_a_group_whose_libraries_have_no_memory_left_is_halved(error: Any, caplog: Any, monkeypatch: Any) -> None:
-    sizes = limited(monkeypatch, lambda program: program.num_slots <= 8, error)
-    first, second = rounds_of(FlatModel(nn.Linear(8, 3), DEVICE), [flat(6, seed) for seed in range(3)], 2)
-    assert all(isinstance(row, Tensor) for row in (*first, *second))
-    assert list(dict.fromkeys(sizes)) == [16, 8]
-    assert "do not fit into memory" in caplog.text
-
-
-def test_another_error_of_a_library_is_not_taken_for_a_lack_of_memory() -> None:
+def test_a_lack_of_memory_is_told_from_other_errors() -> None:
+    assert all(devices.is_out_of_memory(error) for error in NO_MEMORY)
     for text in ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", "CUDA error: device-side assert triggered", "out of memory"):
         assert not devices.is_out_of_memory(RuntimeError(text))
     assert not devices.is_out_of_memory(ValueError(str(NO_MEMORY[1])))
@@ -471,23 +443,17 @@ class Wide(nn.Module):
         return outputs
 
 
-def test_clients_with_other_records_that_do_not_fit_change_no_bit_of_a_row(monkeypatch: Any) -> None:
+def test_clients_with_other_records_that_do_not_fit_change_nothing_for_others(monkeypatch: Any) -> None:
     """Neither in the round in which memory ends, nor later: only the size of their own groups changes."""
-    limited(monkeypatch, lambda program: program._inputs.shape[-1] < 100)
-    clients = [flat(6, 1), flat(9, 2), flat(12, 3)]
+    sizes = limited(monkeypatch, lambda program: program._inputs.shape[-1] < 100)
+    clients, model = [flat(6, 1), flat(9, 2), flat(12, 3)], FlatModel(Wide(), DEVICE)
     expected = rounds_of(FlatModel(Wide(), DEVICE), clients, 2)
-    found = rounds_of(FlatModel(Wide(), DEVICE), [*clients, flat(6, 4, width=100)], 2)
+    found = rounds_of(model, [*clients, flat(6, 4, width=100)], 2)
     for rows, others in zip(found, expected, strict=True):
         assert isinstance(rows[3], Tensor)
         assert all(torch.equal(row.cpu(), other.cpu()) for row, other in zip(rows[:3], others, strict=True))
-
-
-def test_clients_with_other_records_that_do_not_fit_change_no_size_of_a_group(monkeypatch: Any) -> None:
-    sizes = limited(monkeypatch, lambda program: program._inputs.shape[-1] < 100)
-    model, wide = FlatModel(Wide(), DEVICE), flat(6, 4, width=100)
-    rounds_of(model, [flat(6, 1), wide], 1)
-    del sizes[:]
-    rounds_of(model, [flat(6, 1)], 1)
+    sizes.clear()
+    rounds_of(model, clients, 1)
     assert set(sizes) == {16}
 
 
@@ -627,27 +593,22 @@ def texts() -> TensorRecords:
     return TensorRecords(inputs=inputs, targets=torch.randint(3, (8,), generator=rng))
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_gradients_of_single_records_are_those_of_the_cpu(named: bool) -> None:
+def test_named_inputs_train_on_it() -> None:
+    """And have the gradients of single records that they have on the CPU."""
     from flower_dp.clients.training.per_record import record_gradients
 
-    own, model = (texts(), Named()) if named else (images(8, 1), LoRA())
-    found = []
-    for device in ("cpu", DEVICE):
-        flat = FlatModel(model, torch.device(device))
-        inputs, targets = own.batch(torch.arange(8), flat.device)
-        rows, losses = record_gradients(flat, inputs, targets, loss=nn.functional.cross_entropy, engine="torch.func")
-        found.append((rows.cpu(), losses.cpu()))
-    torch.testing.assert_close(*found)
-    assert found[0][0].any()
-
-
-def test_named_inputs_train_on_it() -> None:
     own = texts()
     here = replace(own, inputs={name: value.to(DEVICE) for name, value in own.inputs.items()}, targets=own.targets.to(DEVICE))
     (expected,) = rows_of(Named(), [own], "cpu", "one_by_one")
     for there in (own, here):
         assert torch.equal(rows_of(Named(), [there], DEVICE, "one_by_one")[0], expected)
+    found = []
+    for device in ("cpu", DEVICE):
+        flat = FlatModel(Named(), torch.device(device))
+        inputs, targets = own.batch(torch.arange(8), flat.device)
+        rows, losses = record_gradients(flat, inputs, targets, loss=nn.functional.cross_entropy, engine="torch.func")
+        found.append((rows.cpu(), losses.cpu()))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("device", ["cpu", DEVICE], ids=str)
@@ -698,51 +659,11 @@ def test_tensors_that_clients_share_are_moved_once() -> None:
     assert apart.inputs is not first.inputs
 
 
-def test_an_app_of_ones_own_keeps_the_records_of_its_clients_on_it(monkeypatch: Any) -> None:
-    from flower_dp.apps import own_model
-
-    inputs, targets = np.zeros((9, 4), np.float32), np.zeros(9, np.int64)
-    clients = own_model._Clients(lambda client, number: (inputs, targets), ["a", "b"], ["a", "b"], DEVICE)
-    assert clients["a"].inputs is clients["b"].inputs
-    assert clients["a"].inputs.device == DEVICE
-
-
 # Models
-
-
-def test_a_model_has_its_device_with_an_index() -> None:
-    assert FlatModel(linear(), torch.device(pretend.NAME)).device == DEVICE
-    assert FlatModel(linear()).device == torch.device("cpu")
 
 
 def test_the_hash_of_a_frozen_base_is_the_same_on_it() -> None:
     assert base_hash(LoRA().to(DEVICE)) == base_hash(LoRA()) != ""
-
-
-def test_a_frozen_parameter_that_training_changes_is_noticed_on_it() -> None:
-    class Moving(LoRA):
-        def forward(self, inputs: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.base.bias.add_(1)
-            return super().forward(inputs)
-
-    model = FlatModel(Moving(), DEVICE)
-    arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [0], "engine": "one_by_one"}
-    (row,) = local_updates(model.vector.clone(), [images(4, 1)], RECIPE, **arguments)
-    assert "frozen" in str(row)
-
-
-def test_a_run_can_be_put_into_a_model_on_it() -> None:
-    model = linear().to(DEVICE)
-    put_into(model, {"0.weight": np.full((3, 6), 2.0, np.float32)}, {}, "here")
-    assert model[0].weight.device == DEVICE
-    assert model[0].weight.cpu().unique().tolist() == [2.0]
-    assert model_arrays(model)["0.weight"].numpy().max() == 2
-
-
-def test_batchnorm_is_replaced_where_it_is() -> None:
-    fixed = fix_batchnorm(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)).to("meta"))
-    assert {value.device.type for value in fixed.parameters()} == {"meta"}
 
 
 # Why nothing trains
@@ -760,22 +681,14 @@ class Broken(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("level", ["client", "record"])
-def test_the_log_of_a_node_says_why_no_client_trains(level: str, caplog: Any) -> None:
+def test_the_log_of_a_node_says_why_no_client_trains(caplog: Any) -> None:
     """In one line, and with a traceback in lines of their own; once, though there are several clients."""
     hosted = {name: records(name, 8) for name in ("c0", "c1")}
-    context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
-    recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=3)
-    client = (
-        DPClient(model=Broken(), clients=hosted, training=Training(learning_rate=0.1), device=DEVICE)
-        if level == "client"
-        else LocalDPClient(model=Broken(), clients=hosted, recipe=recipe, context=context, device=DEVICE)
-    )
+    client = DPClient(model=Broken(), clients=hosted, training=Training(learning_rate=0.1), device=DEVICE)
     assert client.why_unable() is not None
     (told,) = [record.getMessage() for record in caplog.records if "first cause" in record.getMessage()]
     first, *trace = told.splitlines()
     assert "Expected all tensors to be on the same device" in first
-    assert trace[0] == "traceback | Traceback (most recent call last):"
     assert any("in forward" in line for line in trace)
     assert all(line.startswith("traceback | ") for line in trace)
 

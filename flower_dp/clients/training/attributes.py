@@ -1,5 +1,6 @@
-"""What a model holds besides values of parameters and buffers: which tensors its layers have, and plain attributes of layers."""
+"""What a model holds besides trained values: plain attributes of its layers, and frozen tensors with their hash."""
 
+import hashlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,10 @@ class Attributes:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._of = [(layer, _attributes(layer)) for layer in module.modules()]
+        self._of = [
+            (layer, {name: _copy(value) for name, value in vars(layer).items() if name not in _OTHERS})
+            for layer in module.modules()
+        ]
 
     def restore(self) -> None:
         """Restore every layer's attributes, and remove those that are new."""
@@ -54,10 +58,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for layer, was in modes:
             layer.training = was
-
-
-def _attributes(layer: nn.Module) -> dict[str, Any]:
-    return {name: _copy(value) for name, value in vars(layer).items() if name not in _OTHERS}
 
 
 def _copy(value: Any) -> Any:
@@ -91,3 +91,37 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
         whole = len(octets) // 8 * 8
         sums += [octets[:whole].view(torch.int64).sum(), octets[whole:].sum()]
     return torch.stack(sums) if sums else torch.zeros(0)
+
+
+def base_hash(module: nn.Module) -> str:
+    """Return the SHA-256 of what a module does not train: names, shapes and values of frozen parameters and of buffers.
+
+    It is the same on every device and in every precision that holds the values: floats count as float32. Only what is in the
+    state_dict counts.
+
+    Args:
+        module: on any device.
+
+    Returns:
+        64 hexadecimal digits; "" where no parameter is frozen.
+
+    Example:
+        >>> import torch
+        >>> from flower_dp.clients.training.attributes import base_hash
+        >>> model = torch.nn.Linear(3, 2)
+        >>> base_hash(model), len(base_hash(model.requires_grad_(False)))
+        ('', 64)
+    """
+    if all(parameter.requires_grad for parameter in module.parameters()):
+        return ""
+    rest = {
+        name: tensor
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and not tensor.requires_grad
+    }
+    digest = hashlib.sha256()
+    for name, tensor in sorted(rest.items()):
+        values = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype).contiguous()
+        digest.update(f"{name} {tuple(values.shape)} {values.dtype}\n".encode())
+        digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

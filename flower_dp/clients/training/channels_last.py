@@ -37,11 +37,9 @@ class Convolutions:
     def suit(self, inputs: Any, targets: Tensor, gradients: Gradients, *, key: object) -> bool:
         """Return whether channels last give the same gradients of records like these, for a key of `gradients`."""
         kind = self.kind_of(inputs, targets)
-        if kind is None:
-            return False
-        if (key, kind) not in self._known:
+        if kind is not None and (key, kind) not in self._known:
             self._known[key, kind] = self._tried(inputs, targets, gradients)
-        return self._known[key, kind]
+        return kind is not None and self._known[key, kind]
 
     @contextmanager
     def channels_last(self) -> Iterator[None]:

@@ -1,9 +1,8 @@
 """Devices: where a model is trained, and what differs between a CPU and a GPU."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,28 +21,6 @@ _NO_MEMORY = (
 )
 # Devices without float64, in which norms, sums and noise must be computed.
 _SINGLE_PRECISION = frozenset({"mps"})
-
-
-class Generator(Protocol):
-    """A process-wide generator of random numbers."""
-
-    def get_state(self) -> Any:
-        """Return the state."""
-
-    def set_state(self, state: Any) -> Any:
-        """Take over an earlier state."""
-
-    def manual_seed(self, seed: int) -> Any:
-        """Begin the sequence of a seed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Functions:
-    """A generator by three functions, such as those of the module of a backend that does not list its generators (MPS)."""
-
-    get_state: Callable[[], Any]
-    set_state: Callable[[Any], Any]
-    manual_seed: Callable[[int], Any]
 
 
 def default_device(device: torch.device | str | None = None) -> torch.device:
@@ -74,9 +51,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     Another state, such as CUDNN_STATUS_NOT_SUPPORTED, may have any reason, and is an error like any other.
     """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(state in str(error) for state in _NO_MEMORY)
+    told = isinstance(error, RuntimeError) and any(state in str(error) for state in _NO_MEMORY)
+    return told or isinstance(error, torch.OutOfMemoryError)
 
 
 def release_memory(device: torch.device) -> None:
@@ -89,25 +65,6 @@ def total_memory(device: torch.device) -> int:
     """Return the bytes of an accelerator's memory; of one that does not say, 4 GiB."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     return 2**32 if properties is None else int(properties(device).total_memory)
-
-
-def default_generators(device: torch.device) -> list[Generator]:
-    """Return torch's process-wide generators that work on a device may use: the CPU's, and the device's own.
-
-    Raises:
-        RuntimeError: if the device has a generator that can't be found: its draws would follow from no seed.
-    """
-    if not is_accelerator(device):
-        return [torch.default_generator]
-    module = torch.get_device_module(device)
-    listed = getattr(module, "default_generators", None)
-    if listed:
-        index = module.current_device() if device.index is None else device.index
-        return [torch.default_generator, listed[index]]
-    if not hasattr(module, "get_rng_state"):
-        raise RuntimeError(f"device {device}: its random generator can't be found")
-    own = Functions(get_state=module.get_rng_state, set_state=module.set_rng_state, manual_seed=module.manual_seed)
-    return [torch.default_generator, own]
 
 
 def select_rows(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -139,20 +96,18 @@ def reproducible(device: torch.device) -> Iterator[None]:
         yield
         return
     cudnn: Any = torch.backends.cudnn
-    before = cudnn.deterministic, cudnn.benchmark
+    before = {"deterministic": cudnn.deterministic, "benchmark": cudnn.benchmark}
+    inside = {"deterministic": True, "benchmark": False}
+    with suppress(RuntimeError):  # where somebody has used the newer switches
+        before["allow_tf32"] = cudnn.allow_tf32
+        inside["allow_tf32"] = _wants_tf32()
     try:
-        allowed = cudnn.allow_tf32
-    except RuntimeError:  # by the newer switches
-        allowed = None
-    try:
-        cudnn.deterministic, cudnn.benchmark = True, False
-        if allowed is not None:
-            cudnn.allow_tf32 = _wants_tf32()
+        for name, value in inside.items():
+            setattr(cudnn, name, value)
         yield
     finally:
-        cudnn.deterministic, cudnn.benchmark = before
-        if allowed is not None:
-            cudnn.allow_tf32 = allowed
+        for name, value in before.items():
+            setattr(cudnn, name, value)
 
 
 def _wants_tf32() -> bool:

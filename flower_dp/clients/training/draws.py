@@ -2,12 +2,23 @@
 
 import hashlib
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from flower_dp.clients.training.devices import Functions, Generator, default_generators
+from flower_dp.clients.training.devices import is_accelerator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Functions:
+    """A process-wide generator by three functions, for one that is no `torch.Generator`."""
+
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], Any]
+    manual_seed: Callable[[int], Any]
 
 
 def _seed_numpy(seed: int) -> None:
@@ -19,6 +30,25 @@ _PYTHON = Functions(get_state=random.getstate, set_state=random.setstate, manual
 _NUMPY = Functions(get_state=np.random.get_state, set_state=np.random.set_state, manual_seed=_seed_numpy)
 
 
+def default_generators(device: torch.device) -> list[torch.Generator | Functions]:
+    """Return torch's process-wide generators that work on a device may use: the CPU's, and the device's own.
+
+    Raises:
+        RuntimeError: if the device has a generator that can't be found: its draws would follow from no seed.
+    """
+    if not is_accelerator(device):
+        return [torch.default_generator]
+    module = torch.get_device_module(device)
+    listed = getattr(module, "default_generators", None)
+    if listed:
+        return [torch.default_generator, listed[module.current_device() if device.index is None else device.index]]
+    if not hasattr(module, "get_rng_state"):
+        raise RuntimeError(f"device {device}: its random generator can't be found")
+    # Such as MPS, which does not list its generators.
+    own = Functions(get_state=module.get_rng_state, set_state=module.set_rng_state, manual_seed=module.manual_seed)
+    return [torch.default_generator, own]
+
+
 class OwnDraws:
     """A context in which torch's process-wide generators follow from one seed, for dropout for example.
 
@@ -26,7 +56,7 @@ class OwnDraws:
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        self._lent: list[Generator] = default_generators(device)
+        self._lent = default_generators(device)
         self._seed = seed
         self._kept: list[Any] = []
 
@@ -43,34 +73,35 @@ class OwnDraws:
             generator.manual_seed(seed)
 
     def __enter__(self) -> None:
-        outside = [generator.get_state() for generator in self._lent]
-        for index, generator in enumerate(self._lent):
-            if self._kept:
-                generator.set_state(self._kept[index])
-            else:
-                generator.manual_seed(self._seed)
-        self._kept = outside
+        inside, self._kept = self._kept, [generator.get_state() for generator in self._lent]
+        if inside:
+            self._set(inside)
+        else:
+            self.restart(self._seed)
 
     def __exit__(self, *_: object) -> None:
-        inside = [generator.get_state() for generator in self._lent]
-        for generator, state in zip(self._lent, self._kept, strict=True):
+        outside, self._kept = self._kept, [generator.get_state() for generator in self._lent]
+        self._set(outside)
+
+    def _set(self, states: list[Any]) -> None:
+        for generator, state in zip(self._lent, states, strict=True):
             generator.set_state(state)
-        self._kept = inside
 
 
 def draws_seed(seed: int) -> int:
     """Return the seed for all draws except the order of records, for which `seed` itself is used."""
-    digest = hashlib.blake2b(f"{seed}/draws".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1
+    return _hashed(f"{seed}/draws")
 
 
 def record_seed(seed: int, position: int) -> int:
     """Return the seed for the draws of one record: no other record changes them, whatever it draws itself."""
-    digest = hashlib.blake2b(f"{seed}/record/{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1
+    return _hashed(f"{seed}/record/{position}")
 
 
 def batch_seed(seed: int, server_round: int, client: str) -> int:
     """Return the seed for the order of one client's records in one round, the same on any node."""
-    digest = hashlib.blake2b(f"{seed}/{server_round}/{client}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1
+    return _hashed(f"{seed}/{server_round}/{client}")
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1

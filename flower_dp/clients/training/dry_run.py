@@ -18,33 +18,32 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from flower_dp.clients import reasons
-from flower_dp.clients.reasons import UnfitLossError
 from flower_dp.clients.tracebacks import place_of, traceback_of
-from flower_dp.clients.training.convex import ConvexModel
+from flower_dp.clients.training.clipped_steps import ConvexModel
 from flower_dp.clients.training.devices import is_accelerator
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines import local_updates
 from flower_dp.clients.training.findings import findings_of
-from flower_dp.clients.training.joins import KeepsError, differs
+from flower_dp.clients.training.joins import KeepsError, Watch, differs
 from flower_dp.clients.training.losses import Loss, checked
-from flower_dp.clients.training.per_record import UnfitModelError
 from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.record_clipping import check_model
 from flower_dp.clients.training.records import (
+    Batch,
     DatasetRecords,
-    Inputs,
     Records,
     TensorRecords,
     canonical,
     each,
-    kinds,
+    kind_of,
     made_up,
+    mapped,
     outputs_of,
 )
 from flower_dp.core import checks
+from flower_dp.core.root_logger import SHOWN
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 
 log = logging.getLogger("flwr")
@@ -57,7 +56,6 @@ _REENTRANT = ("use_reentrant=True", "None of the inputs have requires_grad=True"
 _MOST_OF_CAUSE = 300
 # Records of a made-up batch: some models need more than one.
 _FEW = 2
-_Batch = tuple[Inputs, Tensor]
 # Losses of torch that compare number by number, and broadcast.
 _PAIRED = tuple(getattr(nn.functional, f"{name}_loss") for name in ("mse", "l1", "smooth_l1", "huber"))
 
@@ -77,14 +75,11 @@ def of_training(model: FlatModel, records: Records, training: Training, *, publi
         example = _example(records, model.device, public=public)
         if not isinstance(example, tuple):
             return example
-        key = ("trained", training, kinds(*example))
-        findings = findings_of(model)
-        if key not in findings:
-            why = _Trial(model, training).why_not(example)
-            if why is not None:
-                return why
+        key, findings = ("trained", training, kind_of(*example)), findings_of(model)
+        why = None if key in findings else _Trial(model, training).why_not(example)
+        if why is None:
             findings[key] = True
-        return None
+        return why
 
 
 def of_records(model: FlatModel, records: Records, loss: Loss) -> str | None:
@@ -92,13 +87,12 @@ def of_records(model: FlatModel, records: Records, loss: Loss) -> str | None:
     with OwnDraws.of_data_sets(model.vector.device):
         try:
             check_model(model, records, loss)
-        except UnfitModelError as error:
-            _log_cause("the gradient of a single record", error.__cause__ or error)
-            if isinstance(error.__cause__, KeepsError):
+        except reasons.UnfitModelError as error:
+            cause = error.__cause__ or error
+            _log_cause("the gradient of a single record", cause)
+            if isinstance(cause, KeepsError):
                 return reasons.KEEPS
-            if isinstance(error.__cause__, UnfitLossError):
-                return str(error.__cause__)
-            return _why_no_record(model, records, loss, error.__cause__ or error)
+            return str(cause) if isinstance(cause, reasons.UnfitLossError) else _why_no_record(model, records, loss, cause)
         return None
 
 
@@ -121,9 +115,9 @@ def log_private_kind(clients: Mapping[str, Records]) -> None:
     try:
         name, records = next(iter(clients.items()))
         if isinstance(records, DatasetRecords) and records.example is None and not _is_pair(records.dataset[0]):
-            log.error("client %s can't train: %s (only this log says so)", name, reasons.ROWS, extra={"shown": True})
+            log.error("client %s can't train: %s (only this log says so)", name, reasons.ROWS, extra=SHOWN)
     except Exception as error:
-        _warn_once(f"dry run: the first record can't be read: {type(error).__name__}: {error}")
+        _log_unread(error)
 
 
 def _why_no_record(model: FlatModel, records: Records, loss: Loss, error: BaseException) -> str | None:
@@ -134,13 +128,11 @@ def _why_no_record(model: FlatModel, records: Records, loss: Loss, error: BaseEx
     example = _example(records, model.device, public=True)
     if not isinstance(example, tuple):
         return example
-    inputs, target = each(example[0], canonical), canonical(example[1])
+    record = mapped(canonical, *example)
     trial = _Trial(model, Training(learning_rate=1.0, batch_size=1, loss=loss))
-    if (why := trial.why_no_outputs((inputs, target))) is not None:
+    if (why := trial.why_no_outputs(record)) is not None:
         return why
-    if trial.loss_fails((inputs, target)):
-        return reasons.LOSS
-    return _why_no_function(model.module, str(error))
+    return reasons.LOSS if trial.fails(trial.loss, record) else _why_no_function(model.module, str(error))
 
 
 def _why_no_function(module: nn.Module, text: str) -> str:
@@ -161,41 +153,40 @@ class _Trial:
     """Steps of training on made-up batches: a few records, then a whole batch, of zeros, then of ones."""
 
     def __init__(self, model: FlatModel, training: Training) -> None:
-        self._model, self._training, self._shapes = model, training, _Shapes()
+        self._model, self._training, self._shapes = model, training, Watch(_mixes)
         # On a GPU an index out of range makes it unusable for the process.
         self._safe = not is_accelerator(model.device)
 
-    def why_not(self, example: _Batch) -> str | None:
+    def why_not(self, example: Batch) -> str | None:
         """Return why there is no step on any batch that looks like this record [1, ...]; None if there is one."""
+        row: Any = None
         for batch in self._batches(example):
-            row = self._step(batch)
+            row = self._tried(self._row, batch)
             if isinstance(row, Tensor):
                 return reasons.KEEPS if self._keeps(batch, row) else self._why_broadcast()
-            error = row
-        _log_cause("a step of training", error)
-        if isinstance(error, UnfitLossError):
-            return str(error)
+        _log_cause("a step of training", row)
+        if isinstance(row, reasons.UnfitLossError):
+            return str(row)
         if (why := self.why_no_outputs(example)) is not None:
             return why
-        if self.loss_fails(example):  # a loss of the user's own may take other targets than these
+        if self.fails(self.loss, example):  # a loss of the user's own may take other targets than these
             return reasons.LOSS if _is_torchs(self._training.loss) else None
         return self._why_no_gradient(example)
 
-    def _why_no_gradient(self, example: _Batch) -> str:
+    def _why_no_gradient(self, example: Batch) -> str:
         """Return why there is no gradient of a loss that can be computed."""
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            errors = [self._error(self._gradients, batch) for batch in self._batches(example)]
-        if None in errors:
+            found = [self._tried(self._gradients, batch) for batch in self._batches(example)]
+        if not all(isinstance(one, Exception) for one in found):
             return reasons.STEP
-        texts = [*map(str, errors), *(str(one.message) for one in told)]
+        texts = [*map(str, found), *(str(one.message) for one in told)]
         return reasons.REENTRANT if any(sign in text for sign in _REENTRANT for text in texts) else reasons.GRADIENT
 
-    def _keeps(self, batch: _Batch, row: Tensor) -> bool:
+    def _keeps(self, batch: Batch, row: Tensor) -> bool:
         """Return whether the row of a batch is another one after a step on another batch."""
-        other = each(batch[0], _drawn), batch[1]
-        self._step(other)
-        again = self._step(batch)
+        self._tried(self._row, (each(batch[0], _drawn), batch[1]))
+        again = self._tried(self._row, batch)
         return isinstance(again, Exception) or differs(row, again)
 
     def _why_broadcast(self) -> str | None:
@@ -205,95 +196,73 @@ class _Trial:
         _log_cause("the loss", ValueError(self._shapes.found))
         return reasons.BROADCAST
 
-    def why_no_outputs(self, example: _Batch) -> str | None:
+    def why_no_outputs(self, example: Batch) -> str | None:
         """Return why the model has no outputs, None if it has."""
-        if self._works(lambda batch: self._outputs(batch[0]), example):
+        if not self.fails(self._outputs, example):
             return None
         floats = each(example[0], lambda tensor: tensor if tensor.is_floating_point() else tensor.float())
-        works = self._works(lambda batch: self._outputs(batch[0]), (floats, example[1]))
-        return reasons.WHOLE_NUMBERS if works else reasons.MODEL
+        return reasons.MODEL if self.fails(self._outputs, (floats, example[1])) else reasons.WHOLE_NUMBERS
 
-    def loss_fails(self, example: _Batch) -> bool:
-        """Tell whether the loss fails on every made-up batch."""
-        return not self._works(self._loss, example)
+    def fails(self, function: Callable[[Batch], object], example: Batch) -> bool:
+        """Tell whether a function fails on every made-up batch."""
+        return all(isinstance(self._tried(function, batch), Exception) for batch in self._batches(example))
 
-    def _batches(self, example: _Batch) -> Iterator[_Batch]:
+    def _batches(self, example: Batch) -> Iterator[Batch]:
         size = self._training.batch_size
         for count in dict.fromkeys((min(_FEW, size), size)):
             for value in (0, 1) if self._safe else (0,):
                 yield _filled(example, count, value)
 
-    def _works(self, function: Callable[[_Batch], object], example: _Batch) -> bool:
-        return any(self._error(function, batch) is None for batch in self._batches(example))
-
-    def _error(self, function: Callable[[_Batch], object], batch: _Batch) -> Exception | None:
+    def _tried(self, function: Callable[[Batch], object], batch: Batch) -> Any:
+        """Return what a function makes of a batch, or its error; the model stays as it is."""
         self._model.reset_buffers()
         start = self._model.vector.clone()
         try:
-            function(batch)
+            return function(batch)
         except Exception as error:
             return error
         finally:
             self._model.vector.copy_(start)
             self._model.reset_buffers()
-        return None
 
-    def _step(self, batch: _Batch) -> Tensor | Exception:
+    def _row(self, batch: Batch) -> Tensor | Exception:
         """Return the update of one step, or its error; without the loss where it is not safe to ask it."""
         inputs, targets = batch
         asked = self._safe or targets.is_floating_point() or _is_torchs(self._training.loss)
         loss = self._training.loss if asked else _no_loss
         brief = replace(self._training, batch_size=len(targets), num_local_epochs=1, num_local_steps=1, loss=loss)
+        clients, start = [TensorRecords(inputs=inputs, targets=targets)], self._model.vector.clone()
+        with self._shapes:
+            return next(local_updates(start, clients, brief, model=self._model, server_round=1, seeds=[0]))
 
-        rows: list[Tensor] = []
+    def _outputs(self, batch: Batch) -> Any:
+        return outputs_of(self._model.module, batch[0])
 
-        def step(_: _Batch) -> None:
-            records = TensorRecords(inputs=inputs, targets=targets)
-            vector = self._model.vector.clone()
-            with self._shapes:
-                for row in local_updates(vector, [records], brief, model=self._model, server_round=1, seeds=[0]):
-                    if isinstance(row, Exception):
-                        raise row
-                    rows.append(row)
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch."""
+        return checked(self._training.loss)(self._outputs(batch), batch[1])
 
-        return self._error(step, batch) or rows[0]
-
-    def _outputs(self, inputs: Inputs) -> Any:
-        return outputs_of(self._model.module, inputs)
-
-    def _loss(self, batch: _Batch) -> Tensor:
-        return checked(self._training.loss)(self._outputs(batch[0]), batch[1])
-
-    def _gradients(self, batch: _Batch) -> None:
-        torch.autograd.grad(self._loss(batch), self._model.parameters, allow_unused=True)
+    def _gradients(self, batch: Batch) -> object:
+        return torch.autograd.grad(self.loss(batch), self._model.parameters, allow_unused=True)
 
 
-class _Shapes(TorchFunctionMode):
-    """A context that notes whether one of torch's losses of single numbers broadcasts outputs to targets of other dimensions.
+def _mixes(function: Any, given: list[Any]) -> str | None:
+    """Return what one of torch's losses of single numbers compares if it broadcasts outputs to targets of other dimensions.
 
     Outputs [n, 1] against targets [n] make n x n pairs.
-
-    Attributes:
-        found: what it compares; None for nothing of that kind.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: str | None = None
-
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        if function in _PAIRED and len(arguments) > 1 and all(isinstance(one, Tensor) for one in arguments[:2]):
-            outputs, targets = (tuple(one.shape) for one in arguments[:2])
-            if len(outputs) != len(targets) and np.broadcast_shapes(outputs, targets) != outputs:
-                self.found = f"{function.__name__} compares outputs of shape {outputs} with targets of shape {targets}"
-        return function(*arguments, **(named or {}))
+    if function in _PAIRED and len(given) > 1 and all(isinstance(one, Tensor) for one in given[:2]):
+        outputs, targets = (tuple(one.shape) for one in given[:2])
+        if len(outputs) != len(targets) and np.broadcast_shapes(outputs, targets) != outputs:
+            return f"{function.__name__} compares outputs of shape {outputs} with targets of shape {targets}"
+    return None
 
 
 def _no_loss(outputs: Tensor, _: Tensor) -> Tensor:
     return outputs.mean()
 
 
-def _example(records: Records, device: torch.device, *, public: bool) -> _Batch | str | None:
+def _example(records: Records, device: torch.device, *, public: bool) -> Batch | str | None:
     """Return a record [1, ...] of a client's shapes and types, or why there is none; None if nobody knows them."""
     try:
         made = made_up(records, device)
@@ -303,16 +272,16 @@ def _example(records: Records, device: torch.device, *, public: bool) -> _Batch 
     if made is not None or public:
         return made
     try:
+        if isinstance(records, DatasetRecords) and len(records) and not _is_pair(row := records.dataset[0]):
+            _log_once(logging.WARNING, f"dry run: a row of the data set is a {type(row).__name__}")
+            return reasons.ROWS
         if not len(records):
             return None
-        if isinstance(records, DatasetRecords) and not _is_pair(row := records.dataset[0]):
-            _warn_once(f"dry run: a row of the data set is a {type(row).__name__}")
-            return reasons.ROWS
         inputs, targets = records.batch(torch.tensor([0]), device)
-    except Exception as error:  # of one record, which decides nothing
-        _warn_once(f"dry run: the first record can't be read: {type(error).__name__}: {error}")
+        return inputs, targets
+    except Exception as error:
+        _log_unread(error)
         return None
-    return inputs, targets
 
 
 def _log_cause(what: str, error: BaseException) -> None:
@@ -321,31 +290,27 @@ def _log_cause(what: str, error: BaseException) -> None:
     while (earlier := error.__cause__) is not None and id(earlier) not in seen:
         seen.add(id(error := earlier))
     text = checks.one_line(f"{type(error).__name__}: {error}", most=_MOST_OF_CAUSE)
-    _log_once(f"{FIRST_CAUSE}: {what} fails: {text}{place_of(error)}", traceback_of(error))
+    _log_once(logging.ERROR, f"{FIRST_CAUSE}: {what} fails: {text}{place_of(error)}", traceback_of(error))
 
 
-@lru_cache(maxsize=64)
-def _log_once(line: str, trace: str) -> None:
-    log.error("%s%s", line, trace, extra={"shown": True})
+def _log_unread(error: Exception) -> None:
+    """Log that one record can't be read, which decides nothing."""
+    _log_once(logging.WARNING, f"dry run: the first record can't be read: {type(error).__name__}: {error}")
 
 
-@lru_cache(maxsize=64)
-def _warn_once(line: str) -> None:
-    """Log a warning that many clients of this process may have in common."""
-    log.warning("%s", line, extra={"shown": True})
+@lru_cache(maxsize=128)
+def _log_once(level: int, line: str, trace: str = "") -> None:
+    """Log what many clients of this process may have in common."""
+    log.log(level, "%s%s", line, trace, extra=SHOWN)
 
 
 def _is_pair(row: Any) -> bool:
     return isinstance(row, tuple | list) and len(row) == 2
 
 
-def _filled(example: _Batch, count: int, value: int) -> _Batch:
+def _filled(example: Batch, count: int, value: int) -> Batch:
     """Return a batch [count, ...] of one value, of the shapes and types of a record."""
-
-    def filled(tensor: Tensor) -> Tensor:
-        return torch.full((count, *tensor.shape[1:]), value, dtype=tensor.dtype, device=tensor.device)
-
-    return each(example[0], filled), filled(example[1])
+    return mapped(lambda one: torch.full((count, *one.shape[1:]), value, dtype=one.dtype, device=one.device), *example)
 
 
 def _drawn(tensor: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from flower_dp.core.root_logger import untouched_root_logger
@@ -66,22 +65,14 @@ def _replacement(name: str, layer: Any, fix: Callable[..., Any], num_groups: int
     groups = _groups(layer) if num_groups is None else num_groups
     if groups < 1 or channels % groups:
         raise ValueError(f"num_groups={groups}: must divide the {channels} channels of layer {name!r}")
-    new = fix(layer, num_groups=groups)
+    new: nn.Module = fix(layer, num_groups=groups).train(layer.training)
     if layer.affine:
-        new.to(layer.weight.device, layer.weight.dtype)
-        with torch.no_grad():
-            new.weight.copy_(layer.weight)
-            new.bias.copy_(layer.bias)
-        new.weight.requires_grad_(layer.weight.requires_grad)
-        new.bias.requires_grad_(layer.bias.requires_grad)
-    replacement: nn.Module = new.train(layer.training)
-    return replacement
+        new.weight, new.bias = layer.weight, layer.bias
+    return new
 
 
 def _groups(layer: Any) -> int:
     if isinstance(layer, nn.BatchNorm1d):
         return 1
     groups: int = math.gcd(_MOST_GROUPS, layer.num_features)
-    while groups > 1 and layer.num_features // groups < _FEWEST_IN_GROUP:
-        groups //= 2
-    return groups
+    return max(1, groups // 2) if layer.num_features // groups < _FEWEST_IN_GROUP else groups

@@ -18,7 +18,7 @@ from flower_dp.clients.reasons import UnfitModelError
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.findings import findings_of
 from flower_dp.clients.training.recipe import FlatModel, parts
-from flower_dp.clients.training.records import Inputs, each, kinds
+from flower_dp.clients.training.records import Batch, Inputs, each, kind_of
 
 log = logging.getLogger("flwr")
 
@@ -56,7 +56,7 @@ def one_alone(model: FlatModel, inputs: Inputs, targets: Tensor, compute: Comput
     Raises:
         KeepsError: if what is computed of a record depends on what was computed before.
     """
-    known = ("joins", key, kinds(inputs, targets))
+    known = ("joins", key, kind_of(inputs, targets))
     findings = findings_of(model)
     if known not in findings:
         start = model.vector.clone()
@@ -92,7 +92,7 @@ class _Trials:
         """Return whether records may be joined, None if something is kept of them."""
         # Of whole numbers, as in texts, 1 may be none that the model knows.
         for num_whole in (2, 1):
-            own, watch = self._made_up(num_whole), LookUps()
+            own, watch = self._made_up(num_whole), Watch(looks_up)
             try:
                 with watch:
                     expected = self._compute(*own)
@@ -101,9 +101,9 @@ class _Trials:
                 log.debug("made-up records can't be computed: %s: %s", type(error).__name__, error)
         else:
             return True
-        joined = watch.joined or not bool(expected.isfinite().all()) or not bool(expected.any())
+        joined = bool(watch.found) or not bool(expected.isfinite().all()) or not bool(expected.any())
         finite, others = self._made_up(num_whole, large=True), self._made_up(num_whole, large=True, part_nan=_PART_NAN)
-        beside: list[tuple[Tensor, Tensor]] = []
+        beside = []
         for kept, other in zip(_places(len(expected)), (finite, finite, others, others), strict=True):
             try:
                 made = self._compute(*(_where(kept, one, another) for one, another in zip(own, other, strict=True)))
@@ -125,26 +125,26 @@ class _Trials:
         first, again = ([self._compute(*batch) for batch in batches] for _ in range(2))
         return any(differs(one, other) for one, other in zip(first, again, strict=True))
 
-    def _made_up(self, num_whole: int, *, large: bool = False, part_nan: float = 0.0) -> tuple[Inputs, Tensor]:
+    def _made_up(self, num_whole: int, *, large: bool = False, part_nan: float = 0.0) -> Batch:
         """Return records that nobody has, of the shapes and types of these."""
         rng = self._rng
 
         def features(tensor: Tensor) -> Tensor:
             if not tensor.dtype.is_floating_point:
-                return whole(tensor)
+                return target(tensor)
             drawn = torch.randn(tensor.shape, generator=rng)
             if large:
                 drawn *= torch.where(torch.rand(tensor.shape, generator=rng) < 0.5, 1.0, 100.0)
                 drawn[torch.rand(tensor.shape, generator=rng) < part_nan] = torch.nan
             return drawn.to(tensor.device, tensor.dtype)
 
-        def whole(tensor: Tensor) -> Tensor:
-            if tensor.dtype.is_floating_point:
-                return torch.rand(tensor.shape, generator=rng).to(tensor.device, tensor.dtype)
-            return torch.randint(num_whole, tensor.shape, generator=rng).to(tensor.device, tensor.dtype)
+        def target(tensor: Tensor) -> Tensor:
+            size, whole = tensor.shape, not tensor.dtype.is_floating_point
+            drawn = torch.randint(num_whole, size, generator=rng) if whole else torch.rand(size, generator=rng)
+            return drawn.to(tensor.device, tensor.dtype)
 
         inputs, targets = self._like
-        return each(inputs, features), whole(targets)
+        return each(inputs, features), target(targets)
 
 
 def _places(size: int) -> Iterator[Tensor]:
@@ -176,22 +176,27 @@ def _same_bits(ones: Tensor, others: Tensor) -> bool:
     return torch.equal(ones.isnan(), others.isnan()) and torch.equal(ones.nan_to_num(), others.nan_to_num())
 
 
-class LookUps(TorchFunctionMode):
-    """A context that notes whether `torch.func` looks up numbers in a table that has a part for every record.
+class Watch(TorchFunctionMode):
+    """A context that notes what a function first says of one of torch's, by the function and what it is given.
 
     Attributes:
-        joined: whether it has.
+        found: what it says; None while it says nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, says: Callable[[Any, list[Any]], Any]) -> None:
         super().__init__()
-        self.joined = False
+        self._says, self.found = says, None
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        given = [*arguments, *(named or {}).values()]
-        if getattr(function, "__name__", "") in _LOOK_UPS:
-            self.joined |= any(isinstance(one, Tensor) and one.is_floating_point() and _has_records(one) for one in given)
+        self.found = self.found or self._says(function, [*arguments, *(named or {}).values()])
         return function(*arguments, **(named or {}))
+
+
+def looks_up(function: Any, given: list[Any]) -> bool:
+    """Tell whether `torch.func` looks up numbers in a table that has a part for every record."""
+    if getattr(function, "__name__", "") not in _LOOK_UPS:
+        return False
+    return any(isinstance(one, Tensor) and one.is_floating_point() and _has_records(one) for one in given)
 
 
 def _has_records(tensor: Tensor) -> bool:

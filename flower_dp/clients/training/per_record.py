@@ -6,7 +6,10 @@ on a processor, and serve only stacks of layers that are known to keep records a
 figures.
 """
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -15,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.reasons import UnfitModelError as UnfitModelError  # noqa: PLC0414 (others import it from here)
-from flower_dp.clients.training.compiler import without_compiler
 from flower_dp.clients.training.losses import Loss, record_cross_entropy
 from flower_dp.clients.training.recipe import FlatModel
-from flower_dp.clients.training.records import Inputs, each, outputs_of, split
+from flower_dp.clients.training.records import Inputs, each, mapped, outputs_of, split
 from flower_dp.core import checks
 from flower_dp.core.root_logger import untouched_root_logger
 
@@ -33,6 +35,8 @@ _APART = frozenset(getattr(nn, name) for name in _NAMES.split())
 _EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding})
 # What expanded weights are faster for. For linear layers alone both engines take the same time, and opacus takes time to import.
 _FASTER = (nn.Conv1d, nn.Conv2d)
+# torch's compiler, whose import takes most of a second in every process of a device.
+_COMPILER = "torch._dynamo"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -61,14 +65,12 @@ def record_gradients(
     checked = record_cross_entropy if loss is nn.functional.cross_entropy else loss
     size = len(targets) if chunk is None else checks.integer("chunk", chunk, at_least=1)
     rows, losses = [], []
-    for x, y in zip(split(inputs, size), torch.split(targets, size), strict=True):
-        count = len(y)
-        made, values = gradients(model, each(x, lambda tensor: _filled(tensor, size)), _filled(y, size), checked)
+    for batch in zip(split(inputs, size), torch.split(targets, size), strict=True):
+        made, values = gradients(model, *mapped(lambda tensor: _filled(tensor, size), *batch), checked)
         # With a dimension more, a parameter without dimensions has its column as well.
-        rows.append(
-            torch.cat([made[array][:, None].flatten(start_dim=1) for array in model.layout.names], dim=1)[:count].detach()
-        )
-        losses.append(values[:count].detach())
+        columns = torch.cat([one[:, None].flatten(start_dim=1) for one in made], dim=1)
+        rows.append(columns[: len(batch[1])].detach())
+        losses.append(values[: len(batch[1])].detach())
     return (rows[0], losses[0]) if len(rows) == 1 else (torch.cat(rows), torch.cat(losses))
 
 
@@ -96,17 +98,15 @@ def keeps_records_apart(module: nn.Module) -> bool:
 
 
 def _keeps_apart(layer: nn.Module) -> bool:
-    if "forward" in vars(layer) or any(getattr(layer, hooks) for hooks in _HOOKS):
+    if "forward" in vars(layer) or any(getattr(layer, hooks) for hooks in _HOOKS) or type(layer) not in _APART | _EXPANDED:
         return False
     if isinstance(layer, nn.Flatten):
-        apart = layer.start_dim >= 1
-    elif isinstance(layer, nn.Unflatten):
-        apart = isinstance(layer.dim, int) and layer.dim >= 1
-    elif isinstance(layer, nn.Embedding):
-        apart = layer.padding_idx is None and layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
-    else:
-        apart = True
-    return apart and type(layer) in _APART | _EXPANDED
+        return layer.start_dim >= 1
+    if isinstance(layer, nn.Unflatten):
+        return isinstance(layer.dim, int) and layer.dim >= 1
+    if isinstance(layer, nn.Embedding):
+        return layer.padding_idx is None and layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+    return True
 
 
 def _filled(batch: Tensor, size: int) -> Tensor:
@@ -115,13 +115,13 @@ def _filled(batch: Tensor, size: int) -> Tensor:
     return torch.cat([batch, batch[:1].expand(size - len(batch), *batch.shape[1:])])
 
 
-def _by_vmap(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> tuple[dict[str, Tensor], Tensor]:
+def _by_vmap(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> tuple[Sequence[Tensor], Tensor]:
     """Differentiate the model for one record, vectorised over records (`torch.func`)."""
-    weights = dict(zip(model.layout.names, (parameter.detach() for parameter in model.parameters), strict=True))
+    weights = [parameter.detach() for parameter in model.parameters]
     places = _places(model)
 
-    def one(weights: dict[str, Tensor], inputs: Inputs, target: Tensor) -> Tensor:
-        placed = {place: weights[name] for place, name in places.items()}
+    def one(weights: list[Tensor], inputs: Inputs, target: Tensor) -> Tensor:
+        placed = {place: weights[index] for place, index in places.items()}
         batch = each(inputs, lambda tensor: tensor.unsqueeze(0))
         arguments = {} if isinstance(batch, Tensor) else dict(batch)
         outputs = torch.func.functional_call(model.module, placed, () if arguments else (batch,), arguments, tie_weights=False)
@@ -133,21 +133,21 @@ def _by_vmap(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> t
     return gradients, values
 
 
-def _places(model: FlatModel) -> dict[str, str]:
-    """Return where trainable arrays stand in the model, once for every layer, and the name of each in the layout.
+def _places(model: FlatModel) -> dict[str, int]:
+    """Return where trainable parameters stand in the model, once for every layer, and the index of each.
 
     `functional_call` by itself leaves a layer that is used twice with the arrays of the call.
     """
-    names = {id(parameter): name for name, parameter in zip(model.layout.names, model.parameters, strict=True)}
+    indices = {id(parameter): index for index, parameter in enumerate(model.parameters)}
     return {
-        f"{prefix}.{name}" if prefix else name: names[id(parameter)]
+        f"{prefix}.{name}".lstrip("."): indices[id(parameter)]
         for prefix, layer in model.module.named_modules()
         for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
-        if id(parameter) in names
+        if id(parameter) in indices
     }
 
 
-def _by_expanded_weights(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> tuple[dict[str, Tensor], Tensor]:
+def _by_expanded_weights(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> tuple[Sequence[Tensor], Tensor]:
     """Run the batch through the model once; every layer's backward pass keeps the records apart (opacus)."""
     with untouched_root_logger():
         from opacus.grad_sample import GradSampleModuleExpandedWeights  # noqa: PLC0415
@@ -159,17 +159,45 @@ def _by_expanded_weights(model: FlatModel, inputs: Inputs, targets: Tensor, loss
             ends = outputs.detach().requires_grad_()
             values = torch.func.vmap(loss, randomness="same")(ends.unsqueeze(1), targets.unsqueeze(1))
         outputs.backward(*torch.autograd.grad(values.sum(), ends))
-        gradients = {
-            name: parameter.new_zeros(len(targets), *parameter.shape) if made is None else made
-            for name, parameter in zip(model.layout.names, model.parameters, strict=True)
-            for made in [vars(parameter).get("grad_sample")]
-        }
+        found = [(parameter, vars(parameter).get("grad_sample")) for parameter in model.parameters]
+        gradients = [one.new_zeros(len(targets), *one.shape) if made is None else made for one, made in found]
     finally:
         wrapped.to_standard_module()  # takes the per-record gradients off the parameters
     return gradients, values
 
 
-ENGINES: dict[str, Callable[[FlatModel, Inputs, Tensor, Loss], tuple[dict[str, Tensor], Tensor]]] = {
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Let `torch.func` differentiate within this context, and not import the compiler for it.
+
+    It asks the compiler to leave compiled autograd off, which nobody can have turned on where the compiler was never imported.
+    All else that is asked of the compiler imports it. What is replaced here is private to torch: a version that does not ask is
+    not affected.
+    """
+    if _COMPILER in sys.modules:
+        yield
+        return
+    instead = _Absent(_COMPILER, compiled_autograd=_Absent(f"{_COMPILER}.compiled_autograd", _disable=nullcontext))
+    setattr(torch, "_dynamo", instead)  # noqa: B010  (torch has it as a module that is imported when it is asked for)
+    try:
+        yield
+    finally:
+        if vars(torch).get("_dynamo") is instead:
+            delattr(torch, "_dynamo")
+
+
+class _Absent:
+    """A module of the compiler, imported when it is asked for more than is known of it."""
+
+    def __init__(self, module: str, **known: Any) -> None:
+        self.__dict__.update(known)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)
+
+
+ENGINES: dict[str, Callable[[FlatModel, Inputs, Tensor, Loss], tuple[Sequence[Tensor], Tensor]]] = {
     "torch.func": _by_vmap,
     "expanded-weights": _by_expanded_weights,
 }

@@ -6,7 +6,6 @@ shapes and types. What the others are decides nothing, neither the first of them
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +13,19 @@ from torch import Tensor
 
 from flower_dp.clients.reasons import contained
 from flower_dp.clients.training.draws import OwnDraws, record_seed
-from flower_dp.clients.training.joins import LookUps
-from flower_dp.clients.training.records import Inputs, Records, TensorRecords, canonical, each, num_rows, stacked
+from flower_dp.clients.training.joins import Watch, looks_up
+from flower_dp.clients.training.records import (
+    Inputs,
+    Records,
+    TensorRecords,
+    canonical,
+    each,
+    kind_of,
+    mapped,
+    num_rows,
+    split,
+    stacked,
+)
 
 Made = TypeVar("Made")
 Transform = Callable[[Any], Inputs]
@@ -35,20 +45,14 @@ class Batch:
     inputs: Inputs
     targets: Tensor
 
-    def filled(self, size: int) -> tuple[Inputs, Tensor]:
-        """Return `size` records: every record at its place, and copies of the first one everywhere else."""
-        if len(self.places) == size:
+    def filled(self, chosen: Tensor, size: int) -> tuple[Inputs, Tensor]:
+        """Return `size` records: the chosen ones [k] of these at their places, and copies of the first one everywhere else."""
+        if len(chosen) == size:
             return self.inputs, self.targets
-        order = torch.zeros(size, dtype=torch.int64)
-        order[self.places] = torch.arange(len(self.places))
+        order = torch.full((size,), int(chosen[0]))
+        order[self.places[chosen]] = chosen
         order = order.to(self.targets.device)
-        return each(self.inputs, lambda tensor: tensor.index_select(0, order)), self.targets.index_select(0, order)
-
-    def halves(self) -> Iterator["Batch"]:
-        """Yield the first half of the records, and the second."""
-        middle = len(self.places) // 2
-        for part in (slice(None, middle), slice(middle, None)):
-            yield Batch(places=self.places[part], inputs=each(self.inputs, itemgetter(part)), targets=self.targets[part])
+        return mapped(lambda tensor: tensor.index_select(0, order), self.inputs, self.targets)
 
 
 def apart(
@@ -88,7 +92,7 @@ def apart(
             if transform is not None:
                 with draws:
                     inputs = transform(inputs, lambda place: draws.restart(record_seed(seed, number * size + place)))
-            return compute(each(inputs, canonical), canonical(targets))
+            return compute(*mapped(canonical, inputs, targets))
 
         for batch in _read(records, part, device, draws, seed, problems):
             for places, made in _computed(batch, run, size, problems):
@@ -98,25 +102,17 @@ def apart(
 def _computed(
     batch: Batch, compute: Callable[[Inputs, Tensor], Made], size: int, problems: set[str]
 ) -> Iterator[tuple[Tensor, Made]]:
-    try:
-        with contained():
-            made = compute(*batch.filled(size))
-    except Exception as error:
-        if len(batch.places) == 1:
-            problems.add(type(error).__name__)
-            return
-        for half in batch.halves():
-            yield from _computed(half, compute, size, problems)
-        return
-    yield batch.places, made
+    for chosen, made in _working(len(batch.places), lambda chosen: compute(*batch.filled(chosen, size)), problems):
+        yield batch.places[chosen], made
 
 
 def _read(
     records: Records, positions: Tensor, device: torch.device, draws: OwnDraws, seed: int, problems: set[str]
 ) -> Iterator[Batch]:
     """Yield the records that can be read, those of one kind together."""
-    if type(records) is TensorRecords:  # a subclass may do anything
-        yield from _rows(records, positions, torch.arange(len(positions)), device, problems)
+    if type(records) is TensorRecords:  # whose rows can't mix; a subclass may do anything
+        for places, rows in _working(len(positions), lambda places: records.rows(positions[places], device), problems):
+            yield Batch(places=places, inputs=rows[0], targets=rows[1])
         return
     kinds: dict[object, list[tuple[int, Inputs, Tensor]]] = {}
     with draws:
@@ -125,29 +121,33 @@ def _read(
             try:
                 with contained():
                     inputs, targets = _one(records, position, device)
-                kinds.setdefault(_kind(inputs, targets), []).append((place, inputs, targets))
+                kinds.setdefault(kind_of(inputs, targets), []).append((place, inputs, targets))
             except Exception as error:
                 problems.add(type(error).__name__)
     for found in kinds.values():
-        places, targets = torch.tensor([place for place, _, _ in found]), torch.cat([target for _, _, target in found])
-        yield Batch(places=places, inputs=stacked([inputs for _, inputs, _ in found]), targets=targets)
+        own_places, inputs_of, targets_of = zip(*found, strict=True)
+        yield Batch(places=torch.tensor(own_places), inputs=stacked(inputs_of), targets=torch.cat(targets_of))
 
 
-def _rows(records: TensorRecords, positions: Tensor, places: Tensor, device: torch.device, problems: set[str]) -> Iterator[Batch]:
-    """Yield rows of tensors, which can't mix; without those whose index is no row."""
-    if not len(positions):
-        return
-    try:
-        inputs, targets = records.rows(positions, device)
-    except Exception as error:
-        if len(positions) == 1:
-            problems.add(type(error).__name__)
-            return
-        middle = len(positions) // 2
-        for part in (slice(None, middle), slice(middle, None)):
-            yield from _rows(records, positions[part], places[part], device, problems)
-        return
-    yield Batch(places=places, inputs=inputs, targets=targets)
+def _working(count: int, function: Callable[[Tensor], Made], problems: set[str]) -> Iterator[tuple[Tensor, Made]]:
+    """Yield some of the indices of so many records, and what a function makes of them.
+
+    It gets all of them; where it raises, it gets one half and the other, and so on, until those for which it raises are alone.
+    """
+    waiting = [torch.arange(count)] if count else []
+    while waiting:
+        chosen = waiting.pop()
+        try:
+            with contained():
+                made = function(chosen)
+        except Exception as error:
+            if len(chosen) == 1:
+                problems.add(type(error).__name__)
+            else:
+                middle = len(chosen) // 2
+                waiting += [chosen[middle:], chosen[:middle]]
+        else:
+            yield chosen, made
 
 
 def _one(records: Records, position: int, device: torch.device) -> tuple[Inputs, Tensor]:
@@ -156,17 +156,10 @@ def _one(records: Records, position: int, device: torch.device) -> tuple[Inputs,
     tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
     if not all(isinstance(tensor, Tensor) for tensor in (*tensors, targets)):
         raise ValueError("records: inputs and targets must be tensors")
-    inputs, targets = each(inputs, canonical), canonical(targets)
+    inputs, targets = mapped(canonical, inputs, targets)
     if not num_rows(inputs) == len(targets) == 1:
         raise ValueError(f"one record came with {num_rows(inputs)} inputs and {len(targets)} targets")
     return inputs, targets
-
-
-def _kind(inputs: Inputs, targets: Tensor) -> object:
-    """Return what records must have in common to stand in one tensor."""
-    named = {"": inputs} if isinstance(inputs, Tensor) else inputs
-    kinds = {name: (tensor.shape, tensor.dtype, tensor.layout, tensor.device) for name, tensor in named.items()}
-    return isinstance(inputs, Tensor), frozenset(kinds.items()), (targets.shape, targets.dtype, targets.layout, targets.device)
 
 
 def _transform(
@@ -175,12 +168,15 @@ def _transform(
     """Return a function that transforms records [n, ...] so that none sees another one: vectorised if that works for zeros."""
 
     def one(row: Any) -> Any:
-        made = transform(each(row, lambda tensor: tensor.unsqueeze(0)))
+        made = transform(row)
         if num_rows(made) != 1:
             raise ValueError(f"transform: made {num_rows(made)} records of one")
-        return each(made, lambda tensor: tensor.squeeze(0))
+        return made
 
-    vectorised = torch.func.vmap(one, randomness="different")
+    def alone(row: Any) -> Any:
+        return each(one(each(row, lambda tensor: tensor.unsqueeze(0))), lambda tensor: tensor.squeeze(0))
+
+    vectorised = torch.func.vmap(alone, randomness="different")
 
     def together(inputs: Inputs, restart: Callable[[int], None]) -> Inputs:
         restart(0)
@@ -189,14 +185,14 @@ def _transform(
 
     def one_by_one(inputs: Inputs, restart: Callable[[int], None]) -> Inputs:
         made = []
-        for place in range(num_rows(inputs)):
+        for place, row in enumerate(split(inputs, 1)):
             restart(place)
-            made.append(each(one(each(inputs, itemgetter(place))), lambda tensor: tensor.unsqueeze(0)))
+            made.append(one(row))
         return stacked(made)
 
     try:
-        with contained(), OwnDraws.of_data_sets(device), LookUps() as watch:
+        with contained(), OwnDraws.of_data_sets(device), Watch(looks_up) as watch:
             together(records.zeros(device)[0], lambda _: None)
     except Exception:
         return one_by_one
-    return one_by_one if watch.joined else together
+    return one_by_one if watch.found else together

@@ -1,7 +1,7 @@
 """The recipe of local training, and the model that it trains."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,14 +14,12 @@ from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from flower_dp.clients import reasons
-from flower_dp.clients.training.attributes import Attributes, fingerprint
-from flower_dp.clients.training.base import base_hash
+from flower_dp.clients.training.attributes import Attributes, base_hash, fingerprint
 from flower_dp.clients.training.channels_last import Convolutions
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.losses import Loss, checked
-from flower_dp.clients.training.lus import LUS
 from flower_dp.clients.training.records import Inputs, Records, outputs_of, split
-from flower_dp.clients.training.regularizers import Regularizer
+from flower_dp.clients.training.regularizers import LUS, Regularizer
 from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
 
@@ -64,12 +62,13 @@ class FlatModel:
         # Complex buffers, such as the tables of rotary embeddings, stay complex.
         self.module = module.float().to(device or torch.device("cpu"))
         named = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        self.layout = Layout.of({name: parameter.detach() for name, parameter in named.items()})
         self.parameters: list[Tensor] = list(named.values())
-        self.vector = self.layout.flatten({name: parameter.detach() for name, parameter in named.items()})
+        values = {name: parameter.detach() for name, parameter in named.items()}
+        self.layout = Layout.of(values)
+        self.vector = self.layout.flatten(values)
         self.device = self.vector.device  # with its index: "cuda" and "cuda:0" are not equal
         self.convolutions = Convolutions(self.module, self.device)
-        self._share(self.vector, self.parameters)
+        self._share()
         self._frozen = [value for value in self.module.parameters() if not value.requires_grad]
         # One copy of a buffer that two layers share.
         saved = {id(buffer): buffer.detach().clone() for buffer in self.module.buffers()}
@@ -100,22 +99,18 @@ class FlatModel:
     def reset_buffers(self) -> None:
         """Restore the initial buffers and attributes, and the parameters' place in the vector, before another forward pass."""
         self._attributes.restore()
-        if any(
-            one.data_ptr() != place.data_ptr()
-            for one, place in zip(self.parameters, parts(self.vector, self.layout), strict=True)
-        ):
-            self._share(self.vector, self.parameters)
+        places = zip(self.parameters, parts(self.vector, self.layout), strict=True)
+        if any(one.data_ptr() != place.data_ptr() for one, place in places):
+            self._share()
         fresh = {id(one): one.clone() for _, buffers in self._buffers for one in buffers.values() if one is not None}
         for owner, buffers in self._buffers:
             owner._buffers.clear()
             owner._buffers.update({name: None if one is None else fresh[id(one)] for name, one in buffers.items()})
 
-    def _share(self, vector: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Make the tensors views of consecutive parts of the vector."""
-        start = 0
-        for parameter in parameters:
-            parameter.data = vector[start : start + parameter.numel()].view(parameter.shape)
-            start += parameter.numel()
+    def _share(self) -> None:
+        """Make the parameters views of the vector."""
+        for parameter, place in zip(self.parameters, parts(self.vector, self.layout), strict=True):
+            parameter.data = place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,25 +207,28 @@ class Training:
         start = model.vector.clone() if self.regularizers else model.vector
         adam = torch.optim.Adam(weights, lr=step_size) if self.optimizer == "adam" else None
         losses: list[Tensor] = []
-        turned: object = None
+        kind: object = None
         for positions in self.positions(len(records), rng):
             fetched = records.batch(positions, model.device)
             if not losses:
-                turned = self._turned_kind(model, *fetched)
+                kind = self._turned_kind(model, *fetched)
             for inputs, targets in zip(*(split(part, self.batch_size) for part in fetched), strict=True):
-                alike = turned is not None and model.convolutions.kind_of(inputs, targets) == turned
-                with model.convolutions.channels_last() if alike else nullcontext():
+                turned = kind is not None and model.convolutions.kind_of(inputs, targets) == kind
+                with model.convolutions.channels_last() if turned else nullcontext():
                     loss, gradients = self._gradients(model, inputs, targets)
                     if self.sam_radius:
                         gradients = self._sam_gradients(model, inputs, targets, gradients)
                 losses.append(loss)
                 gradients = self.penalized(gradients, model.vector, start, model.layout)
-                if adam is None:
-                    self._descend(weights, gradients, velocity, step_size)
-                else:
+                if adam is not None:
                     for weight, gradient in zip(weights, gradients, strict=True):
                         weight.grad = gradient
                     adam.step()
+                    continue
+                if velocity:
+                    torch._foreach_mul_(velocity, self.momentum)
+                    torch._foreach_add_(velocity, gradients)
+                torch._foreach_add_(weights, velocity or gradients, alpha=-step_size)
         return torch.stack(losses).mean()
 
     def _turned_kind(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> object:
@@ -258,14 +256,6 @@ class Training:
         for one in self.regularizers:
             gradients = list(torch._foreach_add(gradients, parts(one.pull(weights, start), layout)))
         return gradients
-
-    @torch.no_grad()
-    def _descend(self, weights: list[Tensor], gradients: list[Tensor], velocity: list[Tensor], step_size: float) -> None:
-        """Take one step, in place, with momentum; `velocity` is overwritten, and empty without momentum."""
-        if self.momentum:
-            torch._foreach_mul_(velocity, self.momentum)
-            torch._foreach_add_(velocity, gradients)
-        torch._foreach_add_(weights, velocity or gradients, alpha=-step_size)
 
     def _gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
         loss = checked(self.loss)(outputs_of(model.module, inputs), targets)
@@ -314,13 +304,13 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
         mixes = isinstance(layer, nn.modules.batchnorm._BatchNorm)
         if not mixes and getattr(layer, "running_mean", None) is None:
             continue
-        replacement = f"torch.nn.GroupNorm(num_groups, {getattr(layer, 'num_features', 'num_channels')})"
+        advice = f"use torch.nn.GroupNorm(num_groups, {getattr(layer, 'num_features', 'num_channels')})"
         if mixes:
-            advice = f"use GroupNorm instead, e.g. {replacement}, or flower_dp.clients.fix_batchnorm(model)"
+            advice += " or flower_dp.clients.fix_batchnorm(model)"
         elif isinstance(layer, nn.modules.instancenorm._InstanceNorm):
-            advice = f"make it with track_running_stats=False, or use {replacement}"
+            advice += " or track_running_stats=False"
         else:  # whose own code nobody knows, such as FrozenBatchNorm2d of torchvision
-            advice = f"replace it by hand, e.g. by {replacement}, or by its scale and shift alone if its statistics never change"
+            advice += ", or its scale and shift alone if its statistics never change"
         raise reasons.BatchStatisticsError(
             f"layer {name!r} ({type(layer).__name__}) mixes or keeps statistics of private records: {advice}"
         )
@@ -335,7 +325,5 @@ def _refuse_halves(module: nn.Module) -> None:
 def _refuse_wrapped(module: nn.Module) -> None:
     for layer in module.modules():
         hooks = [getattr(hook, "func", hook) for kind in _HOOKS for hook in getattr(layer, kind).values()]
-        if any(
-            str(made.__module__).startswith(_OPACUS) for made in (*type(layer).__mro__, *hooks) if hasattr(made, "__module__")
-        ):
+        if any(str(getattr(made, "__module__", "")).startswith(_OPACUS) for made in (*type(layer).__mro__, *hooks)):
             raise reasons.WrappedModelError(reasons.OPACUS)

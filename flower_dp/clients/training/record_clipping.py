@@ -1,22 +1,23 @@
 """Per-record clipping: the sum of some records' clipped gradients, for the training of any method."""
 
 import logging
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flower_dp.clients.reasons import LOSS_OF_WEIGHTS, LOSS_SHAPE, LOSS_UNEVEN, UnfitLossError, UnfitModelError
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.training.devices import exact_device
+from flower_dp.clients.training.devices import exact_device, is_accelerator
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.findings import findings_of
 from flower_dp.clients.training.joins import one_alone
 from flower_dp.clients.training.losses import Loss
-from flower_dp.clients.training.per_record import UnfitModelError, record_gradients
+from flower_dp.clients.training.per_record import record_gradients
 from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
-from flower_dp.clients.training.record_loss import RecordLoss
-from flower_dp.clients.training.records import Inputs, Records, canonical, each, kinds, made_up, repeated, split
+from flower_dp.clients.training.records import Inputs, Records, canonical, kind_of, made_up, mapped, repeated, split
 from flower_dp.privacy.events import Relation
 
 log = logging.getLogger("flwr")
@@ -27,6 +28,9 @@ _LARGEST_MATRIX = {"cpu": 2**22}
 _LARGEST_MATRIX_ELSEWHERE = 2**26
 _MOST_RECORDS = {"cpu": 64}
 _MOST_RECORDS_ELSEWHERE = 1024
+# Made-up records on which a loss is tried, of as many classes, and the largest relative difference between two sums of losses.
+_MOST_CLASSES = 64
+_LOSS_TOLERANCE = 1e-4
 
 
 def secret_batch(num_records: int, sampling_rate: float, rng: np.random.Generator) -> Tensor:
@@ -87,6 +91,82 @@ def clipped_sum(
     return total, counted.mean() if len(counted) else torch.zeros((), device=model.device)
 
 
+class RecordLoss:
+    """A loss, to be called with outputs and target of one record [1, ...] each, also within `torch.func.vmap`.
+
+    It is found out on outputs and targets that nobody has whether it is what the loss of a batch is made of. The mean over a
+    batch may divide by something that targets decide, as `CrossEntropyLoss(weight=...)` divides by the weights of the targets'
+    classes. Of a single record that takes the record's own weight out again, and nobody would notice.
+
+    Args:
+        model: the model, whose weights the loss must not use.
+        loss: model outputs, targets -> loss.
+    """
+
+    def __init__(self, model: FlatModel, loss: Loss) -> None:
+        self._model, self._loss = model, loss
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def __call__(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the loss.
+
+        Raises:
+            UnfitLossError: if it is not one number.
+        """
+        value = self._loss(outputs, target)
+        if value.ndim:
+            raise UnfitLossError(LOSS_SHAPE)
+        self._seen.add((outputs.shape[1:], outputs.dtype, target.shape[1:], target.dtype))
+        return value
+
+    def check(self) -> None:
+        """Check the loss on made-up outputs and targets of the shapes and types that it was called with.
+
+        Raises:
+            UnfitLossError: if the loss of a batch is neither the mean nor the sum of the losses of its records, or it uses the
+                model's weights.
+        """
+        findings = findings_of(self._model)
+        for seen in self._seen:
+            key = ("record loss", self._loss, *seen)
+            if key not in findings:
+                try:
+                    findings[key] = self._why_not(*seen)
+                except Exception:  # nobody knows which targets it takes
+                    findings[key] = None
+            if findings[key] is not None:
+                raise UnfitLossError(findings[key])
+
+    def _why_not(self, output: torch.Size, output_type: torch.dtype, target: torch.Size, target_type: torch.dtype) -> str | None:
+        device = self._model.device
+        classes = output[0] if output else 2
+        if classes == 1 and not is_accelerator(device):  # whose process would not survive a class that there is not
+            classes = 2
+        count = min(_MOST_CLASSES, max(2, classes))
+        outputs = _waves(count, output).to(device, output_type)
+        if target_type.is_floating_point:
+            targets = _waves(count, target).abs().to(device, target_type)
+        else:  # all targets of a record are of one class: some losses leave out a class
+            chosen = (torch.arange(count) * classes // count).view(-1, *[1] * len(target)).expand(count, *target)
+            targets = chosen.to(device, target_type)
+        with torch.enable_grad():
+            each = torch.stack([self._loss(outputs[i : i + 1], targets[i : i + 1]) for i in range(count)])
+            finite = each.isfinite()
+            whole = self._loss(outputs[finite], targets[finite])
+        found = torch.autograd.grad(whole, self._model.parameters, allow_unused=True) if whole.requires_grad else ()
+        if any(gradient is not None for gradient in found):
+            return LOSS_OF_WEIGHTS
+        # A loss that was written for one record may look at the first one alone.
+        each, size = each.detach()[finite], float(each.detach()[finite].abs().mean())
+        wanted = ((each.mean(), size), (each.sum(), size * len(each)), (each[0], size))
+        return None if any(abs(float(whole - one)) <= _LOSS_TOLERANCE * scale for one, scale in wanted) else LOSS_UNEVEN
+
+
+def _waves(count: int, shape: torch.Size) -> Tensor:
+    """Return numbers in [-1, 1] that differ from each other."""
+    return torch.cos(1.7 * torch.arange(1.0, count * shape.numel() + 1)).view(count, *shape)
+
+
 class _Gradients:
     """Gradients and losses of the records of a part, at the weights that the model has now: one at a time if it joins them."""
 
@@ -137,17 +217,15 @@ def check_model(model: FlatModel, records: Records, loss: Loss) -> None:
         made = made_up(records, model.device)
         if made is None:
             return
-        inputs, targets = each(made[0], canonical), canonical(made[1])
-        key = ("fits", loss, kinds(inputs, targets))
-        findings = findings_of(model)
-        if key in findings:
-            return
-        size, start = _chunk(model), model.vector.clone()
-        _Gradients(model, loss, 0)(*repeated(inputs, targets, size))
-        model.vector.copy_(start)
+        record = mapped(canonical, *made)
+        key, findings = ("fits", loss, kind_of(*record)), findings_of(model)
+        if key not in findings:
+            start = model.vector.clone()
+            _Gradients(model, loss, 0)(*repeated(*record, _chunk(model)))
+            model.vector.copy_(start)
+            findings[key] = True
     except Exception as error:
         raise UnfitModelError(f"the gradient of a single record can't be computed: {type(error).__name__}") from error
-    findings[key] = True
 
 
 def _chunk(model: FlatModel) -> int:

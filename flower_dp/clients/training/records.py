@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,11 +16,18 @@ from flower_dp.clients.training.devices import free_memory, is_accelerator, sele
 _PART_OF_FREE_MEMORY = 8
 # A model's inputs, one row per record: a tensor, or tensors by the names of the model's arguments.
 Inputs = Tensor | Mapping[str, Tensor]
+# Inputs and targets, one row per record.
+Batch = tuple[Inputs, Tensor]
 
 
 def each(inputs: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     """Return inputs with a function applied to every tensor."""
     return function(inputs) if isinstance(inputs, Tensor) else {name: function(value) for name, value in inputs.items()}
+
+
+def mapped(function: Callable[[Tensor], Tensor], inputs: Inputs, targets: Tensor) -> Batch:
+    """Return inputs and targets with a function applied to every tensor."""
+    return each(inputs, function), function(targets)
 
 
 def canonical(tensor: Tensor) -> Tensor:
@@ -44,13 +50,13 @@ def num_rows(inputs: Inputs) -> int:
     return counts.pop()
 
 
-def split(inputs: Inputs, size: int) -> Iterator[Inputs]:
-    """Yield parts of `size` records, the last of which may be smaller."""
+def split(inputs: Inputs, size: int | list[int]) -> Iterator[Inputs]:
+    """Yield parts of `size` records, the last of which may be smaller, or of these sizes."""
     if isinstance(inputs, Tensor):
         yield from torch.split(inputs, size)
-        return
-    for parts in zip(*(torch.split(value, size) for value in inputs.values()), strict=True):
-        yield dict(zip(inputs, parts, strict=True))
+    else:
+        for parts in zip(*(torch.split(value, size) for value in inputs.values()), strict=True):
+            yield dict(zip(inputs, parts, strict=True))
 
 
 def outputs_of(module: nn.Module, inputs: Inputs) -> Tensor:
@@ -59,22 +65,22 @@ def outputs_of(module: nn.Module, inputs: Inputs) -> Tensor:
     return outputs
 
 
-def repeated(inputs: Inputs, targets: Tensor, count: int) -> tuple[Inputs, Tensor]:
+def repeated(inputs: Inputs, targets: Tensor, count: int) -> Batch:
     """Return a batch of so many copies of one record [1, ...]."""
-
-    def copies(tensor: Tensor) -> Tensor:
-        return tensor.expand(count, *tensor.shape[1:]).clone()
-
-    return each(inputs, copies), copies(targets)
+    return mapped(lambda tensor: tensor.expand(count, *tensor.shape[1:]).clone(), inputs, targets)
 
 
-def kinds(inputs: Inputs, targets: Tensor) -> object:
-    """Return names, shapes and types of a batch, as a key."""
-    named = {"": inputs} if isinstance(inputs, Tensor) else inputs
-    return tuple((name, one.shape, one.dtype) for name, one in named.items()), targets.shape, targets.dtype
+def kind_of(inputs: Inputs, targets: Tensor) -> object:
+    """Return what batches must have in common to be computed alike and to stand in one tensor, as a key; no values."""
+
+    def told(tensor: Tensor) -> object:
+        return tensor.shape, tensor.dtype, tensor.layout, tensor.device
+
+    named = {None: inputs} if isinstance(inputs, Tensor) else inputs
+    return frozenset((name, told(one)) for name, one in named.items()), told(targets)
 
 
-def made_up(records: "Records", device: torch.device) -> tuple[Inputs, Tensor] | None:
+def made_up(records: "Records", device: torch.device) -> Batch | None:
     """Return inputs and target [1, ...] of a record that nobody has, of the kind of the client's; None if its kind is not public.
 
     Whether a model and a loss work at all is judged on it: judged on a client's own records, one of them could decide.
@@ -94,7 +100,7 @@ class Records(Protocol):
     def __len__(self) -> int:
         """Return the number of records."""
 
-    def batch(self, positions: Tensor, device: torch.device) -> tuple[Inputs, Tensor]:
+    def batch(self, positions: Tensor, device: torch.device) -> Batch:
         """Return inputs and targets of the records at these positions (0 to len - 1), on a device."""
 
 
@@ -135,14 +141,13 @@ class TensorRecords:
     transform: Callable[[Any], Inputs] | None = None
 
     def __post_init__(self) -> None:
-        named = {f"inputs[{name!r}]": value for name, value in self.inputs.items()} if isinstance(self.inputs, Mapping) else {}
-        if isinstance(self.inputs, Mapping) and not named:
-            raise ValueError("inputs: has no tensor")
-        features: dict[str, Any] = named or {"inputs": self.inputs}
-        given: dict[str, Any] = {**features, "targets": self.targets}
-        if self.indices is not None:
-            given["indices"] = self.indices
-        for name, value in given.items():
+        features: dict[str, Any] = {"inputs": self.inputs}
+        if isinstance(self.inputs, Mapping):
+            features = {f"inputs[{name!r}]": value for name, value in self.inputs.items()}
+            if not features:
+                raise ValueError("inputs: has no tensor")
+        rows = {} if self.indices is None else {"indices": self.indices}
+        for name, value in {**features, "targets": self.targets, **rows}.items():
             if not isinstance(value, Tensor):
                 raise ValueError(f"{name}: is a {type(value).__name__}: must be a torch.Tensor")
         for name, value in features.items():
@@ -159,14 +164,12 @@ class TensorRecords:
 
     def batch(self, positions: Tensor, device: torch.device) -> tuple[Any, Tensor]:
         """Return inputs and targets of some records."""
-        inputs, targets = self.rows(positions, device)
-        return (inputs if self.transform is None else self.transform(inputs)), targets
+        return self._transformed(*self.rows(positions, device))
 
     def rows(self, positions: Tensor, device: torch.device) -> tuple[Any, Tensor]:
         """Return inputs and targets of some records, before the transform."""
         rows = self.positions_of_rows(positions)
-        inputs = each(self.inputs, lambda tensor: select_rows(tensor, rows).to(device))
-        return inputs, select_rows(self.targets, rows).to(device)
+        return mapped(lambda tensor: select_rows(tensor, rows).to(device), self.inputs, self.targets)
 
     def positions_of_rows(self, positions: Tensor) -> Tensor:
         """Return which rows of the tensors some records are."""
@@ -174,15 +177,15 @@ class TensorRecords:
 
     def zeros(self, device: torch.device) -> tuple[Any, Tensor]:
         """Return inputs and target [1, ...] of a record of zeros, before the transform."""
-
-        def zero(tensor: Tensor) -> Tensor:
-            return torch.zeros(1, *tensor.shape[1:], dtype=tensor.dtype, device=device)
-
-        return each(self.inputs, zero), zero(self.targets)
+        return mapped(
+            lambda tensor: torch.zeros(1, *tensor.shape[1:], dtype=tensor.dtype, device=device), self.inputs, self.targets
+        )
 
     def made_up(self, device: torch.device) -> tuple[Any, Tensor]:
         """Return inputs and target [1, ...] of a record of zeros: shapes and types of the tensors are public."""
-        inputs, targets = self.zeros(device)
+        return self._transformed(*self.zeros(device))
+
+    def _transformed(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
         return (inputs if self.transform is None else self.transform(inputs)), targets
 
 
@@ -205,22 +208,23 @@ class OnDevice:
         """Return records with their tensors on the device; which rows are a client's stays on the CPU."""
         if type(records) is not TensorRecords or not is_accelerator(self._device):  # a subclass may do anything
             return records
-        tensors = [records.targets, *([records.inputs] if isinstance(records.inputs, Tensor) else records.inputs.values())]
+        inputs = records.inputs
+        tensors = [records.targets, *([inputs] if isinstance(inputs, Tensor) else inputs.values())]
         if self._left is None:
             self._left = free_memory(self._device) // _PART_OF_FREE_MEMORY
         needed = sum(one.nbytes for one in tensors if one.device.type == "cpu" and _place(one) not in self._moved)
         if needed > self._left:
             return records
         self._left -= needed
-        return replace(records, inputs=each(records.inputs, self._there), targets=self._there(records.targets))
+        inputs, targets = mapped(self._there, inputs, records.targets)
+        return replace(records, inputs=inputs, targets=targets)
 
     def _there(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu":
             return tensor
-        place = _place(tensor)
-        if place not in self._moved:
-            self._moved[place] = tensor, tensor.to(self._device)
-        return self._moved[place][1]
+        if _place(tensor) not in self._moved:
+            self._moved[_place(tensor)] = tensor, tensor.to(self._device)
+        return self._moved[_place(tensor)][1]
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
@@ -239,22 +243,17 @@ def rows_of_all(asked: Mapping[Any, tuple["Records", Tensor]], device: torch.dev
         are wrong shows when they are read client by client.
     """
     clients = [records for records, _ in asked.values() if type(records) is TensorRecords]  # a subclass may do anything
-    if not clients or len(clients) < len(asked):
-        return {}
-    first = clients[0]
-    if any(records.inputs is not first.inputs or records.targets is not first.targets for records in clients):
+    shared = {(id(records.inputs), id(records.targets)) for records in clients}
+    if len(shared) != 1 or len(clients) < len(asked):
         return {}
     try:
         parts = [records.positions_of_rows(part) for records, (_, part) in zip(clients, asked.values(), strict=True)]
-        inputs, targets = TensorRecords(inputs=first.inputs, targets=first.targets).rows(torch.cat(parts), device)
+        inputs, targets = replace(clients[0], indices=None).rows(torch.cat(parts), device)
     except Exception:
         return {}
-    found, start = {}, 0
-    for key, part in zip(asked, parts, strict=True):
-        own = slice(start, start + len(part))
-        found[key] = each(inputs, itemgetter(own)), targets[own]
-        start += len(part)
-    return found
+    sizes = [len(part) for part in parts]
+    cut = zip(split(inputs, sizes), torch.split(targets, sizes), strict=True)
+    return dict(zip(asked, cut, strict=True))
 
 
 def repeats_rows(records: Records) -> bool:
@@ -289,7 +288,7 @@ class DatasetRecords:
 
     dataset: Any
     example: Any = None
-    _like: tuple[Inputs, Tensor] | None = field(init=False, repr=False, compare=False)
+    _like: Batch | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_like", None if self.example is None else _pairs([self.example]))
@@ -297,7 +296,7 @@ class DatasetRecords:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def batch(self, positions: Tensor, device: torch.device) -> tuple[Inputs, Tensor]:
+    def batch(self, positions: Tensor, device: torch.device) -> Batch:
         """Return inputs and targets of some records.
 
         Raises:
@@ -307,17 +306,13 @@ class DatasetRecords:
         if self._like is None:
             inputs, targets = _pairs(items)
         else:
-            found = [_fitting(_pairs([item]), self._like) for item in items]
-            targets = torch.cat([target for _, target in found])
-            inputs = stacked([one for one, _ in found])
-        return each(inputs, lambda tensor: tensor.to(device)), targets.to(device)
+            rows = [[_fitting(*part) for part in zip(_pairs([item]), self._like, strict=True)] for item in items]
+            inputs, targets = stacked([row[0] for row in rows]), torch.cat([row[1] for row in rows])
+        return mapped(lambda tensor: tensor.to(device), inputs, targets)
 
-    def made_up(self, device: torch.device) -> tuple[Inputs, Tensor] | None:
+    def made_up(self, device: torch.device) -> Batch | None:
         """Return inputs and target [1, ...] of the example; None without one."""
-        if self._like is None:
-            return None
-        inputs, targets = self._like
-        return each(inputs, lambda tensor: tensor.to(device)), targets.to(device)
+        return None if self._like is None else mapped(lambda tensor: tensor.to(device), *self._like)
 
 
 def stacked(parts: Sequence[Inputs]) -> Inputs:
@@ -328,33 +323,25 @@ def stacked(parts: Sequence[Inputs]) -> Inputs:
     return {name: torch.cat([part[name] for part in parts if not isinstance(part, Tensor)]) for name in first}
 
 
-def _pairs(items: list[Any]) -> tuple[Inputs, Tensor]:
+def _pairs(items: list[Any]) -> Batch:
     if not all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
         raise ValueError("dataset: its items must be pairs of inputs and target")
     inputs, targets = default_collate(items)
     return inputs, targets
 
 
-def _fitting(record: tuple[Inputs, Tensor], like: tuple[Inputs, Tensor]) -> tuple[Inputs, Tensor]:
-    """Return a record [1, ...] with the types of another one.
+def _fitting(record: Any, like: Any) -> Any:
+    """Return inputs or the target of a record [1, ...] with the types of another one.
 
     Raises:
         ValueError: if it has other names, shapes, or types that can't be converted; without a value of the record.
     """
-    (inputs, target), (wanted, label) = record, like
-    if isinstance(inputs, Tensor) != isinstance(wanted, Tensor):
-        raise ValueError("dataset: a record does not fit the example: one has a tensor, the other several by name")
-    if isinstance(inputs, Tensor) or isinstance(wanted, Tensor):
-        return _cast(inputs, wanted), _cast(target, label)
-    if set(inputs) != set(wanted):
-        raise ValueError("dataset: a record does not fit the example: its inputs have other names")
-    return {name: _cast(inputs[name], wanted[name]) for name in wanted}, _cast(target, label)
-
-
-def _cast(tensor: Any, wanted: Any) -> Tensor:
-    if not isinstance(tensor, Tensor) or tensor.shape != wanted.shape or not torch.can_cast(tensor.dtype, wanted.dtype):
-        raise ValueError("dataset: a record does not fit the example: it has another shape or type")
-    return tensor.to(wanted.dtype)
+    if isinstance(record, Mapping) and isinstance(like, Mapping) and set(record) == set(like):
+        return {name: _fitting(record[name], like[name]) for name in like}
+    tensors = isinstance(record, Tensor) and isinstance(like, Tensor)
+    if not tensors or record.shape != like.shape or not torch.can_cast(record.dtype, like.dtype):
+        raise ValueError("dataset: a record does not fit the example: it has other names, or another shape or type")
+    return record.to(like.dtype)
 
 
 def as_records(data: Any) -> Records:

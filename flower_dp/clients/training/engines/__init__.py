@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from flower_dp.clients.training.devices import is_accelerator
-from flower_dp.clients.training.engines.batched import num_slots as num_slots
-from flower_dp.clients.training.engines.batched import train_batched
+from flower_dp.clients.training.engines.batched import Trainer, num_slots
 from flower_dp.clients.training.engines.one_by_one import Trained, train_one
-from flower_dp.clients.training.lus import LUS
 from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records
+from flower_dp.clients.training.regularizers import LUS
 from flower_dp.core import checks
 
+__all__ = ["ENGINES", "local_updates", "num_slots", "quicker_engine"]
 ENGINES = ("one_by_one", "batched")
 
 
@@ -69,9 +69,16 @@ def local_updates(
     if len(seeds) != len(clients):
         raise ValueError(f"seeds: {len(seeds)} for {len(clients)} clients")
     if engine == "batched":
-        trained = train_batched(
-            vector, clients, training, model=model, server_round=server_round, seeds=seeds, group_size=group_size
-        )
+        slots = num_slots(model.layout.size, model.device, group_size)
+        trained = Trainer(
+            vector=vector,
+            clients=clients,
+            training=training,
+            model=model,
+            server_round=server_round,
+            seeds=seeds,
+            num_slots=slots,
+        ).results()
     else:
         pairs = zip(clients, seeds, strict=True)
         trained = (train_one(vector, one, training, model=model, server_round=server_round, seed=seed) for one, seed in pairs)

@@ -8,7 +8,7 @@ clients. (A GPU takes as long for few as for many.)
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -42,29 +42,6 @@ class UnfitRecipeError(RuntimeError):
     """A recipe that can't be trained in groups of clients."""
 
 
-def train_batched(
-    vector: Tensor,
-    clients: Sequence[Records],
-    training: Training,
-    *,
-    model: FlatModel,
-    server_round: int,
-    seeds: Sequence[int],
-    group_size: int | None = None,
-) -> Iterator[Trained]:
-    """Yield the result of every client, in order.
-
-    `group_size` is that of `num_slots`. A client is trained alone with `one_by_one` if its model can't be batched, its records
-    are not all of one shape, the loss of one of its batches is not the mean of the losses of the batch's records, or a group does
-    not fit into memory. What is known before any record is read is logged, once for a model, a recipe and a kind of record. The
-    choice depends on the model, the recipe, the device and the client's own records, never on other clients.
-    """
-    trainer = _Trainer(vector, training, model, server_round, num_slots(model.layout.size, model.device, group_size))
-    window = trainer.num_slots * max(1, _WAITING_FLOATS // max(1, model.layout.size * trainer.num_slots))
-    for start in range(0, len(clients), window):
-        yield from trainer.train(clients[start : start + window], seeds[start : start + window])
-
-
 def num_slots(num_parameters: int, device: torch.device, group_size: int | None = None) -> int:
     """Return how many clients are in a full group, an even number that never depends on which clients take part, or how many.
 
@@ -82,33 +59,48 @@ def num_slots(num_parameters: int, device: torch.device, group_size: int | None 
     return most if most <= fitting else int(2 ** (fitting.bit_length() - 1))
 
 
-class _Trainer:
-    """One round of one node's clients."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """The clients of one round on one node, each of whom is known by an index.
 
-    def __init__(self, vector: Tensor, training: Training, model: FlatModel, server_round: int, num_slots: int) -> None:
-        self._vector, self._training, self._model, self._round = vector, training, model, server_round
-        self._threads = torch.get_num_threads()
-        self.num_slots = num_slots
+    A client is trained alone with `one_by_one` if its model can't be batched, its records are not all of one shape, the loss of
+    one of its batches is not the mean of the losses of the batch's records, or a group does not fit into memory. What is known
+    before any record is read is logged, once for a model, a recipe and a kind of record. The choice depends on the model, the
+    recipe, the device and the client's own records, never on other clients.
+    """
 
-    def train(self, clients: Sequence[Records], seeds: Sequence[int]) -> Iterator[Trained]:
+    vector: Tensor
+    clients: Sequence[Records]
+    training: Training
+    model: FlatModel
+    server_round: int
+    seeds: Sequence[int]
+    num_slots: int
+    threads: int = field(default_factory=torch.get_num_threads)
+
+    def results(self) -> Iterator[Trained]:
+        """Yield the result of every client, in order."""
+        window = self.num_slots * max(1, _WAITING_FLOATS // max(1, self.model.layout.size * self.num_slots))
+        for start in range(0, len(self.clients), window):
+            yield from self._train(range(len(self.clients))[start : start + window])
+
+    def _train(self, window: range) -> Iterator[Trained]:
         """Train these clients, in groups with similar numbers of steps; yield the result of each, in order."""
         waiting: dict[int, Trained] = {}
-        turn = 0
-        order = sorted(range(len(clients)), key=lambda index: self._num_steps(clients[index]))
+        turn = window.start
+        order = sorted(window, key=self._num_steps)
         for start in range(0, len(order), self.num_slots):
-            for index, trained in self._train_group(order[start : start + self.num_slots], clients, seeds):
+            for index, trained in self._train_group(order[start : start + self.num_slots]):
                 waiting[index] = trained
                 while turn in waiting:
                     yield waiting.pop(turn)
                     turn += 1
 
-    def _train_group(
-        self, group: Sequence[int], clients: Sequence[Records], seeds: Sequence[int]
-    ) -> Iterator[tuple[int, Trained]]:
-        """Yield the results of the clients with these indices, each with its index."""
+    def _train_group(self, group: Sequence[int]) -> Iterator[tuple[int, Trained]]:
+        """Yield the results of clients, each with its index."""
         kinds: dict[Kind, dict[int, Feed]] = {}
         starved: list[int] = []
-        for index, feed in self._feeds(group, clients, seeds):
+        for index, feed in self._feeds(group):
             if isinstance(feed, Feed):
                 kinds.setdefault(feed.kind, {})[index] = feed
             elif is_out_of_memory(feed):  # what others have read is in memory as well
@@ -119,52 +111,46 @@ class _Trainer:
             kind, feeds = kinds.popitem()
             while feeds:
                 some = [feeds.popitem() for _ in range(min(self._slots(kind), len(feeds)))]
-                yield from self._train_kind(kind, dict(reversed(some)), clients, seeds)
-        yield from ((index, self._alone(clients[index], seeds[index])) for index in starved)
+                yield from self._train_kind(kind, dict(reversed(some)))
+        yield from map(self._alone, starved)
 
-    def _train_kind(
-        self, kind: Kind, feeds: dict[int, Feed], clients: Sequence[Records], seeds: Sequence[int]
-    ) -> Iterator[tuple[int, Trained]]:
+    def _train_kind(self, kind: Kind, feeds: dict[int, Feed]) -> Iterator[tuple[int, Trained]]:
         """Yield the results of clients whose records are of one kind, and who fit into one group, each with its index."""
         program, places, left = self._program_for(kind, len(feeds)), list(feeds), set(feeds)
         if program is None:
-            yield from ((index, self._alone(clients[index], seeds[index])) for index in places)
+            yield from map(self._alone, places)
             return
         failed: Exception | None = None
         try:
-            for slot, trained in program.train(list(feeds.values()), self._vector, self._training.step_size(self._round)):
-                index = places[slot]
-                left.remove(index)
+            for slot, trained in program.train(list(feeds.values()), self.vector, self.training.step_size(self.server_round)):
+                left.remove(index := places[slot])
                 alone = isinstance(trained, MixedRecordsError | UnevenLossError)
-                yield index, self._alone(clients[index], seeds[index]) if alone else trained
+                yield self._alone(index) if alone else (index, trained)
         except Exception as error:
             # The traceback holds the memory of all that has failed.
             failed = error.with_traceback(None) if is_out_of_memory(error) else error
         if failed is not None and is_out_of_memory(failed):  # no client's fault
-            self._use_less_memory(kind)
             program = None
             feeds.clear()
-            release_memory(self._model.device)
-            yield from ((index, self._alone(clients[index], seeds[index])) for index in sorted(left))
+            self._use_less_memory(kind)
+            yield from map(self._alone, sorted(left))
         elif failed is not None:
             # One client's records make a step fail. To find out which, train each client in a group alone.
             for index in sorted(left):
-                yield from [(index, failed)] if len(places) == 1 else self._train_group([index], clients, seeds)
+                yield from [(index, failed)] if len(places) == 1 else self._train_group([index])
 
-    def _feeds(
-        self, group: Sequence[int], clients: Sequence[Records], seeds: Sequence[int]
-    ) -> Iterator[tuple[int, Feed | Exception]]:
-        """Yield the batches of the clients with these indices, each with its index, or the error of its first records."""
-        device, feeds = self._model.device, dict[int, Feed]()
+    def _feeds(self, group: Sequence[int]) -> Iterator[tuple[int, Feed | Exception]]:
+        """Yield the batches of clients, each with its index, or the error of its first records."""
+        device, feeds = self.model.device, dict[int, Feed]()
         for index in group:
             try:
                 with contained():
-                    feeds[index] = Feed(clients[index], self._training, device, seeds[index])
+                    feeds[index] = Feed(self.clients[index], self.training, device, self.seeds[index])
             except Exception as error:
                 yield index, error
         rows = {}
         if is_accelerator(device):  # whose every lookup costs as much as one for all clients
-            rows = rows_of_all({index: (clients[index], feed.first) for index, feed in feeds.items()}, device)
+            rows = rows_of_all({index: (self.clients[index], feed.first) for index, feed in feeds.items()}, device)
         for index, feed in feeds.items():
             try:
                 with contained():
@@ -174,54 +160,53 @@ class _Trainer:
             else:
                 yield index, feed
 
-    def _num_steps(self, records: Records) -> int:
+    def _num_steps(self, index: int) -> int:
         """Return how many steps a client takes; 0 if even that fails, and training will then raise the error."""
         try:
             with contained():
-                return self._training.num_steps(len(records))
+                return self.training.num_steps(len(self.clients[index]))
         except Exception:
             return 0
 
-    def _alone(self, records: Records, seed: int) -> Trained:
-        return train_one(self._vector, records, self._training, model=self._model, server_round=self._round, seed=seed)
+    def _alone(self, index: int) -> tuple[int, Trained]:
+        records, seed = self.clients[index], self.seeds[index]
+        return index, train_one(self.vector, records, self.training, model=self.model, server_round=self.server_round, seed=seed)
 
     def _slots(self, kind: Kind) -> int:
         """Return how many clients with records of a kind are in a group."""
-        fitting: int = self._model.programs.get((_FITTING, kind), self.num_slots)
+        fitting: int = self.model.programs.get((_FITTING, kind), self.num_slots)
         return min(fitting, self.num_slots)
 
     def _program(self, kind: Kind) -> Program | None:
         """Return the program for a kind of record, or None if clients are trained one by one."""
-        key = (self._training, kind, self._threads, self._slots(kind))
-        if key not in self._model.programs:
+        key = (self.training, kind, self.threads, self._slots(kind))
+        if key not in self.model.programs:
+            proven: Program | None = None
+            starved = False
             try:
                 with contained():
-                    self._model.programs[key] = self._proven(kind)
+                    proven = self._proven(kind)
             except Exception as error:
                 log.warning("engine batched: clients train one by one: %s: %s", type(error).__name__, error)
-                self._model.programs[key] = None
                 starved = is_out_of_memory(error)
-            else:
-                starved = False
+            self.model.programs[key] = proven
             if starved:
                 self._use_less_memory(kind)
-                release_memory(self._model.device)
-                return None
-        program: Program | None = self._model.programs[key]
+        program: Program | None = self.model.programs[key]
         return program
 
     def _program_for(self, kind: Kind, num_clients: int) -> Program | None:
         """Return the program for so many clients: on a processor with as few slots as hold them, a power of two."""
         full = self._program(kind)
-        if full is None or is_accelerator(self._model.device):
+        if full is None or is_accelerator(self.model.device):
             return full
         slots = max(2, 1 << (num_clients - 1).bit_length())
         while slots < full.num_slots:
-            key = ("fewer slots", self._training, kind, self._threads, slots)
-            if key not in self._model.programs:
-                self._model.programs[key] = self._smaller(kind, full, slots)
-            if self._model.programs[key]:
-                smaller: Program = self._model.programs[key]
+            key = ("fewer slots", self.training, kind, self.threads, slots)
+            if key not in self.model.programs:
+                self.model.programs[key] = self._smaller(kind, full, slots)
+            if self.model.programs[key]:
+                smaller: Program = self.model.programs[key]
                 return smaller
             slots *= 2
         return full
@@ -230,23 +215,24 @@ class _Trainer:
         """Return a program with fewer slots if it gives made-up records the bits that the full one gives them, else False."""
         try:
             with contained():
-                program = Program(self._model, self._training, kind, slots, sliced=full.sliced)
+                program = Program(self.model, self.training, kind, slots, sliced=full.sliced)
                 rows = [self._one_row(one, kind) for one in (program, full)]
         except Exception as error:
             log.debug("no program of %s slots: %s: %s", slots, type(error).__name__, error)
             return False
-        return program if _same_bits([row for row in rows if row is not None], of=2) else False
+        return program if _same_bits(rows) else False
 
     def _use_less_memory(self, kind: Kind) -> None:
-        """Make the groups of clients with records of a kind half as large from now on.
+        """Make the groups of clients with records of a kind half as large from now on, and give back what they have taken.
 
         Clients with records of another kind are trained as before: a client must change nothing for others.
         """
         slots = self._slots(kind)
         half = max(2, slots // 4 * 2)
         log.warning("engine batched: groups of %s clients do not fit into memory: from now on they have %s", slots, half)
-        self._model.programs[self._training, kind, self._threads, slots] = None
-        self._model.programs[_FITTING, kind] = half
+        self.model.programs[self.training, kind, self.threads, slots] = None
+        self.model.programs[_FITTING, kind] = half
+        release_memory(self.model.device)
 
     def _proven(self, kind: Kind) -> Program:
         """Return a program that trains made-up records as `one_by_one` does, with the same bits in every slot.
@@ -254,17 +240,17 @@ class _Trainer:
         Raises:
             Exception: if there is no such program.
         """
-        if self._training.optimizer != "sgd":
-            raise UnfitRecipeError(f"optimizer={self._training.optimizer!r}")
+        if self.training.optimizer != "sgd":
+            raise UnfitRecipeError(f"optimizer={self.training.optimizer!r}")
         # Matrix products slot by slot only where they need it.
         for sliced in (False, True):
-            program = Program(self._model, self._training, kind, self._slots(kind), sliced=sliced)
+            program = Program(self.model, self.training, kind, self._slots(kind), sliced=sliced)
             if (row := self._one_row(program, kind)) is not None:
                 break
         else:
             raise RuntimeError("a client's bits depend on its slot in the group")
-        own = _made_up(kind, self._training.batch_size, self._model.device, seed=1)
-        expected = train_one(self._vector, own, self._brief(), model=self._model, server_round=self._round, seed=0)
+        own = _made_up(kind, self.training.batch_size, self.model.device, seed=1)
+        expected = train_one(self.vector, own, self._brief(), model=self.model, server_round=self.server_round, seed=0)
         if isinstance(expected, Exception):
             raise expected
         distance = float((row - expected[0]).norm() / expected[0].norm().clamp(min=_TINY))
@@ -277,27 +263,28 @@ class _Trainer:
 
     def _one_row(self, program: Program, kind: Kind) -> Tensor | None:
         """Return the row of made-up records; None if it is not the same in every slot and beside all others."""
-        own, other = (_made_up(kind, self._training.batch_size, self._model.device, seed) for seed in (1, 2))
-        slots = program.num_slots
-        layouts = [[own] * slots, [own, other] * (slots // 2), [other, own] * (slots // 2)]
+        own, other = (_made_up(kind, self.training.batch_size, self.model.device, seed) for seed in (1, 2))
+        half = program.num_slots // 2
+        layouts = [[own, own] * half, [own, other] * half, [other, own] * half]
         rows = [row for one in layouts for records, row in zip(one, self._tried(program, one), strict=True) if records is own]
-        return rows[0] if _same_bits(rows, of=len(rows)) else None
-
-    def _brief(self) -> Training:
-        return replace(self._training, num_local_epochs=1, num_local_steps=None)
+        return rows[0] if _same_bits(rows) else None
 
     def _tried(self, program: Program, clients: Sequence[Records]) -> list[Tensor]:
-        feeds = [Feed(records, self._brief(), self._model.device, seed=0).begin() for records in clients]
+        feeds = [Feed(records, self._brief(), self.model.device, seed=0).begin() for records in clients]
         rows: dict[int, Tensor] = {}
-        for slot, trained in program.train(feeds, self._vector, self._training.step_size(self._round)):
+        for slot, trained in program.train(feeds, self.vector, self.training.step_size(self.server_round)):
             if isinstance(trained, Exception):
                 raise trained
             rows[slot] = trained[0]
         return [rows[slot] for slot in range(len(feeds))]
 
+    def _brief(self) -> Training:
+        return replace(self.training, num_local_epochs=1, num_local_steps=None)
 
-def _same_bits(rows: Sequence[Tensor], *, of: int) -> bool:
-    return len(rows) == of and all(torch.equal(row.view(torch.int32), rows[0].view(torch.int32)) for row in rows)
+
+def _same_bits(rows: Sequence[Tensor | None]) -> bool:
+    bits = [row.view(torch.int32) for row in rows if row is not None]
+    return len(bits) == len(rows) and all(torch.equal(one, bits[0]) for one in bits)
 
 
 def _made_up(kind: Kind, batch_size: int, device: torch.device, seed: int) -> TensorRecords:
@@ -306,9 +293,9 @@ def _made_up(kind: Kind, batch_size: int, device: torch.device, seed: int) -> Te
     num_records = batch_size + -(-batch_size // 2)
 
     def made_up(shape: tuple[int, ...], type_: torch.dtype, num_whole: int) -> Tensor:
-        if type_.is_floating_point:
-            return torch.rand(num_records, *shape, generator=rng).to(device, type_)
-        return torch.randint(num_whole, (num_records, *shape), generator=rng).to(device, type_)
+        size = (num_records, *shape)
+        drawn = torch.rand(size, generator=rng) if type_.is_floating_point else torch.randint(num_whole, size, generator=rng)
+        return drawn.to(device, type_)
 
     if kind.input_type is None:
         raise UnfitRecipeError("a record has several input tensors")

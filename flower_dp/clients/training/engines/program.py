@@ -55,11 +55,11 @@ class Program:
     def __init__(self, model: FlatModel, training: Training, kind: Kind, num_slots: int, *, sliced: bool) -> None:
         self.num_slots, self.sliced, self._training = num_slots, sliced, training
         self._by_class = checked(training.loss) is cross_entropy and kind.target_type == torch.int64
-        self._layout, self._vectors = model.layout, _vectors(model, num_slots)
-        self._vectors.copy_(model.vector)
+        self._layout, self._vectors = model.layout, _aligned(model.vector.expand(num_slots, -1))
         self._weights = parts(self._vectors, self._layout)
-        self._velocity = parts(_vectors(model, num_slots), self._layout) if training.momentum else []
-        self._uphill = parts(_vectors(model, num_slots), self._layout) if training.sam_radius else []
+        self._velocity, self._uphill = (
+            parts(_aligned(self._vectors), self._layout) if used else [] for used in (training.momentum, training.sam_radius)
+        )
         batch = (num_slots, training.batch_size)
         self._inputs = torch.zeros(*batch, *kind.input_shape, dtype=kind.input_type, device=model.device)
         self._targets = torch.zeros(*batch, *kind.target_shape, dtype=kind.target_type, device=model.device)
@@ -70,13 +70,16 @@ class Program:
         self._present = torch.zeros(batch, dtype=torch.bool)
         self._shares = torch.ones(1, device=model.device).expand(self._targets.shape if self._by_class else batch).clone()
         self._traced = self._trace(model)
-        if any(getattr(node.target, "overloadpacket", None) in _UNCHECKED for node in self._traced.graph.nodes):
+        graph = self._traced.graph
+        if any(getattr(node.target, "overloadpacket", None) in _UNCHECKED for node in graph.nodes):
             raise RuntimeError("the model looks numbers up (an embedding), which torch.func does across clients")
-        _drop_idle_views(self._traced)
+        _drop_idle_views(graph)
         if sliced:
-            _slice_products(self._traced)
+            _slice_products(graph)
         else:
-            _factor_gradients(self._traced, len(self._weights))
+            _factor_gradients(graph, len(self._weights))
+        graph.eliminate_dead_code()
+        self._traced.recompile()
 
     def _trace(self, model: FlatModel) -> torch.fx.GraphModule:
         """Return the program: inputs, targets, shares of the loss, weights -> losses [2, slots], gradients.
@@ -144,14 +147,12 @@ class Program:
                     del training[slot]
                     yield slot, error
             means = torch.stack(losses).mean(0) if finished else torch.zeros(2, 0)
-            uneven = [] if self._by_class else means[1].tolist()
+            uneven = [0.0] * self.num_slots if self._by_class else means[1].tolist()
             for slot in finished:
                 del training[slot]
-                if uneven and uneven[slot]:
-                    yield slot, UnevenLossError("loss: is no mean over records")
-                    continue
                 # A row in its own memory, so that later operations on it also give the same bits.
-                yield slot, ((self._vectors[slot] - start).to(vector.device), means[0][slot])
+                row = (self._vectors[slot] - start).to(vector.device), means[0][slot]
+                yield slot, UnevenLossError("loss: is no mean over records") if uneven[slot] else row
             if training:
                 self._stage(batches)
                 losses.append(self._step(start, step_size))
@@ -245,12 +246,6 @@ def _constants(model: FlatModel) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in (frozen | dict(model.module.named_buffers())).items()}
 
 
-def _vectors(model: FlatModel, num_slots: int) -> Tensor:
-    """Return memory for vectors [slots, d], each aligned like a separate tensor."""
-    padded = -(-model.layout.size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
-    return torch.zeros(num_slots, padded, device=model.device)[:, : model.layout.size]
-
-
 def _norms(gradient: Gradient) -> Tensor:
     """Return the norm of every slot's gradient [slots]; of a product A B, by ||A B||^2 = sum of A^T A * B B^T, without it."""
     if isinstance(gradient, Tensor):
@@ -265,45 +260,40 @@ def _apart(rows: Tensor) -> Tensor:
     return _aligned(rows) if is_accelerator(rows.device) else rows
 
 
-def _drop_idle_views(traced: torch.fx.GraphModule) -> None:
+def _drop_idle_views(graph: torch.fx.Graph) -> None:
     """Replace views by the tensors that they view if the layouts are equal: vmap makes many of them, which take time."""
-    for node in traced.graph.nodes:
+    for node in graph.nodes:
         source = node
         while (source := _viewed(source)) is not None:
             if source.meta[LAYOUT] == node.meta[LAYOUT]:
                 node.replace_all_uses_with(source)
                 break
-    traced.graph.eliminate_dead_code()
-    traced.recompile()
 
 
-def _factor_gradients(traced: torch.fx.GraphModule, num_weights: int) -> None:
+def _factor_gradients(graph: torch.fx.Graph, num_weights: int) -> None:
     """Return the two factors of every gradient that is a product, unless a factor shares memory with a weight."""
-    *_, output = traced.graph.nodes
-    weights = set([node for node in traced.graph.nodes if node.op == "placeholder"][-num_weights:])
+    *_, output = graph.nodes
+    weights = set([node for node in graph.nodes if node.op == "placeholder"][-num_weights:])
 
     def gradient(node: Any) -> Any:
-        if node.target is _aten.transpose.int and {node.args[1] % 3, node.args[2] % 3} == {1, 2}:
-            product, turned = node.args[0], True
-        else:
-            product, turned = node, False
+        product = _turned(node) or node
         if product.target is not _aten.bmm.default or {_owner(factor) for factor in product.args} & weights:
             return node
-        if not turned:
+        if product is node:
             return product.args
-        with traced.graph.inserting_before(node):  # (A B)^T = B^T A^T
-            return tuple(_transposed(traced.graph, factor) for factor in reversed(product.args))
+        with graph.inserting_before(node):  # (A B)^T = B^T A^T
+            return tuple(
+                _turned(factor) or graph.call_function(_aten.transpose.int, (factor, 1, 2)) for factor in reversed(product.args)
+            )
 
     losses, gradients = output.args[0]
     output.args = ((losses, [gradient(node) for node in gradients]),)
-    traced.graph.eliminate_dead_code()
-    traced.recompile()
 
 
-def _transposed(graph: torch.fx.Graph, node: Any) -> Any:
-    if node.target is _aten.transpose.int and {node.args[1] % 3, node.args[2] % 3} == {1, 2}:
-        return node.args[0]
-    return graph.call_function(_aten.transpose.int, (node, 1, 2))
+def _turned(node: Any) -> Any:
+    """Return the node of the matrices [slots, m, k] that a node transposes; None if it does something else."""
+    turns = node.target is _aten.transpose.int and {node.args[1] % 3, node.args[2] % 3} == {1, 2}
+    return node.args[0] if turns else None
 
 
 def _owner(node: Any) -> Any:
@@ -320,12 +310,11 @@ def _viewed(node: Any) -> Any:
     return node.args[0] if shares or node.target is _aten._unsafe_view.default else None
 
 
-def _slice_products(traced: torch.fx.GraphModule) -> None:
+def _slice_products(graph: torch.fx.Graph) -> None:
     """Replace every batched matrix product."""
-    for node in traced.graph.nodes:
-        if node.target is torch.ops.aten.bmm.default:
+    for node in graph.nodes:
+        if node.target is _aten.bmm.default:
             node.target = _sliced_product
-    traced.recompile()
 
 
 def _sliced_product(ones: Tensor, others: Tensor) -> Tensor:
@@ -338,7 +327,7 @@ def _sliced_product(ones: Tensor, others: Tensor) -> Tensor:
 
 
 def _aligned(matrices: Tensor) -> Tensor:
-    """Return matrices [slots, rows, columns] in memory where every slot is aligned like a separate tensor."""
+    """Return a copy of rows [slots, d] or matrices [slots, m, k] in which every slot is aligned like a separate tensor."""
     size = matrices[0].numel()
     padded = -(-size // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
     room = matrices.new_empty(len(matrices), padded)[:, :size].view(matrices.shape)
