@@ -198,7 +198,7 @@ def reply_of(client):
         instruction = Instruction(server_round=1, method="fedsgd-dpc", clients=("c0",), ask=own)
     parameters = [np.zeros_like(value.detach().numpy()) for value in client.model.module.parameters()]
     payload, _, answer = client.fit(parameters, config_of(instruction))
-    assert '"refused":{}' in answer[wire.KEY]
+    assert '"refused":[]' in answer[wire.KEY]
     return payload[-1].astype(np.float64)
 
 
@@ -693,13 +693,13 @@ def test_a_long_error_is_cut_before_it_is_kept():
 
 def test_an_honest_answer_is_never_too_long():
     asked = [f"client-{index:05}" for index in range(20_000)]
-    refused = {name: "ü\n" * 500 + str(index) for index, name in enumerate(asked)}
+    refused = {name: wire.Refusal(reason="ü\n" * 500 + str(index)) for index, name in enumerate(asked)}
     answer = wire.Answer(refused=refused, payload={"encoding": "dense", "length": 5}, seeded_noise=False, metrics={"loss": 1.5})
     text = answer.to_json(asked)
     assert len(text) <= wire.most_answer_characters(len(asked))
     read = wire.Answer.from_json(text, asked)
     assert set(read.refused) == set(asked)
-    assert max(map(len, read.refused.values())) <= wire.MOST_REASON
+    assert max(len(one.reason) for one in read.refused.values()) <= wire.MOST_REASON
 
 
 # Bad labels

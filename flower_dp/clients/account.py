@@ -16,8 +16,9 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
 from flower_dp.clients.reasons import SEE_LOG, Declined
-from flower_dp.privacy.client_terms import Terms, value_of
+from flower_dp.privacy.client_terms import Spent, Terms, value_of
 from flower_dp.privacy.device_store import DeviceLedger, Numbered, owner_of
+from flower_dp.wire import DECLINED, REPEATED, Refusal
 
 log = logging.getLogger("flwr")
 
@@ -32,7 +33,7 @@ LedgerPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 class Account(Protocol):
     """An account that counts the replies of a node's clients."""
 
-    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, str]:
+    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
         """Charge one reply to each client whose budget covers it, for good.
 
         To be called before anything is computed from the clients' records.
@@ -70,14 +71,13 @@ class StateAccount:
         """Return how many replies a client has been charged for."""
         return self._entries.get(name, (0, ""))[0]
 
-    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, str]:
+    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
         """Charge as `Account.charge`; it is in the node's state when this returns. It keeps no count of the server's."""
         refused, paid = {}, {}
         for name, terms in asked.items():
             spent, opened = self._entries.get(name, (0, None))
             if reason := terms.why_not(spent, opened):
-                log.warning("client %s: no reply: %s", name, reason.own)
-                refused[name] = reason.public
+                refused[name] = _refusal(name, reason)
             else:
                 paid[name] = (spent + 1, opened or terms.text)
         self.note(paid)
@@ -112,21 +112,20 @@ class FileAccount:
         self._files = files
         self._seen = StateAccount(state)
 
-    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, str]:
+    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
         """Charge as `Account.charge`; it is on the disk when this returns."""
-        refused: dict[str, str] = {}
+        refused: dict[str, Refusal] = {}
         for file, names in self._by_file(asked):
             known = {name: self._seen.replies(name) for name in names}
             try:
                 spent, counts = file.charge({name: asked[name] for name in names}, numbered, at_least=known)
             except Exception as error:  # after any error there is no account
                 log.error("%s: no reply of %s", error, ", ".join(names))
-                refused |= dict.fromkeys(names, f"its ledger can't be used; {SEE_LOG}")
+                refused |= dict.fromkeys(names, Refusal(reason=f"its ledger can't be used; {SEE_LOG}"))
                 continue
             self._seen.note({name: (count, asked[name].text) for name, count in counts.items()})
             for name, reason in spent.items():
-                log.warning("client %s: no reply: %s", name, reason.own)
-                refused[name] = reason.public
+                refused[name] = _refusal(name, reason)
         return refused
 
     def _by_file(self, names: Iterable[str]) -> list[tuple[DeviceLedger, list[str]]]:
@@ -135,6 +134,12 @@ class FileAccount:
             file = self._files[owner_of(name)]
             groups.setdefault(str(file.path), (file, []))[1].append(name)
         return list(groups.values())
+
+
+def _refusal(name: str, spent: Spent) -> Refusal:
+    """Log why a client can't pay; return what the server learns."""
+    log.warning("client %s: no reply: %s", name, spent.own)
+    return Refusal(code=REPEATED if spent.repeated else DECLINED, reason=spent.public)
 
 
 def account_of(own: LedgerPaths | None, names: Iterable[str], context: Context | None) -> Account:

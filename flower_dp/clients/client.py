@@ -16,7 +16,7 @@ from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.clients.reply.evaluation import MetricRows, Metrics, loss_and_accuracy
 from flower_dp.clients.reply.pipeline import Job, Train, failure
 from flower_dp.clients.reply.updates import TrainedUpdates
-from flower_dp.clients.reply.work import Work
+from flower_dp.clients.reply.work import NOT_HOSTED, Work
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.engines import ENGINES, quicker_engine
@@ -115,14 +115,14 @@ class DPClient(NodeClient):
             train, length = MetricRows(model=self.model, metrics=self.metrics, bounds=ask.metrics), ask.metrics.num_counted
         with reading():
             pipeline = client_level.pipeline(ask, train=train, length=length)
-        refused = {name: "not hosted here" for name in instruction.clients if name not in self.clients}
+        refused = {name: NOT_HOSTED for name in instruction.clients if name not in self.clients}
         jobs = []
         for name in [name for name in instruction.clients if name not in refused]:
             try:
                 with contained():
                     records = self.clients[name]
             except Exception as error:
-                refused[name] = failure(name, error).reason
+                refused[name] = failure(name, error)
                 continue
             secret = partial(self.generator, instruction, name, on=vector)
             jobs.append(

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Context
-from flwr.client import NumPyClient
+from flwr.client import Client, NumPyClient
 from torch import Tensor, nn
 
 from flower_dp import wire
 from flower_dp.clients.account import refuse_ledger
 from flower_dp.clients.kept import keep
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, contained, in_own_words, reading
+from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, contained, in_own_words, made_or_refused, reading
 from flower_dp.clients.reply.pipeline import failure
 from flower_dp.clients.reply.work import Work, add_up
 from flower_dp.clients.training.devices import default_device, exact_device, reproducible
@@ -101,6 +101,10 @@ class NodeClient(NumPyClient):
         refuse_ledger(context)
         self.context = context
 
+    def to_client(self) -> Client:
+        """Return the client as Flower calls it: a refusal is a reply with a code, not an error, of which Flower sends a text."""
+        return _Replying(self).to_client()
+
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to the client query: see `hosts`."""
         with in_own_words("naming the clients"):
@@ -154,7 +158,7 @@ class NodeClient(NumPyClient):
         Raises:
             Declined: if the server's instruction is missing, malformed or against this client's policy, or the model does not
                 fit.
-            RuntimeError: if anything else fails; only that leaves the device.
+            Failed: if anything else fails; only that leaves the device.
         """
         arrays, answer = self.answer(_in_order(parameters), config)
         return arrays, 1, answer
@@ -168,7 +172,7 @@ class NodeClient(NumPyClient):
             config: holds the instruction.
 
         Raises:
-            Declined, RuntimeError: as `fit`.
+            Declined, Failed: as `fit`.
         """
         with in_own_words("training"), reproducible(self.model.device):
             return self._answer(arrays, config, evaluates=False)
@@ -177,7 +181,7 @@ class NodeClient(NumPyClient):
         """Return 0 instead of a loss, 1 instead of an example count, and the answer to a private evaluation.
 
         Raises:
-            Declined, RuntimeError: as `fit`.
+            Declined, Failed: as `fit`.
         """
         return 0.0, 1, self.evaluation(_in_order(parameters), config)
 
@@ -189,7 +193,7 @@ class NodeClient(NumPyClient):
             config: holds the instruction.
 
         Raises:
-            Declined, RuntimeError: as `fit`.
+            Declined, Failed: as `fit`.
         """
         with in_own_words("evaluation"), reproducible(self.model.device):
             return self._answer(arrays, config, evaluates=True)[1]
@@ -268,6 +272,32 @@ class NodeClient(NumPyClient):
     @abstractmethod
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:
         """Return the work of this node's clients; charge accounts before any record is read."""
+
+
+class _Replying(NumPyClient):
+    """A client that refuses by a reply."""
+
+    def __init__(self, client: NodeClient) -> None:
+        self._client = client
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return as `NodeClient.get_properties`, or a refusal."""
+        made = made_or_refused(lambda: self._client.get_properties(config))
+        return _refused(made) if isinstance(made, wire.Refusal) else made
+
+    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+        """Return as `NodeClient.fit`, or a refusal."""
+        made = made_or_refused(lambda: self._client.fit(parameters, config))
+        return ([], 1, _refused(made)) if isinstance(made, wire.Refusal) else made
+
+    def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Return as `NodeClient.evaluate`, or a refusal."""
+        made = made_or_refused(lambda: self._client.evaluate(parameters, config))
+        return (0.0, 1, _refused(made)) if isinstance(made, wire.Refusal) else made
+
+
+def _refused(refusal: wire.Refusal) -> dict[str, Any]:
+    return {wire.REFUSED: refusal.to_json()}
 
 
 def _in_order(parameters: list[np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,26 +1,31 @@
 """What a client tells the server when it does not reply: this package's own words, and nothing that data could choose.
 
-Flower sends the class and the text of an error that leaves a ClientApp to the server. The text of an error may hold a record, and
-even its class may be one that data have chosen. So only `Declined` leaves, whose texts are written in this package, or one fixed
-line. The node's own log has the rest. `SystemExit` and other errors that are no `Exception` are treated like any error: raised by
-one client's data, they decide nothing for the node's other clients.
+The text of an error may hold a record, and even its class may be one that data have chosen; Flower would send both to the
+server. So no error leaves: the reply is a refusal with a code, and the text of a `Declined`, which is written in this package, or
+one fixed line. The node's own log has the rest. `SystemExit` and other errors that are no `Exception` are treated like any error:
+raised by one client's data, they decide nothing for the node's other clients.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import TypeVar, final
+
+from flwr.app import Message
 
 from flower_dp import wire
 from flower_dp.core import checks
 
 log = logging.getLogger("flwr")
 
+Made = TypeVar("Made")
+
 # Characters of a reason.
 _MOST = 500
 
 UNFIT = "the model can't be trained, whatever a record holds"
 SEE_LOG = "the node's own log says why"
+TRAINING = "training failed"
 # What a dry run finds. None of these depends on a value of a record.
 ROWS = "a row of the data set is no pair of inputs and target: let its __getitem__ return (inputs, target), not a dict"
 TRANSFORM = f"the transform fails on made-up inputs of the shape and type of the client's records; {SEE_LOG}"
@@ -101,8 +106,27 @@ class Declined(ValueError):  # noqa: N818 (what the client did, as in the protoc
         super().__init__(self.reason)
 
     def __str__(self) -> str:
-        """Return the text as the server gets it."""
+        """Return the text as people read it."""
         return f"{wire.DECLINED}: {self.reason}"
+
+    @property
+    def refusal(self) -> wire.Refusal:
+        """What the server learns."""
+        return wire.Refusal(reason=self.reason)
+
+
+@final
+class Failed(RuntimeError):  # noqa: N818 (as above)
+    """Something has failed on a client.
+
+    Args:
+        reason: goes to the server: fixed words of this package.
+    """
+
+    @property
+    def refusal(self) -> wire.Refusal:
+        """What the server learns."""
+        return wire.Refusal(code=wire.FAILED, reason=str(self))
 
 
 class UnfitModelError(RuntimeError):
@@ -180,14 +204,14 @@ def reading() -> Iterator[None]:
 
 @contextmanager
 def in_own_words(what: str) -> Iterator[None]:
-    """Let no error out but `Declined`, and one line about all others.
+    """Let no error out but `Declined` and `Failed`, which has one line about all others.
 
     Args:
         what: has failed then, in fixed words.
 
     Raises:
         Declined: as raised inside.
-        RuntimeError: for every other error, which goes to the node's own log; also for `SystemExit`, whose text may hold data.
+        Failed: for every other error, which goes to the node's own log; also for `SystemExit`, whose text may hold data.
         KeyboardInterrupt: for an interruption, without its text.
     """
     try:
@@ -195,7 +219,27 @@ def in_own_words(what: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise KeyboardInterrupt from None
     except BaseException as error:
-        if type(error) is Declined:
+        if type(error) in (Declined, Failed):
             raise
         log.error("%s failed", what, exc_info=error)
-        raise RuntimeError(f"{what} failed; {SEE_LOG}") from None
+        raise Failed(f"{what} failed; {SEE_LOG}") from None
+
+
+def replied(message: Message, what: str, make: Callable[[], Message]) -> Message:
+    """Return the reply that is made, or in place of any error a refusal in this package's words: see `in_own_words`."""
+
+    def made() -> Message:
+        with in_own_words(what):
+            return make()
+
+    reply = made_or_refused(made)
+    return wire.refusal_reply(message, reply) if isinstance(reply, wire.Refusal) else reply
+
+
+def made_or_refused(make: Callable[[], Made]) -> Made | wire.Refusal:
+    """Return what is made, or what the server learns where a client does not reply; the node's own log has it too."""
+    try:
+        return make()
+    except (Declined, Failed) as error:
+        log.warning("no reply: %s", error)
+        return error.refusal

@@ -2,11 +2,22 @@
 
 A train message carries the global model under the record names that its receiver reads (the Message API's or those of a
 `NumPyClient`) and, inside the config record, one JSON string with the instruction. A reply carries payload arrays and one JSON
-string; a reply without that string is a stock client's model. Nothing here trusts a sender: sizes are checked before any
-memory is taken, and every refusal is a ValueError that says why.
+string, or a refusal alone; a reply with neither is a stock client's model. Nothing here trusts a sender: sizes are checked before
+any memory is taken, and what is malformed raises a ValueError that says why.
 """
 
-from flower_dp.wire.answer import DECLINED, FAILED, LARGEST_METRIC, MOST_REASON, MOST_REASONS, Answer, most_answer_characters
+from flower_dp.wire.answer import (
+    DECLINED,
+    FAILED,
+    LARGEST_METRIC,
+    MOST_REASON,
+    MOST_REASONS,
+    REPEATED,
+    Answer,
+    Code,
+    Refusal,
+    most_answer_characters,
+)
 from flower_dp.wire.arrays import Model, numpy_arrays, payload_of, with_vectors
 from flower_dp.wire.ask import Ask, Indicator, OwnAsk, Promise
 from flower_dp.wire.hosted import Hosted, hosted_of
@@ -25,10 +36,12 @@ from flower_dp.wire.messages import (
     instruction_of,
     is_client_query,
     records_of,
+    refusal_of,
+    refusal_reply,
     reported_metrics,
     train_message,
 )
-from flower_dp.wire.structs import BASE, KEY, PROTOCOL
+from flower_dp.wire.structs import BASE, KEY, PROTOCOL, REFUSED
 
 __all__ = [
     "BASE",
@@ -42,8 +55,11 @@ __all__ = [
     "MOST_REASONS",
     "NUMPY_CLIENT",
     "PROTOCOL",
+    "REFUSED",
+    "REPEATED",
     "Answer",
     "Ask",
+    "Code",
     "Hosted",
     "Indicator",
     "Instruction",
@@ -52,6 +68,7 @@ __all__ = [
     "Promise",
     "PublicMask",
     "RecordNames",
+    "Refusal",
     "RoundMask",
     "SentMask",
     "answer_of",
@@ -67,6 +84,8 @@ __all__ = [
     "numpy_arrays",
     "payload_of",
     "records_of",
+    "refusal_of",
+    "refusal_reply",
     "reported_metrics",
     "train_message",
     "with_vectors",

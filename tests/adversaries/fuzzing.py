@@ -116,7 +116,7 @@ TEXTS = (
     "A" * 20_000,
     "AAAA",
     "{}",
-    "training failed: \n\n",
+    "failed",
     "declined: \x07",
 )
 NESTED = (
@@ -245,6 +245,8 @@ _KEYS = (
         "run",
         "vectors",
         "refused",
+        "code",
+        "reason",
         "payload",
         "seeded_noise",
         "payload_bytes",

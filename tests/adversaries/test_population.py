@@ -502,7 +502,7 @@ def test_reasons_of_clients_are_one_line_in_log_and_errors(caplog):
     collected = Collected(total=np.zeros(1))
     with caplog.at_level(logging.WARNING, "flwr"):
         collected.leave_out(1, ("a",), "x\nEPSILON: 0.0", Missing(rejected=1))
-    collected.add_refused({"b": "declined:\r\nEPSILON: 0.0"})
+    collected.add_refused({"b": wire.Refusal(reason="declined:\r\nEPSILON: 0.0")})
     for text in (*collected.refused.values(), *(record.getMessage() for record in caplog.records)):
         assert text.isprintable()
 
@@ -513,7 +513,7 @@ def test_a_metric_of_a_client_has_a_name_of_one_line():
         "seeded_noise": False,
         "payload_bytes": 0,
         "fresh": [],
-        "refused": {},
+        "refused": [],
     }
     for name in ("loss\n", "l" * 201, ""):
         text = json.dumps({"protocol": wire.PROTOCOL, **arguments, "metrics": {name: 1.0}})

@@ -22,7 +22,7 @@ from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.core.vectors import Layout
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction, RoundMask
-from tests.asks import GONE, ask, config_of, forged, told
+from tests.asks import GONE, answered, ask, config_of, forged, reasons, told
 
 SIZE = 20_000
 FALSE_ALARM = 1e-6
@@ -297,13 +297,13 @@ def test_a_client_with_data_that_explode_is_left_out_and_named(bad: float, noise
     # Each entry is one client's, less a step of the lattice at most.
     np.testing.assert_allclose(total, [0.2, 0.4], rtol=1e-6, atol=_step(2, noise_multiplier=noise_multiplier))
     assert list(answer.refused) == ["bad"]
-    assert "NaN or infinite" in answer.refused["bad"]
+    assert "NaN or infinite" in answer.refused["bad"].reason
 
 
 def test_clients_that_live_elsewhere_are_named() -> None:
     total, answer = _fit(_client({"a": _records([0.5, 0.0])}), ("a", "stranger"))
     assert total.tolist() == [0.5, 0.0]
-    assert answer.refused == {"stranger": "not hosted here"}
+    assert reasons(answer) == {"stranger": "not hosted here"}
 
 
 class Broken:
@@ -631,11 +631,11 @@ def test_the_message_api_matches_arrays_by_name() -> None:
     instruction = _instruction(("a",))
     record = ArrayRecord({"other": _record(np.zeros(30, np.float32), _client(DATA).model.layout)["weight"]})
     with pytest.raises(ValueError, match=r"has arrays \['other'\], this client's \['weight'\]"):
-        app(wire.train_message(1, MESSAGE_API, record, {}, instruction), _context())
+        answered(app(wire.train_message(1, MESSAGE_API, record, {}, instruction), _context()))
 
 
 def test_evaluation_messages_of_other_servers_are_not_answered() -> None:
     arrays = _record(np.zeros(30, np.float32), _client(DATA).model.layout)
     message = Message(RecordDict({"arrays": arrays, "config": ConfigRecord({})}), 1, "evaluate")
     with pytest.raises(ValueError, match="works under a flower_dp strategy only"):
-        client_app(_make)(message, _context())
+        answered(client_app(_make)(message, _context()))

@@ -11,7 +11,7 @@ from flower_dp.clients.account import LEDGER_PATH, StateAccount
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.strategies import DPFedAvg, FedSGDDPC
-from tests.asks import own_ask
+from tests.asks import own_ask, reasons
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records, start
 
@@ -110,7 +110,7 @@ def ask(made, names=("c0",)):
     own = dict.fromkeys(names, (1.0, terms.kind, terms.release.mechanism.noise_multiplier))
     asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=names, ask=own_ask(own, clip_norm=0.5))
     arrays, _, answer = made.fit([array.numpy() for array in model_arrays(linear()).values()], {wire.KEY: asked.to_json()})
-    return wire.Answer.from_json(answer[wire.KEY], names).refused, arrays[-1]
+    return reasons(wire.Answer.from_json(answer[wire.KEY], names)), arrays[-1]
 
 
 def test_a_ledger_that_cannot_be_used_sends_nothing_and_tells_the_server_no_path(path, caplog):
@@ -167,8 +167,9 @@ def test_a_client_without_an_account_refuses_a_ledger_for_evaluation_too():
     grid.contexts[1].node_config[LEDGER_PATH] = "ledger.sqlite"
     message = Message(RecordDict({"config": ConfigRecord({})}), 1, "evaluate")
     (reply,) = grid.send_and_receive([message])
-    assert "ledger-path: this client keeps no account" in reply.error.reason
-    assert "ledger.sqlite" not in reply.error.reason
+    refusal = wire.refusal_of(reply.content)
+    assert (refusal.code, "ledger-path: this client keeps no account" in refusal.reason) == ("declined", True)
+    assert "ledger.sqlite" not in refusal.reason
 
 
 @pytest.mark.parametrize("ledger", [3, "", {"c1": "ledger.sqlite"}, {"c0": None}])

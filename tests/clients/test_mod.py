@@ -38,7 +38,7 @@ from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, NbAFL
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise, SentMask
-from tests.asks import GONE, forged, masked, own_ask, replace, saying, told
+from tests.asks import GONE, answered, forged, masked, own_ask, reasons, replace, saying, told
 from tests.asks import ask as made
 from tests.grids import LocalGrid
 from tests.stock import arrays, stock_app
@@ -135,7 +135,7 @@ def ask(
 
 def read(reply: Message, instruction: Instruction, size: int) -> tuple[np.ndarray, Answer]:
     assert {type(record) for record in reply.content.values()} <= {ArrayRecord, ConfigRecord}
-    answer = wire.answer_of(reply.content, instruction.clients)
+    answer = wire.answer_of(answered(reply).content, instruction.clients)
     assert answer is not None
     payload = wire.payload_of(wire.arrays_of(reply.content), answer.payload, size)
     mask = instruction.ask.mask
@@ -371,7 +371,7 @@ def test_frozen_arrays_reach_the_app_and_do_not_come_back(changed: bool) -> None
     model = arrays(mask=FROZEN["mask"], w=np.zeros(4, np.float32), step=FROZEN["step"])
     reply = app(message_of(instruction, model), context_of())
     row, answer = read(reply, instruction, 4)
-    assert answer.refused == ({"a": "training failed; the node's own log says why"} if changed else {})
+    assert reasons(answer) == ({"a": "training failed; the node's own log says why"} if changed else {})
     assert row.tolist() == ([0.0] * 4 if changed else [0.25] * 4)
 
 
@@ -578,7 +578,7 @@ FAILURES = {
 @pytest.mark.parametrize("kind", FAILURES)
 def test_what_cannot_be_an_update_is_refused_with_the_kind_of_error_alone(kind: str, instruction: Instruction) -> None:
     row, answer = ask(failing(kind)(privacy_mod(name="a")), instruction, zeros(4))
-    assert answer.refused == {"a": FAILURES[kind]}
+    assert reasons(answer) == {"a": FAILURES[kind]}
     assert not row.any()
     assert answer.payload_bytes == 0
 
@@ -648,12 +648,12 @@ def test_a_client_with_local_noise_sends_nothing_that_another_is_to_noise(asked:
 
 def test_clients_that_live_elsewhere_are_named() -> None:
     row, answer = ask(added(0.1)(privacy_mod(name="a")), replace(CENTRAL, clients=("b", "a")), zeros(4))
-    assert answer.refused == {"b": "not hosted here"}
+    assert reasons(answer) == {"b": "not hosted here"}
     np.testing.assert_allclose(row, 0.1, atol=1e-3)
     app = replying(lambda message: pytest.fail("the app was called"))
     for terms, instruction in ((None, CENTRAL), (NBAFL, local_instruction())):
         row, answer = ask(app(privacy_mod(name="c", terms=terms)), instruction, zeros(4))
-        assert answer.refused == {"a": "not hosted here"}
+        assert reasons(answer) == {"a": "not hosted here"}
         assert not row.any()
 
 
@@ -684,7 +684,7 @@ def edited(message: Message, change: Callable[[RecordDict], None]) -> Message:
 def test_a_message_that_no_honest_server_sends_is_refused(change: Any, reason: str) -> None:
     app = replying(lambda message: pytest.fail("the app was called"))(privacy_mod(name="a"))
     with pytest.raises(ValueError, match=reason):
-        app(edited(message_of(CENTRAL, zeros(4)), change), context_of())
+        answered(app(edited(message_of(CENTRAL, zeros(4)), change), context_of()))
 
 
 @pytest.mark.parametrize("kind", ["evaluate", "query"])
@@ -697,7 +697,7 @@ def test_replies_that_nothing_protects_do_not_leave_unless_the_policy_allows_met
 
     message = Message(RecordDict({"arrays": zeros(4)}), 1, kind)
     with pytest.raises(ValueError, match=f"declined: message type '{kind}': its reply would not be private"):
-        app_of(ClientPolicy())(message, context_of())
+        answered(app_of(ClientPolicy())(message, context_of()))
     reply = app_of(ClientPolicy(allow_metrics=True))(message, context_of())
     assert reply.content["metrics"]["accuracy"] == 0.5
 
@@ -714,7 +714,7 @@ def test_properties_and_first_weights_of_a_numpy_client_do_not_leave() -> None:
     assert wire.hosted_of(app(properties(), context_of()).content, most_names=1).names == ("a",)
     message = Message(RecordDict({"getparametersins.config": ConfigRecord({})}), 1, "get_parameters")
     with pytest.raises(ValueError, match="its reply would not be private"):
-        app(message, context_of())
+        answered(app(message, context_of()))
 
 
 # The account
@@ -732,7 +732,7 @@ def test_replies_are_charged_before_the_app_is_called_and_refused_when_the_budge
         _, answer = ask(app, local_instruction(server_round=number + 1), zeros(4), context=context)
         assert bool(answer.refused) == (number >= 3)
     assert seen == [1, 2, 3]
-    assert answer.refused == {"a": "its budget is spent: num_replies=3, all of them sent"}
+    assert reasons(answer) == {"a": "its budget is spent: num_replies=3, all of them sent"}
 
 
 def test_a_ledger_on_the_device_outlives_the_nodes_state(tmp_path: Path) -> None:
@@ -774,7 +774,7 @@ def test_an_app_that_overwrites_the_state_does_not_lose_the_account(way: str, fa
     for number in range(4):
         app = replying(train)(privacy_mod(name="a", terms=NBAFL))
         _, answer = ask(app, local_instruction(server_round=number + 1), zeros(4), context=context)
-    assert answer.refused["a"].startswith("its budget is spent")
+    assert answer.refused["a"].reason.startswith("its budget is spent")
     assert StateAccount(context.state).replies("a") == 3
     assert "it was put back" in caplog.text
 
@@ -793,7 +793,7 @@ def test_a_client_whose_terms_the_server_misstates_does_not_reply_and_pays_nothi
     app = replying(lambda message: pytest.fail("the app was called"))
     mod = privacy_mod(name="a", terms=lambda context: replace(NBAFL, **own))
     _, answer = ask(app(mod), local_instruction(replace(NBAFL, **server)), zeros(4), context=context)
-    assert reason in answer.refused["a"]
+    assert reason in answer.refused["a"].reason
     assert StateAccount(context.state).replies("a") == 0
 
 

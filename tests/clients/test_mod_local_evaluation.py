@@ -17,7 +17,7 @@ from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.strategies import LocalEvaluation, NbAFL
 from flower_dp.wire import MESSAGE_API, Instruction
-from tests.asks import ANSWERED, Evaluated, evaluated, own_ask
+from tests.asks import ANSWERED, Evaluated, answered, evaluated, own_ask
 from tests.asks import ask as made
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
@@ -53,7 +53,7 @@ def context_of(state: Any = None, **config: Any) -> Context:
 
 def ask(app: ClientApp, instruction: Instruction, context: Context | None = None) -> Evaluated:
     message = wire.evaluate_message(1, MESSAGE_API, arrays(w=np.zeros(3, np.float32)), {}, instruction)
-    reply = app(message, context or context_of())
+    reply = answered(app(message, context or context_of()))
     assert set(reply.content) == {wire.KEY}
     text = reply.content[wire.KEY][wire.KEY]
     assert set(json.loads(text)) == ANSWERED

@@ -193,7 +193,7 @@ def test_errors_of_one_client_do_not_touch_the_others() -> None:
     made = pipeline(torch.ones(4), broken, torch.tensor([math.nan] * 4), torch.ones(4))
     replies = list(made.replies(torch.zeros(4), [job(name) for name in "abcd"]))
     assert [type(reply) for reply in replies] == [Reply, Refusal, Refusal, Reply]
-    assert replies[1] == Refusal(reason="training failed; the node's own log says why")
+    assert replies[1] == Refusal(code="failed", reason="training failed; the node's own log says why")
     assert "NaN" in replies[2].reason
 
 
@@ -205,7 +205,9 @@ def test_the_norm_of_a_row_is_taken_where_somebody_asks_for_it_and_before_the_cl
 
 def test_noise_that_does_not_fit_the_lattice_of_the_clip_is_no_reply() -> None:
     made = pipeline(torch.ones(4), clip=RowClip(clip_norm=1.0, step=2.0**-4))
-    assert list(made.replies(torch.zeros(4), [job()])) == [Refusal(reason="training failed; the node's own log says why")]
+    assert list(made.replies(torch.zeros(4), [job()])) == [
+        Refusal(code="failed", reason="training failed; the node's own log says why")
+    ]
 
 
 # What a client's row would cost alone

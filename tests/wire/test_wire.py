@@ -7,11 +7,11 @@ import struct
 import time
 import tracemalloc
 from contextlib import suppress
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -21,10 +21,11 @@ from flower_dp.core import checks
 from flower_dp.core.compression import decode, dense, random_mask, top_k
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.vectors import Layout
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise, RecordNames, RoundMask, structs
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise, RecordNames, Refusal, RoundMask, structs
 from tests.asks import GONE, ask, forged, masked, own_ask, replace, table_of
 
 NAMES = ("a", "ü 7")
+CODES = get_args(wire.Code)
 CLIENT_LEVEL = ask(clip_norm=0.3, noise_multiplier=1.1, placement="distributed", noise_std=0.033, keep_ratio=0.4, size=5)
 MASKED = masked(clip_norm=0.3, noise_multiplier=1.1, keep_ratio=0.4, seed=11, size=5)
 METRICS = ask(noise_multiplier=2.0, metrics=MetricBounds(bounds={"loss": 4.0, "ü": 1.0}), size=3)
@@ -34,8 +35,9 @@ INSTRUCTION = Instruction(server_round=3, method="dp-fedsam", clients=NAMES, rep
 LOCAL_INSTRUCTION = replace(INSTRUCTION, method="fedsgd-dpc", ask=LOCAL)
 EVALUATION = replace(INSTRUCTION, method=wire.EVALUATION, report_metrics=False, ask=METRICS)
 INSTRUCTIONS = [INSTRUCTION, LOCAL_INSTRUCTION, EVALUATION, replace(INSTRUCTION, method="fed-smp", ask=MASKED)]
+NAN = Refusal(code="failed", reason="NaN")
 ANSWER = Answer(
-    refused={"ü 7": "NaN"},
+    refused={"ü 7": NAN},
     payload={"encoding": "dense", "length": 5},
     seeded_noise=False,
     metrics={"loss": 0.1 + 0.2},
@@ -74,6 +76,33 @@ def _record(data: bytes, stype: str = "numpy.ndarray") -> ArrayRecord:
 
 
 # Instructions and answers
+
+
+def test_a_refusal_of_a_whole_node_survives_a_reply_and_is_no_answer() -> None:
+    asked = Message(RecordDict(), 1, "train")
+    refusal = Refusal(code="repeated", reason="ü\n")
+    content = wire.refusal_reply(asked, refusal).content
+    assert (wire.refusal_of(content), wire.answer_of(content, NAMES)) == (refusal, None)
+    assert json.loads(refusal.to_json()) == {"protocol": wire.PROTOCOL, "code": "repeated", "reason": "ü\n"}
+    assert wire.refusal_of(RecordDict({"any": ConfigRecord({wire.KEY: ANSWER.to_json(NAMES)})})) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '{"reason":"no"}',
+        '{"protocol":5}',
+        '{"protocol":5,"reason":1}',
+        '{"protocol":5,"reason":"no","code":"other"}',
+        '{"protocol":5,"reason":"no","clients":[0]}',
+        json.dumps({"protocol": 5, "reason": "x" * 4096}),
+    ],
+)
+def test_refusals_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"refusal|flower-dp"):
+        wire.refusal_of(RecordDict({"any": ConfigRecord({wire.REFUSED: text})}))
 
 
 @pytest.mark.parametrize("record_names", [MESSAGE_API, NUMPY_CLIENT])
@@ -149,17 +178,18 @@ def test_local_asks_round_trip_bit_for_bit(numbers: list[tuple[float, str, float
 def test_answers_round_trip_bit_for_bit(
     names: list[str], reasons: list[str], kept: set[int], metrics: dict[str, float], seeded: bool
 ) -> None:
-    refused = {name: reason for i, (name, reason) in enumerate(zip(names, reasons, strict=False)) if i not in kept}
+    pairs = enumerate(zip(names, reasons, strict=False))
+    refused = {name: Refusal(code=CODES[i % 3], reason=reason) for i, (name, reason) in pairs if i not in kept}
     answer = Answer(refused=refused, payload={"encoding": "dense", "length": 7}, seeded_noise=seeded, metrics=metrics)
     assert Answer.from_json(answer.to_json(names), names) == answer
 
 
 def test_who_is_refused_stands_by_position_and_only_who_was_asked_can() -> None:
     data = json.loads(ANSWER.to_json(NAMES))
-    assert data["refused"] == {"NaN": [1]}
+    assert data["refused"] == [{"code": "failed", "reason": "NaN", "clients": [1]}]
     # A name that was not asked has no position.
-    stray = replace(ANSWER, refused={"ü 7": "NaN", "stranger": "NaN"})
-    assert Answer.from_json(stray.to_json(NAMES), NAMES).refused == {"ü 7": "NaN"}
+    stray = replace(ANSWER, refused={"ü 7": NAN, "stranger": NAN})
+    assert Answer.from_json(stray.to_json(NAMES), NAMES).refused == {"ü 7": NAN}
 
 
 @pytest.mark.parametrize(
@@ -511,23 +541,21 @@ def test_asks_with_missing_or_unknown_keys_are_refused(instruction: Instruction)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("refused", []),
+        ("refused", {}),
         ("refused", None),
         ("refused", "a"),
-        ("refused", {"why": 1}),
-        ("refused", {"why": None}),
-        ("refused", {"why": {"1": 1}}),
-        ("refused", {"why": [2]}),
-        ("refused", {"why": [-1]}),
-        ("refused", {"why": [0.0]}),
-        ("refused", {"why": [True]}),
-        ("refused", {"why": ["a"]}),
-        ("refused", {"why": [None]}),
-        ("refused", {"why": [[0]]}),
-        ("refused", {"why": [10**30]}),
-        ("refused", {"why": [1, 1]}),
-        ("refused", {"why": [1], "why else": [1]}),
-        ("refused", {f"why {i}": [] for i in range(18)}),
+        ("refused", ["a"]),
+        ("refused", [{"clients": [1]}]),
+        ("refused", [{"reason": 1, "clients": [1]}]),
+        ("refused", [{"code": "unknown", "reason": "why", "clients": [1]}]),
+        ("refused", [{"code": None, "reason": "why", "clients": [1]}]),
+        ("refused", [{"reason": "why", "clients": [1], "more": 1}]),
+        *(
+            ("refused", [{"reason": "why", "clients": clients}])
+            for clients in (None, {"1": 1}, [2], [-1], [0.0], [True], ["a"], [None], [[0]], [10**30], [1, 1])
+        ),
+        ("refused", [{"reason": "why", "clients": [1]}, {"reason": "why else", "clients": [1]}]),
+        ("refused", [{"reason": f"why {i}", "clients": []} for i in range(20)]),
         ("payload", "dense"),
         ("payload", [1]),
         ("payload", None),
@@ -544,7 +572,7 @@ def test_asks_with_missing_or_unknown_keys_are_refused(instruction: Instruction)
 )
 def test_answers_that_make_no_sense_are_refused(field: str, value: Any) -> None:
     data = {**json.loads(ANSWER.to_json(NAMES)), field: value}
-    with pytest.raises(ValueError, match=r"answer|not JSON"):
+    with pytest.raises(ValueError, match=r"answer|not JSON|reasons: at most 19"):
         Answer.from_json(json.dumps(data), NAMES)
 
 
@@ -581,27 +609,29 @@ MANY_NAMES = [f"client-{i}" for i in range(20)]
 )
 def test_the_longest_honest_answer_is_not_too_long(letter: str) -> None:
     """As many reasons as clients, each longer than can be told, of letters that take more room in JSON than others."""
-    refused = {name: chr(ord("A") + i) + 300 * letter for i, name in enumerate(MANY_NAMES)}
+    refused = {name: Refusal(code=CODES[i % 3], reason=chr(ord("A") + i) + 300 * letter) for i, name in enumerate(MANY_NAMES)}
     answer = replace(ANSWER, refused=refused)
     read = Answer.from_json(answer.to_json(MANY_NAMES), MANY_NAMES)
     assert set(read.refused) == set(MANY_NAMES)
-    assert all(len(reason) <= wire.MOST_REASON for reason in read.refused.values())
-    reported = [read.refused[name] == checks.one_line(refused[name], most=wire.MOST_REASON) for name in MANY_NAMES]
+    assert all(one.code == refused[name].code for name, one in read.refused.items())
+    assert all(len(one.reason) <= wire.MOST_REASON for one in read.refused.values())
+    lines = {name: checks.one_line(one.reason, most=wire.MOST_REASON) for name, one in refused.items()}
+    reported = [read.refused[name].reason == lines[name] for name in MANY_NAMES]
     assert sum(reported) == wire.MOST_REASONS
-    assert {read.refused[name] for name, said in zip(MANY_NAMES, reported, strict=True) if not said} == {"another reason"}
+    assert {read.refused[name].reason for name, said in zip(MANY_NAMES, reported, strict=True) if not said} == {"another reason"}
 
 
 @pytest.mark.parametrize("count", [1, 1000, 50_000])
 def test_an_answer_for_very_many_clients_who_are_all_refused_is_not_too_long(count: int) -> None:
     names = [f"{i}" for i in range(count)]
-    refused = {name: "no reason" if int(name) % 3 else "another" for name in names}
+    refused = {name: Refusal(reason="no reason" if int(name) % 3 else "another") for name in names}
     text = replace(ANSWER, refused=refused).to_json(names)
     assert len(text) <= wire.most_answer_characters(count)
     assert Answer.from_json(text, names).refused == refused
 
 
 def test_reasons_longer_than_honest_ones_are_refused() -> None:
-    data = {**json.loads(ANSWER.to_json(NAMES)), "refused": {"x" * 201: [0]}}
+    data = {**json.loads(ANSWER.to_json(NAMES)), "refused": [{"reason": "x" * 201, "clients": [0]}]}
     with pytest.raises(ValueError, match="a reason has more than 200 characters"):
         Answer.from_json(json.dumps(data), NAMES)
 
@@ -1043,8 +1073,8 @@ def test_bytes_are_counted_as_sent() -> None:
 # Bytes that clients would have sent alone
 
 
-@pytest.mark.parametrize("refused", [{}, {NAMES[0]: "NaN"}])
-def test_payload_bytes_survive_the_wire_up_to_the_largest_honest_ones(refused: dict[str, str]) -> None:
+@pytest.mark.parametrize("refused", [{}, {NAMES[0]: NAN}])
+def test_payload_bytes_survive_the_wire_up_to_the_largest_honest_ones(refused: dict[str, Refusal]) -> None:
     most = (64 + 16 * 5) * (len(NAMES) - len(refused))
     for value in (0, 1, most):
         answer = replace(ANSWER, refused=refused, payload_bytes=value)

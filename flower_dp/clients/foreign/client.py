@@ -14,13 +14,13 @@ from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import Declined, reading
 from flower_dp.clients.reply import client_level
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Refusal, Train
-from flower_dp.clients.reply.work import Work
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Train
+from flower_dp.clients.reply.work import NOT_HOSTED, Work
 from flower_dp.core import noise
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.release import Release
-from flower_dp.wire import Instruction
+from flower_dp.wire import Instruction, Refusal
 
 
 class OwnTerms(Protocol):
@@ -77,7 +77,7 @@ class AppClient:
             app: the call of the app.
             train: the app's training; None for an evaluation.
         """
-        refused = {name: "not hosted here" for name in instruction.clients if name != self.name}
+        refused = {name: NOT_HOSTED for name in instruction.clients if name != self.name}
         work = self._shared(instruction, app, train) if self.terms is None else self._own(instruction, app, train, self.terms)
         return replace(work, refused=refused | work.refused)
 
@@ -101,7 +101,7 @@ class AppClient:
         terms_of = partial(self._evaluation_terms, own_terms) if train is None else own_terms.terms
         terms = agreed_terms(instruction, self.name, terms_of, self.policy)
         if isinstance(terms, Refusal):
-            return Work(groups=[], length=length, refused={self.name: terms.reason})
+            return Work(groups=[], length=length, refused={self.name: terms})
         if unpaid := charged(account_of(None, [self.name], app.context), {self.name: terms}, instruction):
             return Work(groups=[], length=length, refused=unpaid)
         if train is None:

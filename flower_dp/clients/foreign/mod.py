@@ -15,7 +15,7 @@ from flower_dp.clients.foreign.client import AppClient, OwnTerms
 from flower_dp.clients.foreign.evaluation import EVALUATE_STATUS, names_to_evaluate
 from flower_dp.clients.foreign.training import TRAIN_STATUS, AppCall, AppTraining, record_names_of
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import SEE_LOG, Declined, contained, in_own_words, reading
+from flower_dp.clients.reasons import SEE_LOG, Declined, contained, reading, replied
 from flower_dp.clients.reply.work import add_up
 from flower_dp.core import checks
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
@@ -94,14 +94,10 @@ class _PrivacyMod:
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Answer the client query, or train or evaluate as the server instructs; refuse all other messages.
 
-        Whatever the message is, the client's account is kept while the app runs, and errors leave in this package's words alone.
-
-        Raises:
-            Declined: if the message is none of these, the policy does not allow it, or this client's name or terms can't be made.
-            RuntimeError: if anything else fails.
+        Whatever the message is, the client's account is kept while the app runs, and no error leaves: if the policy does not
+        allow the message, or anything fails, the reply is a refusal.
         """
-        with in_own_words("this client's app"):
-            return self._reply(message, context, keeping_account(call_next))
+        return replied(message, "this client's app", lambda: self._reply(message, context, keeping_account(call_next)))
 
     def _reply(self, message: Message, context: Context, app: ClientAppCallable) -> Message:
         kind = message.metadata.message_type
