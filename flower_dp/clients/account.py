@@ -10,8 +10,10 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Annotated, Any, Protocol
 
+import msgspec
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
@@ -25,6 +27,9 @@ log = logging.getLogger("flwr")
 KEY = "flower-dp.account"
 # The key of the node's config, which the device's owner writes and no server can change.
 LEDGER_PATH = "ledger-path"
+
+_COLUMNS = ("clients", "replies", "terms")
+_Columns = tuple[list[str], list[Annotated[int, msgspec.Meta(ge=1)]], list[str]]
 
 # One file for all clients of a node, or one each, by the client's name.
 LedgerPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
@@ -56,16 +61,17 @@ class StateAccount:
 
     def __init__(self, state: RecordDict) -> None:
         self._state = state
-        record = dict(state.config_records[KEY]) if KEY in state.config_records else {"clients": [], "replies": [], "terms": []}
-        columns: list[Any] = [record.get(key) for key in ("clients", "replies", "terms")]
-        kinds = zip(columns, (str, int, str), strict=True)
-        right = all(isinstance(column, list) and all(type(value) is kind for value in column) for column, kind in kinds)
-        if not right or len({len(column) for column in columns}) != 1 or any(count < 1 for count in columns[1]):
+        record: Mapping[str, Any] = state.config_records.get(KEY, {name: [] for name in _COLUMNS})
+        try:
+            columns = msgspec.convert([record.get(name) for name in _COLUMNS], _Columns)
+            self._entries: dict[str, tuple[int, str]] = {
+                name: (replies, terms) for name, replies, terms in zip(*columns, strict=True)
+            }
+            whole = len(self._entries) == len(columns[0])  # no client twice
+        except (ValueError, msgspec.ValidationError):
+            whole = False
+        if not whole:
             raise Declined(f"state {KEY!r}: is damaged; the number of replies sent is not known, so this node does not reply")
-        names, replies, terms = columns
-        if len(set(names)) != len(names):
-            raise Declined(f"state {KEY!r}: is damaged; it has a client twice, so this node does not reply")
-        self._entries: dict[str, tuple[int, str]] = dict(zip(names, zip(replies, terms, strict=True), strict=True))
 
     def replies(self, name: str) -> int:
         """Return how many replies a client has been charged for."""
@@ -86,14 +92,8 @@ class StateAccount:
     def note(self, paid: Mapping[str, tuple[int, str]]) -> None:
         """Record how many replies clients have been charged for, and their terms."""
         self._entries |= paid
-        names = list(self._entries)
-        self._state[KEY] = ConfigRecord(
-            {
-                "clients": names,
-                "replies": [self._entries[name][0] for name in names],
-                "terms": [self._entries[name][1] for name in names],
-            }
-        )
+        replies, terms = [count for count, _ in self._entries.values()], [text for _, text in self._entries.values()]
+        self._state[KEY] = ConfigRecord(dict(zip(_COLUMNS, (list(self._entries), replies, terms), strict=True)))
 
 
 class FileAccount:
@@ -115,10 +115,13 @@ class FileAccount:
     def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
         """Charge as `Account.charge`; it is on the disk when this returns."""
         refused: dict[str, Refusal] = {}
-        for file, names in self._by_file(asked):
+        by_file: dict[Path, list[str]] = {}
+        for name in asked:
+            by_file.setdefault(self._files[owner_of(name)].path, []).append(name)
+        for path, names in by_file.items():
             known = {name: self._seen.replies(name) for name in names}
             try:
-                spent, counts = file.charge({name: asked[name] for name in names}, numbered, at_least=known)
+                spent, counts = DeviceLedger(path).charge({name: asked[name] for name in names}, numbered, at_least=known)
             except Exception as error:  # after any error there is no account
                 log.error("%s: no reply of %s", error, ", ".join(names))
                 refused |= dict.fromkeys(names, Refusal(reason=f"its ledger can't be used; {SEE_LOG}"))
@@ -127,13 +130,6 @@ class FileAccount:
             for name, reason in spent.items():
                 refused[name] = _refusal(name, reason)
         return refused
-
-    def _by_file(self, names: Iterable[str]) -> list[tuple[DeviceLedger, list[str]]]:
-        groups: dict[str, tuple[DeviceLedger, list[str]]] = {}
-        for name in names:
-            file = self._files[owner_of(name)]
-            groups.setdefault(str(file.path), (file, []))[1].append(name)
-        return list(groups.values())
 
 
 def _refusal(name: str, spent: Spent) -> Refusal:

@@ -14,16 +14,17 @@ from flwr.client import Client, NumPyClient
 from torch import Tensor, nn
 
 from flower_dp import wire
+from flower_dp.clients import answering
 from flower_dp.clients.account import refuse_ledger
 from flower_dp.clients.kept import keep
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, contained, in_own_words, made_or_refused, reading
 from flower_dp.clients.reply.pipeline import failure
-from flower_dp.clients.reply.work import Work, add_up
+from flower_dp.clients.reply.work import Sum, Work
 from flower_dp.clients.training.devices import default_device, exact_device, reproducible
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records
-from flower_dp.core import checks, noise
+from flower_dp.core import checks
 from flower_dp.core.noise import Generator
 from flower_dp.wire import Instruction
 
@@ -51,7 +52,10 @@ class NodeClient(NumPyClient):
 
     Attributes:
         dry_run_seconds: how long the dry runs of this client have taken so far.
+        has_own_terms: whether each message is private on its own, by the clients' own terms.
     """
+
+    has_own_terms: bool = False
 
     def __init__(
         self,
@@ -89,8 +93,7 @@ class NodeClient(NumPyClient):
         Every call takes new entropy from the operating system: the client holds no state that a copy of it, or another process,
         could repeat. With a `noise_seed`, for tests, it follows from seed, round and client.
         """
-        purpose = name if instruction.ask.metrics is None else f"evaluation of {name}"
-        return noise.noise_generator(self.noise_seed, instruction.server_round, purpose, on=on)
+        return answering.generator(self, instruction, name, on=on)
 
     def attach(self, context: Context) -> None:
         """Receive the context of the node, which has its state and what the device's owner has set; called before `fit`.
@@ -203,25 +206,13 @@ class NodeClient(NumPyClient):
     ) -> tuple[list[np.ndarray], dict[str, Any]]:
         with reading():
             instruction = wire.instruction_of(config, list(arrays.values()))
-        ask = instruction.ask
-        if evaluates and instruction.method != wire.EVALUATION:
-            raise Declined(f"method={instruction.method!r}: a message to evaluate must be of {wire.EVALUATION!r}")
-        if not evaluates and (instruction.method not in self.methods or instruction.method == wire.EVALUATION):
-            raise Declined(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
+        answering.check(self, instruction, evaluates=evaluates)
         self._check_base(config.get(wire.BASE))
-        self._check(instruction)
         vector = self._vector(arrays, instruction)
         if not evaluates:
             with reading():
-                ask.check_vectors(self.vectors, vector.numel())
-        made = add_up(vector, self._work(vector, instruction), inline=evaluates)
-        metrics = {}
-        if not evaluates and instruction.report_metrics and self.policy.allow_metrics and made.losses:
-            on = made.losses[0].device
-            losses = torch.stack([loss.to(on) for loss in made.losses]).to("cpu", torch.float32)
-            metrics["loss"] = float(losses.nan_to_num().sum(dtype=torch.float64))
-            metrics |= _moments(made.norms)
-        text = made.answer(instruction.clients, seeded_noise=self.noise_seed is not None, metrics=metrics)
+                instruction.ask.check_vectors(self.vectors, vector.numel())
+        made, text = answering.answered(self, instruction, vector, self._work(vector, instruction), _metrics)
         if self.context is not None:  # accounts were charged, and nothing is left that could fail
             keep(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
         return list(made.payload.arrays), {wire.KEY: text}
@@ -266,10 +257,6 @@ class NodeClient(NumPyClient):
         """Return why nobody can train on records like these, in fixed words; None if somebody can, or nobody knows."""
 
     @abstractmethod
-    def _check(self, instruction: Instruction) -> None:
-        """Refuse an instruction that the policy does not allow."""
-
-    @abstractmethod
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:
         """Return the work of this node's clients; charge accounts before any record is read."""
 
@@ -305,12 +292,15 @@ def _in_order(parameters: list[np.ndarray]) -> dict[str, np.ndarray]:
     return {str(position): array for position, array in enumerate(parameters)}
 
 
-def _moments(norms: list[Tensor]) -> dict[str, float]:
-    """Return the sums of the norms of updates before the clip and of their squares; nothing where none were measured.
+def _metrics(made: Sum) -> dict[str, float]:
+    """Return the sums of training losses, and of the norms of updates before the clip and their squares where they were measured.
 
     The number of clipped updates is not told: a share of clipped clients would tell how many there are.
     """
-    if not norms:
-        return {}
-    rows = torch.stack(norms)
-    return {"update-norm": float(rows.sum()), "update-norm-squared": float((rows * rows).sum())}
+    on = made.losses[0].device
+    losses = torch.stack([loss.to(on) for loss in made.losses]).to("cpu", torch.float32)
+    loss = {"loss": float(losses.nan_to_num().sum(dtype=torch.float64))}
+    if not made.norms:
+        return loss
+    rows = torch.stack(made.norms)
+    return loss | {"update-norm": float(rows.sum()), "update-norm-squared": float((rows * rows).sum())}

@@ -120,7 +120,7 @@ TRAINING = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=m
         (ClientPolicy(), forged(ask_for(), clip_norm=10.0), {}, "clip_norm=10: must be 1"),
         (ClientPolicy(), forged(ask_for(), metrics=GONE), {}, "metrics: must be asked for"),
         (ClientPolicy(), AS_TRAINING, {}, "metrics: must be asked for by method='private-evaluation' and by no other"),
-        (ClientPolicy(), TRAINING, {}, "method='dp-fedavg': to evaluate"),
+        (ClientPolicy(), TRAINING, {}, "method='dp-fedavg': a message to evaluate must be of 'private-evaluation'"),
         (ClientPolicy(), forged(SHARE, step=2.0**-11), {}, "must be a power of two, at most 1/1024 of the noise scale 0.4"),
         (ClientPolicy(), forged(SHARE, step=GONE), {}, "must be a power of two, at most 1/1024"),
         (ClientPolicy(), forged(SHARE, step=2.0**-48), {}, "is too small"),
@@ -145,8 +145,12 @@ def test_what_a_device_does_not_allow_never_reaches_its_app(
 def test_a_client_with_terms_of_its_own_does_not_evaluate_without_counting() -> None:
     seen: list[Message] = []
     terms = NbAFLTerms(clip_norm=1.5, paper_epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8, num_records=8)
-    with pytest.raises(ValueError, match="declined: method='private-evaluation': to evaluate, this client needs evaluation="):
-        ask(app_of(privacy_mod(name="a", terms=terms), seen=seen), ask_for())
+    asked = ask_for()
+    own = told("a", terms=terms.terms().kind)
+    instruction = Instruction.from_json(forged(asked, placement="local", step=GONE, **own))
+    answer = ask(app_of(privacy_mod(name="a", terms=terms), seen=seen), instruction)
+    assert "evaluation=None: this client has no budget of private evaluations" in answer.refused["a"]
+    assert not answer.total.any()
     assert seen == []
 
 

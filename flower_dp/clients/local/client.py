@@ -74,6 +74,8 @@ class LocalDPClient(NodeClient):
         ('fedsgd-dpc',)
     """
 
+    has_own_terms = True
+
     def __init__(
         self,
         *,
@@ -130,10 +132,6 @@ class LocalDPClient(NodeClient):
     def _why_unfit(self, records: Records) -> str | None:
         why = self.recipe.why_unfit(self.model, records) if isinstance(self.recipe, MadeUp) else None
         return None if why is None else f"{UNFIT}: {why}"
-
-    def _check(self, instruction: Instruction) -> None:
-        if instruction.ask.metrics is None:  # else the policy is asked about every client's own noise
-            self.policy.check_local(instruction.ask)
 
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:
         """Return the work whose rows are private one by one, each charged to its client's account."""
