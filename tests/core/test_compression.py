@@ -12,7 +12,6 @@ from hypothesis.extra import numpy as hnp
 
 from flower_dp.core.compression import (
     CODECS,
-    Codec,
     Payload,
     decode,
     dense,
@@ -23,6 +22,7 @@ from flower_dp.core.compression import (
     top_k,
     top_k_indices,
 )
+from flower_dp.core.compression.payload import Codec
 
 
 def _vector(size: int, seed: int = 0) -> np.ndarray:
