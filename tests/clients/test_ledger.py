@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import RecordDict
 
 from flower_dp import wire
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, Training, client_app, model_arrays
@@ -156,20 +156,6 @@ def test_a_client_without_an_account_refuses_a_ledger():
     strategy = DPFedAvg(clip_norm=1.0, noise_multiplier=1.0, sampling=FullSampling(), num_clients=1, delta=1e-5)
     with pytest.raises(RuntimeError, match="ledger-path: this client keeps no account, so its replies would not be counted"):
         start(strategy, grid, 1)
-
-
-def test_a_client_without_an_account_refuses_a_ledger_for_evaluation_too():
-    def client_fn(context):
-        training = Training(learning_rate=0.1)
-        return DPClient(model=linear(), clients={"c0": records("c0")}, training=training, device="cpu")
-
-    grid = LocalGrid(client_app(client_fn), 1)
-    grid.contexts[1].node_config[LEDGER_PATH] = "ledger.sqlite"
-    message = Message(RecordDict({"config": ConfigRecord({})}), 1, "evaluate")
-    (reply,) = grid.send_and_receive([message])
-    refusal = wire.refusal_of(reply.content)
-    assert (refusal.code, "ledger-path: this client keeps no account" in refusal.reason) == ("declined", True)
-    assert "ledger.sqlite" not in refusal.reason
 
 
 @pytest.mark.parametrize("ledger", [3, "", {"c1": "ledger.sqlite"}, {"c0": None}])

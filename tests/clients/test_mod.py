@@ -31,17 +31,15 @@ from flower_dp.clients import (
     privacy_mod,
 )
 from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
-from flower_dp.core import compression
 from flower_dp.core.compression import decode
-from flower_dp.core.noise import lattice_step
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, NbAFL
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise, SentMask
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, SentMask
 from tests.asks import GONE, answered, forged, masked, own_ask, reasons, replace, saying, told
 from tests.asks import ask as made
 from tests.grids import LocalGrid
-from tests.stock import arrays, stock_app
+from tests.stock import arrays
 from tests.test_extras import without
 
 SIZE = 40_000
@@ -213,14 +211,6 @@ def test_the_statement_of_a_run_whose_noise_comes_from_mods_counts_on_it() -> No
     np.testing.assert_array_equal(result.arrays["w"].numpy(), (np.sum(rows, axis=0, dtype=np.float64) / 4).astype(np.float32))
     correlations = np.abs(np.corrcoef(rows)[np.triu_indices(4, 1)])
     assert correlations.max() < stats.norm.isf(FALSE_ALARM / 12) / math.sqrt(SIZE)
-
-
-def test_stock_apps_without_the_mod_stay_stock() -> None:
-    grid = LocalGrid(stock_app(lambda node, named: {name: value + 1 for name, value in named.items()}), 2)
-    strategy = DPFedSAM(clip_norm=1, noise_multiplier=1, sampling=FullSampling(), num_clients=2, delta=1e-3)
-    with pytest.raises(ValueError, match="stock clients add no noise"):
-        strategy.start(grid, zeros(4))
-    assert {message.metadata.message_type for message in grid.sent} == {"query"}
 
 
 @pytest.mark.slow
@@ -438,39 +428,10 @@ def test_a_reply_is_that_of_this_packages_client_to_the_last_bit(kind: str, norm
     assert np.any(row)
 
 
-@pytest.mark.parametrize("clip_norm", [1e-3, 1.0])
-def test_an_update_is_clipped_and_rounded_to_the_lattice(clip_norm: float) -> None:
-    for placement, noise_std in (("central", 0.0), ("distributed", 0.5)):
-        instruction = instruction_of(placement, noise_std, clip_norm=clip_norm, size=200)
-        step = lattice_step(noise_std or clip_norm, clip_norm=clip_norm, dimension=200)
-        row, _ = ask(added(np.pi)(privacy_mod(name="a")), instruction, zeros(200))
-        np.testing.assert_array_equal(row / step, np.rint(row / step))
-        if placement == "central":
-            norm = np.linalg.norm(row.astype(np.float64))
-            assert clip_norm * (1 - 1e-2) < norm <= clip_norm
-
-
-@pytest.mark.parametrize("noise_std", [0.02, 3.0])
-def test_a_share_has_the_std_that_the_server_names_and_a_wrong_one_is_rejected(noise_std: float) -> None:
-    row, _ = ask(added(0.0)(privacy_mod(name="a", noise_seed=21)), instruction_of(noise_std=noise_std), zeros())
-    assert_noise(row, noise_std)
-
-
 def test_local_noise_is_the_papers_and_a_wrong_one_is_rejected() -> None:
     """sigma_U = c L (2 C / m) / epsilon (Wei et al. 2020), from this client's own terms."""
     row, _ = ask(added(0.0)(privacy_mod(name="a", terms=NBAFL, noise_seed=22)), local_instruction(), zeros())
     assert_noise(row, math.sqrt(2 * math.log(1.25 / 0.01)) * 3 * (2 * 1.5 / 8) / 0.8)
-
-
-def test_noise_comes_after_the_clip_and_top_k_after_the_noise() -> None:
-    update = np.zeros(SIZE, np.float32)
-    update[:100] = 100.0
-    row, _ = ask(added(update)(privacy_mod(name="a", noise_seed=22)), instruction_of(), zeros())
-    assert_noise(row[100:], 0.5)
-    kept, _ = ask(added(update)(privacy_mod(name="a", noise_seed=22)), instruction_of(keep_ratio=0.01), zeros())
-    assert np.count_nonzero(kept) == SIZE // 100
-    np.testing.assert_array_equal(kept[kept != 0], row[kept != 0])
-    assert np.flatnonzero(kept[:100]).size < 30  # all of them, had the choice come before the noise
 
 
 @pytest.mark.parametrize("kind", ["distributed", "local"])
@@ -749,12 +710,6 @@ def test_a_ledger_on_the_device_outlives_the_nodes_state(tmp_path: Path) -> None
     assert refused == [False, False, False, True, True]
 
 
-def test_an_app_that_fails_has_been_charged() -> None:
-    context = context_of()
-    ask(failing("raises")(privacy_mod(name="a", terms=NBAFL)), local_instruction(), zeros(4), context=context)
-    assert StateAccount(context.state).replies("a") == 1
-
-
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("way", ["cleared", "replaced", "forged"])
 def test_an_app_that_overwrites_the_state_does_not_lose_the_account(way: str, fails: bool, caplog: Any) -> None:
@@ -795,13 +750,6 @@ def test_a_client_whose_terms_the_server_misstates_does_not_reply_and_pays_nothi
     _, answer = ask(app(mod), local_instruction(replace(NBAFL, **server)), zeros(4), context=context)
     assert reason in answer.refused["a"].reason
     assert StateAccount(context.state).replies("a") == 0
-
-
-def test_noise_of_a_client_with_more_than_the_server_states_is_its_own() -> None:
-    app = added(0.0)(privacy_mod(name="a", terms=replace(NBAFL, paper_epsilon=0.4), noise_seed=2))
-    row, answer = ask(app, local_instruction(), zeros())
-    assert answer.refused == {}
-    assert_noise(row, 2 * NBAFL.terms().release.noise_scale)
 
 
 # Without torch
@@ -849,20 +797,6 @@ def test_every_name_of_the_package_is_found_when_it_is_asked_for() -> None:
         assert getattr(flower_dp.clients, name).__name__ == name
     with pytest.raises(AttributeError, match="has no attribute 'DPClients'"):
         _ = flower_dp.clients.DPClients
-
-
-def test_asks_of_these_tests_are_what_servers_send() -> None:
-    """The second source: the asks of the strategies' rules."""
-    arguments = {"clip_norm": 1.0, "sampling": FullSampling(), "num_clients": 1, "delta": 1e-3}
-    assert DPFedSAM(**arguments, noise_multiplier=1.0, placement="central").rules.training.ask(SIZE, ("a",)) == CENTRAL.ask
-    assert DPFedSAM(**arguments, noise_multiplier=0.5, placement="distributed").rules.training.ask(SIZE, ("a",)) == replace(
-        instruction_of().ask, promise=Promise(clip_norm=1.0, noise_multiplier=0.5)
-    )
-    sent = FedSMP(**arguments, noise_multiplier=0.25, keep_ratio=0.3, placement="distributed").rules.training.ask(500, ("a",))
-    assert sent.mask is not None
-    assert replace(sent, promise=SMP.promise, mask=SMP.mask) == SMP
-    assert sent.mask.keep_ratio == 0.3
-    assert compression.num_kept(sent.mask.keep_ratio, 500) == 150
 
 
 # The ledger of the device's owner

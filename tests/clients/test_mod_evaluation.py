@@ -96,13 +96,6 @@ def test_the_device_adds_its_share_of_the_noise_afresh_every_time() -> None:
     assert not np.any(first == second)
 
 
-def test_the_app_gets_what_a_stock_server_sends() -> None:
-    seen: list[Message] = []
-    ask(app_of(privacy_mod(name="a"), seen=seen), ask_for())
-    assert dict(seen[0].content["config"]) == {"lr": 0.5, "server-round": 1}
-    assert seen[0].content["arrays"].to_numpy_ndarrays()[0].shape == (3,)
-
-
 SHARE = ask_for("distributed", 0.4)
 AS_TRAINING = json.dumps({**json.loads(ask_for().to_json()), "method": "dp-fedavg"})
 TRAINING = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=made())
