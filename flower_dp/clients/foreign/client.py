@@ -7,8 +7,7 @@ from typing import Any, Protocol, final
 from flower_dp import wire
 from flower_dp.clients import answering
 from flower_dp.clients.account import account_of, refuse_ledger
-from flower_dp.clients.foreign.evaluation import AppContribution, AppMetrics
-from flower_dp.clients.foreign.training import AppCall, AppTraining, AppUpdates
+from flower_dp.clients.foreign.app import AppCall, AppContribution, AppMetrics, AppTraining, AppUpdates
 from flower_dp.clients.local.agreement import agreed_terms, charged
 from flower_dp.clients.local.row import evaluation_pipeline
 from flower_dp.clients.policy import ClientPolicy

@@ -12,9 +12,8 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flower_dp import wire
 from flower_dp.clients import answering
 from flower_dp.clients.account import keeping_account
+from flower_dp.clients.foreign.app import EVALUATE_STATUS, TRAIN_STATUS, AppCall, AppTraining, names_to_evaluate, record_names_of
 from flower_dp.clients.foreign.client import AppClient, OwnTerms
-from flower_dp.clients.foreign.evaluation import EVALUATE_STATUS, names_to_evaluate
-from flower_dp.clients.foreign.training import TRAIN_STATUS, AppCall, AppTraining, record_names_of
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import SEE_LOG, Declined, contained, reading, replied
 from flower_dp.core import checks
