@@ -11,12 +11,11 @@ from flower_dp import wire
 from flower_dp.clients.answering import shared_work
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import contained
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.clients.reply.evaluation import MetricRows, Metrics, loss_and_accuracy
-from flower_dp.clients.reply.pipeline import Job, Train, failure
+from flower_dp.clients.reply.pipeline import Job, Train
 from flower_dp.clients.reply.updates import TrainedUpdates
-from flower_dp.clients.reply.work import NOT_HOSTED, Work
+from flower_dp.clients.reply.work import Work
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.engines import ENGINES, quicker_engine
@@ -107,23 +106,15 @@ class DPClient(NodeClient):
         length = vector.numel()
         if ask.metrics is not None:
             train, length = MetricRows(model=self.model, metrics=self.metrics, bounds=ask.metrics), ask.metrics.num_counted
-        refused = {name: NOT_HOSTED for name in instruction.clients if name not in self.clients}
-        jobs = []
-        for name in [name for name in instruction.clients if name not in refused]:
-            try:
-                with contained():
-                    records = self.clients[name]
-            except Exception as error:
-                refused[name] = failure(name, error)
-                continue
-            secret = partial(self.generator, instruction, name, on=vector)
-            jobs.append(
-                Job(
-                    name=name,
-                    records=records,
-                    seed=batch_seed(self.seed, number, name),
-                    secret=secret,
-                    measured=instruction.report_metrics,
-                )
+        hosted, refused = self._hosted(instruction.clients)
+        jobs = [
+            Job(
+                name=name,
+                records=records,
+                seed=batch_seed(self.seed, number, name),
+                secret=partial(self.generator, instruction, name, on=vector),
+                measured=instruction.report_metrics,
             )
+            for name, records in hosted.items()
+        ]
         return shared_work(instruction, train=train, length=length, jobs=jobs, refused=refused)

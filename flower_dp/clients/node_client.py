@@ -3,7 +3,7 @@
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,7 @@ from flower_dp.clients.kept import keep
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, contained, in_own_words, made_or_refused, reading
 from flower_dp.clients.reply.pipeline import failure
-from flower_dp.clients.reply.work import Sum, Work
+from flower_dp.clients.reply.work import NOT_HOSTED, Sum, Work
 from flower_dp.clients.training.devices import default_device, exact_device, reproducible
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records
@@ -216,6 +216,20 @@ class NodeClient(NumPyClient):
         if self.context is not None:  # accounts were charged, and nothing is left that could fail
             keep(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
         return list(made.payload.arrays), {wire.KEY: text}
+
+    def _hosted(self, names: Iterable[str]) -> tuple[dict[str, Records], dict[str, wire.Refusal]]:
+        """Return the records of clients by their names, and why others don't reply."""
+        hosted: dict[str, Records] = {}
+        refused: dict[str, wire.Refusal] = {}
+        for name in names:
+            try:
+                with contained():
+                    records = self.clients[name]
+                    len(records)
+                hosted[name] = records
+            except Exception as error:
+                refused[name] = failure(name, error) if name in self.clients else NOT_HOSTED
+        return hosted, refused
 
     def _check_base(self, servers: object) -> None:
         """Refuse to work on another frozen base than the one that the server names: the update would be one of another model.

@@ -29,10 +29,7 @@ TRAINING = "training failed"
 # What a dry run finds. None of these depends on a value of a record.
 ROWS = "a row of the data set is no pair of inputs and target: let its __getitem__ return (inputs, target), not a dict"
 TRANSFORM = f"the transform fails on made-up inputs of the shape and type of the client's records; {SEE_LOG}"
-TABLE = (
-    "a client's data are a DataFrame: give a pair of inputs and targets, such as (frame[names].to_numpy(dtype='float32'), "
-    "frame[label].to_numpy())"
-)
+TABLE = "a client's data are a DataFrame: give (frame[names].to_numpy(dtype='float32'), frame[label].to_numpy())"
 WHOLE_NUMBERS = (
     "inputs are whole numbers and the model takes floats: convert them, for example in "
     "TensorRecords(..., transform=lambda batch: batch.float() / 255)"
@@ -44,10 +41,7 @@ LOSS_UNEVEN = (
     "the loss of a batch is neither the mean nor the sum of its records' losses, so that of a single record lacks the record's "
     "weight: do not divide by weights of targets; torch's losses with weight=... need reduction='sum'"
 )
-LOSS_OF_WEIGHTS = (
-    "the loss uses the model's weights, and that part would be missing in the gradients of single records: let the loss depend "
-    "on outputs and targets alone (dp-pasgd has weight_decay)"
-)
+LOSS_OF_WEIGHTS = "the loss uses the model's weights, which gradients of single records would lack: use outputs and targets alone"
 GRADIENT = "the loss has no gradient in the model's parameters"
 REENTRANT = (
     "activation checkpointing with use_reentrant=True has no gradient in single parameters: give torch.utils.checkpoint "
@@ -56,16 +50,13 @@ REENTRANT = (
 )
 STEP = f"a step of training fails on a made-up batch; {SEE_LOG}"
 DATA = "its data can't be read"
-RECURRENT = (
-    "GRU and RNN of torch.nn have no gradient of single records: use DPGRU or DPRNN of opacus.layers, with the same arguments"
-)
+RECURRENT = "GRU and RNN of torch.nn have no gradient of single records: use DPGRU or DPRNN of opacus.layers"
 SINGLE_RECORD = (
     "its gradient of a single record can't be computed by torch.func: avoid branches on values, .item(), writing into tensors, "
     "and layers that need more than one record"
 )
 CHECKPOINTING = (
-    "activation checkpointing does not go with gradients of single records: turn it off, for example by "
-    "model.gradient_checkpointing_disable()"
+    "activation checkpointing has no single records' gradients: turn it off (model.gradient_checkpointing_disable())"
 )
 OLD_FUNCTION = (
     "an autograd.Function without setup_context (that of torch.utils.checkpoint with use_reentrant=True is one) has no gradient "
@@ -84,10 +75,7 @@ BATCH_STATISTICS = (
     "flower_dp.clients.fix_batchnorm(model), and InstanceNorm without track_running_stats; the node's own log names the layer"
 )
 HALVES = "parameters of 16 bits would swallow most rounds' small steps: train float32, for example model.float()"
-OPACUS = (
-    "the model is wrapped by opacus, whose hooks keep gradients of single records on the parameters: give the plain model, "
-    "wrapped.to_standard_module()"
-)
+OPACUS = "the model is wrapped by opacus, whose hooks keep gradients of single records: give wrapped.to_standard_module()"
 
 
 @final

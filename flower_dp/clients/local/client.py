@@ -16,9 +16,9 @@ from flower_dp.clients.local.evaluation import EvaluationRecipe, RecordMetrics, 
 from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe, MadeUp, Stateful
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import UNFIT, Declined, contained
-from flower_dp.clients.reply.pipeline import Job, Once, Pipeline, failure
-from flower_dp.clients.reply.work import NOT_HOSTED, Work
+from flower_dp.clients.reasons import UNFIT, Declined
+from flower_dp.clients.reply.pipeline import Job, Once, Pipeline
+from flower_dp.clients.reply.work import Work
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.losses import Loss
@@ -197,22 +197,14 @@ class LocalDPClient(NodeClient):
     ) -> tuple[dict[str, tuple[Terms, Records]], dict[str, Refusal]]:
         """Return terms and records of the clients whose own terms equal the server's, and the reasons of the others."""
         agreed: dict[str, tuple[Terms, Records]] = {}
-        refused: dict[str, Refusal] = {}
-        for name in instruction.clients:
-            try:
-                with contained():
-                    records = self.clients[name]
-                    len(records)
-            except Exception as error:
-                refused[name] = NOT_HOSTED if name not in self.clients else failure(name, error)
-                continue
+        hosted, refused = self._hosted(instruction.clients)
+        for name, records in hosted.items():
             terms = agreed_terms(instruction, name, partial(recipe.terms, name, records), self.policy)
             if isinstance(terms, Refusal):
                 refused[name] = terms
             elif terms.release.unit == "record" and repeats_rows(records):
-                refused[name] = Refusal(
-                    reason="one row stands for several of its records, and one record would count more than once"
-                )
+                why = "one row stands for several of its records, and one record would count more than once"
+                refused[name] = Refusal(reason=why)
             else:
                 agreed[name] = (terms, records)
         return agreed, refused
