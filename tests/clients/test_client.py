@@ -206,11 +206,6 @@ def test_seeded_noise_repeats_and_the_server_is_told() -> None:
     assert all(answer.seeded_noise for _, answer in draws)
 
 
-def test_no_noise_where_the_server_adds_it() -> None:
-    total, _ = _fit(_client({"a": _records([0.25, 0.5])}), ("a",), noise_multiplier=5.0)
-    assert total.tolist() == [0.25, 0.5]
-
-
 # Compression
 
 
@@ -279,15 +274,6 @@ def test_a_client_that_cant_train_does_not_take_others_out_of_the_sum(bad: Any) 
     assert list(answer.refused) == ["bad"]
 
 
-@pytest.mark.parametrize("arguments", [{}, {"noise_std": 0.5}, {"noise_multiplier": 0.0}], ids=["central", "distributed", "none"])
-def test_one_client_a_node_and_many_give_the_same_sum(arguments: dict[str, float]) -> None:
-    """To the last bit on the lattice; the noise, of one seed here, does not depend on the others either."""
-    data = {name: _records(np.random.default_rng(i).standard_normal(20)) for i, name in enumerate("abcd")}
-    together, _ = _fit(_client(data, noise_seed=5), tuple(data), **arguments)
-    alone = sum(_fit(_client({name: data[name]}, noise_seed=5), (name,), **arguments)[0].astype(np.float64) for name in data)
-    np.testing.assert_allclose(together, alone, atol=1e-6 if arguments == {"noise_multiplier": 0.0} else 0, rtol=0)
-
-
 def test_metrics_leave_only_if_both_sides_agree() -> None:
     data = {"a": _records([0.5, 0.0])}
     for asked, allowed in ((False, False), (False, True), (True, False)):
@@ -340,41 +326,8 @@ def test_instructions_against_the_policy_are_refused(policy: ClientPolicy, chang
         _fit(client, ("a",), **changes)
 
 
-@pytest.mark.parametrize("method", ["nbafl", "fedsgd-dpc", "DP-FedSAM", "dp"])
-def test_instructions_of_other_methods_are_refused(method: str) -> None:
-    """Whatever they say of clip and noise, it may mean something else there."""
-    with pytest.raises(ValueError, match=f"method='{method}': this client runs dp-fedavg, dp-fedsam"):
-        _fit(_client({"a": _records([0.5, 0.0])}), ("a",), method=method)
-
-
 PROMISED = {"promise": {"clip_norm": 1.0, "noise_multiplier": 1.0}, "step": 2.0**-16}
 OTHERS = told("a")
-
-
-@pytest.mark.parametrize(
-    "table",
-    [
-        {},
-        {"placement": "central"},
-        PROMISED,
-        {**PROMISED, "placement": "central", "extra": 1},
-        {**PROMISED, "placement": "central", "quantization_levels": 1},
-        {**PROMISED, "placement": "distributed", "noise_std": 0.1, "quantization_levels": -1},
-        {**PROMISED, "placement": "distributed", "noise_std": 0.1, "quantization_levels": 32768},
-        {**PROMISED, "placement": "edge"},
-        {**PROMISED, "placement": "central", "noise_std": 0.1},
-        {**PROMISED, "placement": "distributed", "noise_std": 0.0},
-        {**PROMISED, "placement": "distributed"},
-        {**PROMISED, "placement": "distributed", "noise_std": -0.1},
-        {**PROMISED, "placement": "distributed", "noise_std": "0.1"},
-        {**PROMISED, "placement": "central", **OTHERS},
-        OTHERS,
-    ],
-)
-def test_asks_that_make_no_sense_are_refused(table: dict[str, Any]) -> None:
-    instruction = json.loads(_instruction(("a",)).to_json()) | {"ask": table}
-    with pytest.raises(ValueError, match=r"placement|noise_std|quantization_levels|extra|own|promise"):
-        _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], config_of(json.dumps(instruction)))
 
 
 @pytest.mark.parametrize("method", ["dp-fedsam", "fed-smp"])
@@ -406,15 +359,6 @@ def test_a_lattice_that_the_noise_does_not_hide_is_refused(step: float, match: s
     client = _client({"a": _records([0.25, 0.5])})
     with pytest.raises(Declined, match=match):
         client.fit([np.zeros(2, np.float32)], config_of(forged(_instruction(("a",), noise_std=0.5), step=step)))
-
-
-@pytest.mark.parametrize("step", [2.0**-11, 2.0**-20, 2.0**-47])
-def test_any_lattice_that_the_noise_hides_is_followed(step: float) -> None:
-    total, _ = _fit(_client({"a": _records(np.zeros(200))}), ("a",), noise_std=0.5, step=step)
-    cells = total.astype(np.float64) / step
-    assert (cells == np.rint(cells)).all()
-    assert np.gcd.reduce(cells.astype(np.int64)) == 1  # no coarser one
-    assert 0.4 < total.std() < 0.6
 
 
 @pytest.mark.parametrize("clip_norm", [2.0**40, 2.0**20])

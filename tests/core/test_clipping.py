@@ -87,14 +87,6 @@ def test_norms_of_long_rows_of_ordinary_size_count_every_entry_once(size: int, l
 
 
 @pytest.mark.parametrize("norm", CLIPS)
-@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
-def test_direction_is_kept(norm: str, library: Any) -> None:
-    vector = np.array([3.0, -4.0, 0.0], np.float32)
-    bound = {"l2": 1.0, "l1": 1.4}[norm]
-    np.testing.assert_allclose(np.asarray(CLIPS[norm](library(vector), bound)), [0.6, -0.8, 0.0], rtol=1e-6)
-
-
-@pytest.mark.parametrize("norm", CLIPS)
 @settings(max_examples=50)
 @given(seed=st.integers(0, 2**32 - 1), scale=st.floats(-30, 30), slack=st.floats(1.0001, 1e6))
 def test_vectors_below_the_bound_are_unchanged_bit_for_bit(norm: str, seed: int, scale: float, slack: float) -> None:
@@ -141,15 +133,6 @@ def test_what_is_given_is_not_changed_and_not_shared(norm: str, library: Any) ->
         clipped = CLIPS[norm](vector, 1.0)
         clipped += 1
         assert np.asarray(vector).tolist() == [np.float32(size)] * 4
-
-
-@pytest.mark.parametrize("norm", CLIPS)
-@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
-@pytest.mark.parametrize("shape", [(5,), (0,), (3, 4), (0, 4), (2, 0)])
-def test_zeros_and_empty_arrays_come_back_as_they_are(norm: str, library: Any, shape: tuple[int, ...]) -> None:
-    clipped = np.asarray(CLIPS[norm](library(np.zeros(shape, np.float32)), 0.1))
-    assert clipped.shape == shape
-    assert not clipped.any()
 
 
 @pytest.mark.parametrize("norm", CLIPS)

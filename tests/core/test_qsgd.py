@@ -149,18 +149,6 @@ def test_what_has_no_norm_is_refused(entry):
         qsgd(np.array([1.0, entry]), 1, np.random.default_rng(0))
 
 
-def test_draws_follow_the_generator_and_nothing_else():
-    vector = gaussian(1000)
-    assert quantized(vector, 1, 3).tobytes() == quantized(vector, 1, 3).tobytes()
-    assert quantized(vector, 1, 3).tobytes() != quantized(vector, 1, 4).tobytes()
-    with pytest.raises(ValueError, match="rng"):
-        qsgd(vector, 1, None)
-    with pytest.raises(ValueError, match="rng"):
-        qsgd(torch.from_numpy(vector), 1, None)
-    own = qsgd(torch.from_numpy(vector), 5, torch.Generator().manual_seed(1))
-    assert np.isfinite(decode(own, 1000)).all()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("length", "levels"), [(7850, 1), (50, 10), (4, 3)])
 def test_no_draw_is_longer_than_it_can_be(length, levels):
