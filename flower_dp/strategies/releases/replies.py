@@ -5,7 +5,7 @@ A refused reply counts as if its clients had sent zeros: the sum lacks it, the d
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, Metadata, RecordDict
@@ -45,15 +45,10 @@ class Missing:
     @property
     def total(self) -> int:
         """The number for all reasons together."""
-        return self.silent + self.failed + self.declined + self.rejected
+        return sum(asdict(self).values())
 
     def __add__(self, other: "Missing") -> "Missing":
-        return Missing(
-            silent=self.silent + other.silent,
-            failed=self.failed + other.failed,
-            declined=self.declined + other.declined,
-            rejected=self.rejected + other.rejected,
-        )
+        return Missing(**{name: count + getattr(other, name) for name, count in asdict(self).items()})
 
     def __str__(self) -> str:
         counts = {
