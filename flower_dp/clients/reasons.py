@@ -55,9 +55,7 @@ SINGLE_RECORD = (
     "its gradient of a single record can't be computed by torch.func: avoid branches on values, .item(), writing into tensors, "
     "and layers that need more than one record"
 )
-CHECKPOINTING = (
-    "activation checkpointing has no single records' gradients: turn it off (model.gradient_checkpointing_disable())"
-)
+CHECKPOINTING = "activation checkpointing has no single records' gradients: turn it off (model.gradient_checkpointing_disable())"
 OLD_FUNCTION = (
     "an autograd.Function without setup_context (that of torch.utils.checkpoint with use_reentrant=True is one) has no gradient "
     "of single records: give it setup_context and generate_vmap_rule = True, or turn off checkpointing"

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from types import TracebackType
+from typing import Self
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -20,7 +21,6 @@ from flwr.serverapp import Grid
 from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.privacy.charges import EVERY_CLIENT
-from flower_dp.strategies.population.held_errors import HeldErrors
 from flower_dp.strategies.population.pulled import Pulls
 from flower_dp.strategies.releases.replies import APP_RAISED, MOST_REASON
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Hosted, RecordNames
@@ -46,8 +46,7 @@ _SILENT_SECONDS, _SILENT_IN_SIMULATION_SECONDS = 30.0, 600.0
 _POLL_SECONDS = 0.002
 # What Flower itself says for a ClientApp that does not know the question: one of the Message API, and one around a client_fn. It
 # has one code for all errors of an app, so its words are read, in `_unknown` alone; an app with other errors is no stock app.
-_NO_QUERIES, _NO_SUCH_MESSAGE = "No query function registered", "Invalid message type"
-_Unknown = Literal["no queries", "no such message"]
+_UNKNOWN = {"No query function registered": "no queries", "Invalid message type": "no such message"}
 
 
 def _properties_query(node: int) -> Message:
@@ -84,7 +83,7 @@ class _Open:
     votes: bool
     ids: list[str]
     message_api: bool = False
-    errors: list[tuple[_Unknown | None, str]] = field(default_factory=list)
+    errors: list[tuple[str | None, str]] = field(default_factory=list)
 
 
 class ClientQuery:
@@ -127,11 +126,6 @@ class ClientQuery:
     def hosting(self) -> bool:
         """Whether nodes name the clients that they host; otherwise every node is one stock client."""
         return self.kind is not None and self.kind[0] is not None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether nodes have been asked that did not answer yet."""
-        return bool(self._open)
 
     @property
     def silent(self) -> set[int]:
@@ -344,15 +338,50 @@ class ClientQuery:
         question.errors.append((unknown, reason))
 
 
+class HeldErrors(logging.Filter):
+    """Within this context errors on Flower's logger are held back; on leaving they are logged, except those that were dropped.
+
+    A simulation logs every error of a ClientApp in the process of the ServerApp.
+
+    Example:
+        >>> from flower_dp.strategies.population.client_query import HeldErrors, log
+        >>> with HeldErrors() as held:
+        ...     log.error("No query function registered")
+        ...     held.drop()
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[logging.LogRecord] = []
+
+    def __enter__(self) -> Self:
+        log.addFilter(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        log.removeFilter(self)
+        for record in self._waiting:
+            log.handle(record)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let everything below an error pass."""
+        if record.levelno < logging.ERROR:
+            return True
+        self._waiting.append(record)
+        return False
+
+    def drop(self) -> None:
+        """Forget the errors held back so far."""
+        self._waiting.clear()
+
+
 class _NoAnswerError(Exception):
     """A node can't say now which clients it hosts, and is not known to be a stock client; the text says why."""
 
 
-def _unknown(reason: str) -> _Unknown | None:
-    """Return which kind of app does not know a question, by Flower's own words; None for any other error."""
-    if _NO_QUERIES in reason:
-        return "no queries"
-    return "no such message" if _NO_SUCH_MESSAGE in reason else None
+def _unknown(reason: str) -> str | None:
+    """Return what an app does not know, by Flower's own words; None for any other error."""
+    return next((what for words, what in _UNKNOWN.items() if words in reason), None)
 
 
 def _told(reply: Message, most_names: int) -> Hosted | wire.Refusal | None:

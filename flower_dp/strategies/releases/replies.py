@@ -116,8 +116,7 @@ class Collected:
         """Record the clients that a node itself has left out."""
         self.refused |= {name: checks.one_line(one.reason, most=MOST_REASON) for name, one in refused.items()}
         codes = [one.code for one in refused.values()]
-        failed = codes.count(wire.FAILED)
-        self.missing += Missing(failed=failed, declined=len(refused) - failed)
+        self.missing += Missing(failed=codes.count(wire.FAILED), declined=len(codes) - codes.count(wire.FAILED))
         self.repeated |= wire.REPEATED in codes
 
 
