@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 from flwr.app import ArrayRecord, Message
 
+from flower_dp.clients.reasons import Declined, Failed
 from flower_dp.core import compression, noise
 from flower_dp.core.metric_bounds import FINER_LATTICE
-from flower_dp.wire import KEY, PROTOCOL, Answer, Ask, Instruction, OwnAsk, Promise, RoundMask, payload_of
+from flower_dp.wire import KEY, PROTOCOL, Answer, Ask, Instruction, OwnAsk, Promise, RoundMask, payload_of, refusal_of
 
 GONE = object()
 T = TypeVar("T")
@@ -113,18 +114,30 @@ class Evaluated:
     seeded_noise: bool
 
 
+def answered(reply: Message) -> Message:
+    """Return a reply; raise what the client has raised where its whole node refuses."""
+    if (refusal := refusal_of(reply.content)) is not None:
+        raise (Failed if refusal.code == "failed" else Declined)(refusal.reason)
+    return reply
+
+
+def reasons(answer: Answer) -> dict[str, str]:
+    """Return why clients are refused, in words."""
+    return {name: one.reason for name, one in answer.refused.items()}
+
+
 def evaluated(text: str, instruction: Instruction) -> Evaluated:
     """Read an answer to an evaluation as the server does."""
     answer = Answer.from_json(text, instruction.clients)
     metrics = instruction.bounds
     length = len(metrics.bounds) if instruction.ask.placement == "local" else metrics.num_counted
     total = compression.decode(payload_of(ArrayRecord(), answer.payload, length), length)
-    return Evaluated(refused=answer.refused, total=total, seeded_noise=answer.seeded_noise)
+    return Evaluated(refused=reasons(answer), total=total, seeded_noise=answer.seeded_noise)
 
 
 def forged_total(total: Any, *, length: int, **arguments: Any) -> str:
     """Return an answer to an evaluation whose payload has these numbers, or this text in their place."""
     values = base64.b64encode(np.asarray(total, "<f8").tobytes()).decode() if isinstance(total, list) else total
     payload = {"encoding": "inline", "length": length, "values": values}
-    table = {"refused": {}, "payload": payload, "seeded_noise": False, "metrics": {}, "payload_bytes": 0, "fresh": []}
+    table = {"refused": [], "payload": payload, "seeded_noise": False, "metrics": {}, "payload_bytes": 0, "fresh": []}
     return json.dumps({"protocol": PROTOCOL, **table, **arguments})

@@ -35,6 +35,7 @@ from flower_dp.privacy import accounting
 from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy
 from flower_dp.strategies.not_covered import OTHER_RUNS
 from tests.adversaries.fuzzing import THOROUGH
+from tests.asks import answered
 from tests.chance import chance_of
 from tests.charges import Kept, assert_charges_are_the_ledgers
 from tests.contract_runs import (
@@ -351,7 +352,7 @@ def test_a_client_refuses_an_instruction_of_a_foreign_method(method):
         with pytest.raises(
             ValueError, match=r"this client runs|missing required field ask|unknown field to-come|is not of protocol"
         ):
-            grid.app(message, context)
+            answered(grid.app(message, context))
         assert not context.state  # and no account was charged
 
 

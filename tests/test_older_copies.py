@@ -163,9 +163,8 @@ def test_a_message_that_comes_twice_is_charged_once_and_answered_once(case):
     (reply,) = LocalGrid.send_and_receive(grid, [message])
     answer = wire.answer_of(reply.content, ("c0",))
     (run,) = before.runs
-    assert answer.refused == {
-        "c0": f"charged-before: reply 1 of run {run}; the server's ledger is an older copy, or the message came twice"
-    }
+    why = f"reply 1 of run {run} was charged before; the server's ledger is an older copy, or the message came twice"
+    assert answer.refused == {"c0": wire.Refusal(code="repeated", reason=why)}
     assert case.accounts()["c0"] == before
 
 

@@ -70,8 +70,8 @@ ASKS = (
 # What of a logger writes.
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log", "handle")
 # Dataclasses and structs of `flower_dp.wire` that do not cross themselves, or stand for one that does.
-NOT_SENT = {"Model", "RecordNames", "Part", "_Protocol", "_Answer"}
-SENT = {"Instruction", "Ask", "Promise", "OwnAsk", "RoundMask", "SentMask", "Indicator", "Answer", "Hosted"}
+NOT_SENT = {"Model", "RecordNames", "Part", "_Protocol", "_Answer", "_Refused"}
+SENT = {"Instruction", "Ask", "Promise", "OwnAsk", "RoundMask", "SentMask", "Indicator", "Answer", "Refusal", "Hosted"}
 
 
 def fields_of(*kinds: type) -> set[str]:
@@ -174,7 +174,7 @@ def node_config() -> set[str]:
 
 def answer() -> set[str]:
     text = wire.Answer(refused={}, payload={}, seeded_noise=False, metrics={}).to_json(("a",))
-    return fields_of(wire.Answer) | besides(json.loads(text), wire.Answer)
+    return fields_of(wire.Answer, wire.Refusal) | besides(json.loads(text), wire.Answer)
 
 
 def payload_header() -> set[str]:
@@ -185,7 +185,11 @@ def payload_header() -> set[str]:
 def reply() -> set[str]:
     """Records in the replies of a client that may send metrics, its metrics, and what of an error reply the server reads."""
     contents = list(replied())
-    found = {name for content in contents for name in content} | {key for content in contents for key in keys_of(content)}
+    found = (
+        {wire.REFUSED}
+        | {name for content in contents for name in content}
+        | {key for content in contents for key in keys_of(content)}
+    )
     texts = [content.config_records[wire.KEY][wire.KEY] for content in contents]
     metrics = {name for text in texts for name in json.loads(str(text)).get("metrics", {})}
     read = {f"error.{node.attr}" for _, node in everywhere(PACKAGE / "strategies") if is_error(node)}
@@ -237,14 +241,14 @@ def client_query_answer() -> set[str]:
 
 
 def fixed_reasons() -> set[str]:
-    return constants(reasons) | {"DECLINED", "FAILED"}
+    return constants(reasons)
 
 
 def told() -> set[str]:
     """The functions that make a text which a server may see."""
     found = set()
     for place, node in everywhere(PACKAGE / "clients", PACKAGE / "privacy"):
-        makes = called(node) in ("Declined", "Refusal", "Spent", "in_own_words", "why_no_client")
+        makes = called(node) in ("Declined", "Failed", "Refusal", "Spent", "in_own_words", "replied", "why_no_client")
         if makes or (isinstance(node, ast.Name) and node.id == "refused" and isinstance(node.ctx, ast.Store)):
             found.add(place)
     return found

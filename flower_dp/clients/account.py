@@ -10,20 +10,26 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Annotated, Any, Protocol
 
+import msgspec
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
 from flower_dp.clients.reasons import SEE_LOG, Declined
-from flower_dp.privacy.client_terms import Terms, value_of
+from flower_dp.privacy.client_terms import Spent, Terms, value_of
 from flower_dp.privacy.device_store import DeviceLedger, Numbered, owner_of
+from flower_dp.wire import DECLINED, REPEATED, Refusal
 
 log = logging.getLogger("flwr")
 
 KEY = "flower-dp.account"
 # The key of the node's config, which the device's owner writes and no server can change.
 LEDGER_PATH = "ledger-path"
+
+_COLUMNS = ("clients", "replies", "terms")
+_Columns = tuple[list[str], list[Annotated[int, msgspec.Meta(ge=1)]], list[str]]
 
 # One file for all clients of a node, or one each, by the client's name.
 LedgerPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
@@ -32,7 +38,7 @@ LedgerPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 class Account(Protocol):
     """An account that counts the replies of a node's clients."""
 
-    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, str]:
+    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
         """Charge one reply to each client whose budget covers it, for good.
 
         To be called before anything is computed from the clients' records.
@@ -55,29 +61,29 @@ class StateAccount:
 
     def __init__(self, state: RecordDict) -> None:
         self._state = state
-        record = dict(state.config_records[KEY]) if KEY in state.config_records else {"clients": [], "replies": [], "terms": []}
-        columns: list[Any] = [record.get(key) for key in ("clients", "replies", "terms")]
-        kinds = zip(columns, (str, int, str), strict=True)
-        right = all(isinstance(column, list) and all(type(value) is kind for value in column) for column, kind in kinds)
-        if not right or len({len(column) for column in columns}) != 1 or any(count < 1 for count in columns[1]):
+        record: Mapping[str, Any] = state.config_records.get(KEY, {name: [] for name in _COLUMNS})
+        try:
+            columns = msgspec.convert([record.get(name) for name in _COLUMNS], _Columns)
+            self._entries: dict[str, tuple[int, str]] = {
+                name: (replies, terms) for name, replies, terms in zip(*columns, strict=True)
+            }
+            whole = len(self._entries) == len(columns[0])  # no client twice
+        except (ValueError, msgspec.ValidationError):
+            whole = False
+        if not whole:
             raise Declined(f"state {KEY!r}: is damaged; the number of replies sent is not known, so this node does not reply")
-        names, replies, terms = columns
-        if len(set(names)) != len(names):
-            raise Declined(f"state {KEY!r}: is damaged; it has a client twice, so this node does not reply")
-        self._entries: dict[str, tuple[int, str]] = dict(zip(names, zip(replies, terms, strict=True), strict=True))
 
     def replies(self, name: str) -> int:
         """Return how many replies a client has been charged for."""
         return self._entries.get(name, (0, ""))[0]
 
-    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, str]:
+    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
         """Charge as `Account.charge`; it is in the node's state when this returns. It keeps no count of the server's."""
         refused, paid = {}, {}
         for name, terms in asked.items():
             spent, opened = self._entries.get(name, (0, None))
             if reason := terms.why_not(spent, opened):
-                log.warning("client %s: no reply: %s", name, reason.own)
-                refused[name] = reason.public
+                refused[name] = _refusal(name, reason)
             else:
                 paid[name] = (spent + 1, opened or terms.text)
         self.note(paid)
@@ -86,14 +92,8 @@ class StateAccount:
     def note(self, paid: Mapping[str, tuple[int, str]]) -> None:
         """Record how many replies clients have been charged for, and their terms."""
         self._entries |= paid
-        names = list(self._entries)
-        self._state[KEY] = ConfigRecord(
-            {
-                "clients": names,
-                "replies": [self._entries[name][0] for name in names],
-                "terms": [self._entries[name][1] for name in names],
-            }
-        )
+        replies, terms = [count for count, _ in self._entries.values()], [text for _, text in self._entries.values()]
+        self._state[KEY] = ConfigRecord(dict(zip(_COLUMNS, (list(self._entries), replies, terms), strict=True)))
 
 
 class FileAccount:
@@ -112,29 +112,30 @@ class FileAccount:
         self._files = files
         self._seen = StateAccount(state)
 
-    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, str]:
+    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
         """Charge as `Account.charge`; it is on the disk when this returns."""
-        refused: dict[str, str] = {}
-        for file, names in self._by_file(asked):
+        refused: dict[str, Refusal] = {}
+        by_file: dict[Path, list[str]] = {}
+        for name in asked:
+            by_file.setdefault(self._files[owner_of(name)].path, []).append(name)
+        for path, names in by_file.items():
             known = {name: self._seen.replies(name) for name in names}
             try:
-                spent, counts = file.charge({name: asked[name] for name in names}, numbered, at_least=known)
+                spent, counts = DeviceLedger(path).charge({name: asked[name] for name in names}, numbered, at_least=known)
             except Exception as error:  # after any error there is no account
                 log.error("%s: no reply of %s", error, ", ".join(names))
-                refused |= dict.fromkeys(names, f"its ledger can't be used; {SEE_LOG}")
+                refused |= dict.fromkeys(names, Refusal(reason=f"its ledger can't be used; {SEE_LOG}"))
                 continue
             self._seen.note({name: (count, asked[name].text) for name, count in counts.items()})
             for name, reason in spent.items():
-                log.warning("client %s: no reply: %s", name, reason.own)
-                refused[name] = reason.public
+                refused[name] = _refusal(name, reason)
         return refused
 
-    def _by_file(self, names: Iterable[str]) -> list[tuple[DeviceLedger, list[str]]]:
-        groups: dict[str, tuple[DeviceLedger, list[str]]] = {}
-        for name in names:
-            file = self._files[owner_of(name)]
-            groups.setdefault(str(file.path), (file, []))[1].append(name)
-        return list(groups.values())
+
+def _refusal(name: str, spent: Spent) -> Refusal:
+    """Log why a client can't pay; return what the server learns."""
+    log.warning("client %s: no reply: %s", name, spent.own)
+    return Refusal(code=REPEATED if spent.repeated else DECLINED, reason=spent.public)
 
 
 def account_of(own: LedgerPaths | None, names: Iterable[str], context: Context | None) -> Account:

@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from flower_dp import wire
 from flower_dp.clients.node_client import NodeClient
-from flower_dp.clients.reasons import in_own_words, reading, why_no_client
+from flower_dp.clients.reasons import in_own_words, reading, replied, why_no_client
 
 log = logging.getLogger("flwr")
 
@@ -59,17 +59,21 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        client = client_of(context)
-        arrays, answer = client.answer(*_read(message))
-        anew.note(context.node_id, client)
-        content = RecordDict({"arrays": ArrayRecord(arrays), wire.KEY: ConfigRecord(answer)})
-        return Message(content, reply_to=message)
+        def trained() -> Message:
+            client = client_of(context)
+            arrays, answer = client.answer(*_read(message))
+            anew.note(context.node_id, client)
+            return Message(RecordDict({"arrays": ArrayRecord(arrays), wire.KEY: ConfigRecord(answer)}), reply_to=message)
+
+        return replied(message, "training", trained)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        client = client_of(context)
-        answer = client.evaluation(*_read(message))
-        return Message(RecordDict({wire.KEY: ConfigRecord(answer)}), reply_to=message)
+        def evaluated() -> Message:
+            answer = client_of(context).evaluation(*_read(message))
+            return Message(RecordDict({wire.KEY: ConfigRecord(answer)}), reply_to=message)
+
+        return replied(message, "evaluation", evaluated)
 
     return app
 

@@ -8,13 +8,12 @@ from flwr.app import Context
 from torch import Tensor, nn
 
 from flower_dp import wire
+from flower_dp.clients.answering import shared_work
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import contained, reading
-from flower_dp.clients.reply import client_level
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.clients.reply.evaluation import MetricRows, Metrics, loss_and_accuracy
-from flower_dp.clients.reply.pipeline import Job, Train, failure
+from flower_dp.clients.reply.pipeline import Job, Train
 from flower_dp.clients.reply.updates import TrainedUpdates
 from flower_dp.clients.reply.work import Work
 from flower_dp.clients.training import dry_run
@@ -98,12 +97,6 @@ class DPClient(NodeClient):
     def _why_unfit(self, records: Records) -> str | None:
         return dry_run.of_training(self.model, records, self.training)
 
-    def _check(self, instruction: Instruction) -> None:
-        if instruction.ask.metrics is None:
-            self.policy.check(instruction.ask)
-        else:
-            self.policy.check_evaluation(instruction.ask)
-
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:
         """Return the work whose rows are updates, or vectors of metrics, each clipped, with its share of the noise."""
         ask, number = instruction.ask, instruction.server_round
@@ -113,25 +106,15 @@ class DPClient(NodeClient):
         length = vector.numel()
         if ask.metrics is not None:
             train, length = MetricRows(model=self.model, metrics=self.metrics, bounds=ask.metrics), ask.metrics.num_counted
-        with reading():
-            pipeline = client_level.pipeline(ask, train=train, length=length)
-        refused = {name: "not hosted here" for name in instruction.clients if name not in self.clients}
-        jobs = []
-        for name in [name for name in instruction.clients if name not in refused]:
-            try:
-                with contained():
-                    records = self.clients[name]
-            except Exception as error:
-                refused[name] = failure(name, error).reason
-                continue
-            secret = partial(self.generator, instruction, name, on=vector)
-            jobs.append(
-                Job(
-                    name=name,
-                    records=records,
-                    seed=batch_seed(self.seed, number, name),
-                    secret=secret,
-                    measured=instruction.report_metrics,
-                )
+        hosted, refused = self._hosted(instruction.clients)
+        jobs = [
+            Job(
+                name=name,
+                records=records,
+                seed=batch_seed(self.seed, number, name),
+                secret=partial(self.generator, instruction, name, on=vector),
+                measured=instruction.report_metrics,
             )
-        return Work(groups=[(pipeline, jobs)], length=ask.row_length(length), refused=refused)
+            for name, records in hosted.items()
+        ]
+        return shared_work(instruction, train=train, length=length, jobs=jobs, refused=refused)

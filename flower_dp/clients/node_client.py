@@ -3,27 +3,28 @@
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Context
-from flwr.client import NumPyClient
+from flwr.client import Client, NumPyClient
 from torch import Tensor, nn
 
 from flower_dp import wire
+from flower_dp.clients import answering
 from flower_dp.clients.account import refuse_ledger
 from flower_dp.clients.kept import keep
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, contained, in_own_words, reading
+from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, contained, in_own_words, made_or_refused, reading
 from flower_dp.clients.reply.pipeline import failure
-from flower_dp.clients.reply.work import Work, add_up
+from flower_dp.clients.reply.work import NOT_HOSTED, Sum, Work
 from flower_dp.clients.training.devices import default_device, exact_device, reproducible
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records
-from flower_dp.core import checks, noise
+from flower_dp.core import checks
 from flower_dp.core.noise import Generator
 from flower_dp.wire import Instruction
 
@@ -51,7 +52,10 @@ class NodeClient(NumPyClient):
 
     Attributes:
         dry_run_seconds: how long the dry runs of this client have taken so far.
+        has_own_terms: whether each message is private on its own, by the clients' own terms.
     """
+
+    has_own_terms: bool = False
 
     def __init__(
         self,
@@ -89,8 +93,7 @@ class NodeClient(NumPyClient):
         Every call takes new entropy from the operating system: the client holds no state that a copy of it, or another process,
         could repeat. With a `noise_seed`, for tests, it follows from seed, round and client.
         """
-        purpose = name if instruction.ask.metrics is None else f"evaluation of {name}"
-        return noise.noise_generator(self.noise_seed, instruction.server_round, purpose, on=on)
+        return answering.generator(self, instruction, name, on=on)
 
     def attach(self, context: Context) -> None:
         """Receive the context of the node, which has its state and what the device's owner has set; called before `fit`.
@@ -100,6 +103,10 @@ class NodeClient(NumPyClient):
         """
         refuse_ledger(context)
         self.context = context
+
+    def to_client(self) -> Client:
+        """Return the client as Flower calls it: a refusal is a reply with a code, not an error, of which Flower sends a text."""
+        return _Replying(self).to_client()
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to the client query: see `hosts`."""
@@ -154,7 +161,7 @@ class NodeClient(NumPyClient):
         Raises:
             Declined: if the server's instruction is missing, malformed or against this client's policy, or the model does not
                 fit.
-            RuntimeError: if anything else fails; only that leaves the device.
+            Failed: if anything else fails; only that leaves the device.
         """
         arrays, answer = self.answer(_in_order(parameters), config)
         return arrays, 1, answer
@@ -168,7 +175,7 @@ class NodeClient(NumPyClient):
             config: holds the instruction.
 
         Raises:
-            Declined, RuntimeError: as `fit`.
+            Declined, Failed: as `fit`.
         """
         with in_own_words("training"), reproducible(self.model.device):
             return self._answer(arrays, config, evaluates=False)
@@ -177,7 +184,7 @@ class NodeClient(NumPyClient):
         """Return 0 instead of a loss, 1 instead of an example count, and the answer to a private evaluation.
 
         Raises:
-            Declined, RuntimeError: as `fit`.
+            Declined, Failed: as `fit`.
         """
         return 0.0, 1, self.evaluation(_in_order(parameters), config)
 
@@ -189,7 +196,7 @@ class NodeClient(NumPyClient):
             config: holds the instruction.
 
         Raises:
-            Declined, RuntimeError: as `fit`.
+            Declined, Failed: as `fit`.
         """
         with in_own_words("evaluation"), reproducible(self.model.device):
             return self._answer(arrays, config, evaluates=True)[1]
@@ -199,28 +206,30 @@ class NodeClient(NumPyClient):
     ) -> tuple[list[np.ndarray], dict[str, Any]]:
         with reading():
             instruction = wire.instruction_of(config, list(arrays.values()))
-        ask = instruction.ask
-        if evaluates and instruction.method != wire.EVALUATION:
-            raise Declined(f"method={instruction.method!r}: a message to evaluate must be of {wire.EVALUATION!r}")
-        if not evaluates and (instruction.method not in self.methods or instruction.method == wire.EVALUATION):
-            raise Declined(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
+        answering.check(self, instruction, evaluates=evaluates)
         self._check_base(config.get(wire.BASE))
-        self._check(instruction)
         vector = self._vector(arrays, instruction)
         if not evaluates:
             with reading():
-                ask.check_vectors(self.vectors, vector.numel())
-        made = add_up(vector, self._work(vector, instruction), inline=evaluates)
-        metrics = {}
-        if not evaluates and instruction.report_metrics and self.policy.allow_metrics and made.losses:
-            on = made.losses[0].device
-            losses = torch.stack([loss.to(on) for loss in made.losses]).to("cpu", torch.float32)
-            metrics["loss"] = float(losses.nan_to_num().sum(dtype=torch.float64))
-            metrics |= _moments(made.norms)
-        text = made.answer(instruction.clients, seeded_noise=self.noise_seed is not None, metrics=metrics)
+                instruction.ask.check_vectors(self.vectors, vector.numel())
+        made, text = answering.answered(self, instruction, vector, self._work(vector, instruction), _metrics)
         if self.context is not None:  # accounts were charged, and nothing is left that could fail
             keep(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
         return list(made.payload.arrays), {wire.KEY: text}
+
+    def _hosted(self, names: Iterable[str]) -> tuple[dict[str, Records], dict[str, wire.Refusal]]:
+        """Return the records of clients by their names, and why others don't reply."""
+        hosted: dict[str, Records] = {}
+        refused: dict[str, wire.Refusal] = {}
+        for name in names:
+            try:
+                with contained():
+                    records = self.clients[name]
+                    len(records)
+                hosted[name] = records
+            except Exception as error:
+                refused[name] = failure(name, error) if name in self.clients else NOT_HOSTED
+        return hosted, refused
 
     def _check_base(self, servers: object) -> None:
         """Refuse to work on another frozen base than the one that the server names: the update would be one of another model.
@@ -262,12 +271,34 @@ class NodeClient(NumPyClient):
         """Return why nobody can train on records like these, in fixed words; None if somebody can, or nobody knows."""
 
     @abstractmethod
-    def _check(self, instruction: Instruction) -> None:
-        """Refuse an instruction that the policy does not allow."""
-
-    @abstractmethod
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:
         """Return the work of this node's clients; charge accounts before any record is read."""
+
+
+class _Replying(NumPyClient):
+    """A client that refuses by a reply."""
+
+    def __init__(self, client: NodeClient) -> None:
+        self._client = client
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return as `NodeClient.get_properties`, or a refusal."""
+        made = made_or_refused(lambda: self._client.get_properties(config))
+        return _refused(made) if isinstance(made, wire.Refusal) else made
+
+    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
+        """Return as `NodeClient.fit`, or a refusal."""
+        made = made_or_refused(lambda: self._client.fit(parameters, config))
+        return ([], 1, _refused(made)) if isinstance(made, wire.Refusal) else made
+
+    def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Return as `NodeClient.evaluate`, or a refusal."""
+        made = made_or_refused(lambda: self._client.evaluate(parameters, config))
+        return (0.0, 1, _refused(made)) if isinstance(made, wire.Refusal) else made
+
+
+def _refused(refusal: wire.Refusal) -> dict[str, Any]:
+    return {wire.REFUSED: refusal.to_json()}
 
 
 def _in_order(parameters: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -275,12 +306,15 @@ def _in_order(parameters: list[np.ndarray]) -> dict[str, np.ndarray]:
     return {str(position): array for position, array in enumerate(parameters)}
 
 
-def _moments(norms: list[Tensor]) -> dict[str, float]:
-    """Return the sums of the norms of updates before the clip and of their squares; nothing where none were measured.
+def _metrics(made: Sum) -> dict[str, float]:
+    """Return the sums of training losses, and of the norms of updates before the clip and their squares where they were measured.
 
     The number of clipped updates is not told: a share of clipped clients would tell how many there are.
     """
-    if not norms:
-        return {}
-    rows = torch.stack(norms)
-    return {"update-norm": float(rows.sum()), "update-norm-squared": float((rows * rows).sum())}
+    on = made.losses[0].device
+    losses = torch.stack([loss.to(on) for loss in made.losses]).to("cpu", torch.float32)
+    loss = {"loss": float(losses.nan_to_num().sum(dtype=torch.float64))}
+    if not made.norms:
+        return loss
+    rows = torch.stack(made.norms)
+    return loss | {"update-norm": float(rows.sum()), "update-norm-squared": float((rows * rows).sum())}

@@ -1,7 +1,7 @@
 """A client's own policy: the instructions that it accepts from any server."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from flower_dp.clients.reasons import Declined
 from flower_dp.core import checks
@@ -66,23 +66,18 @@ class ClientPolicy:
     min_evaluation_noise_std: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("min_noise_multiplier", "min_noise_std", "min_evaluation_noise_multiplier", "min_evaluation_noise_std"):
-            if getattr(self, name) is not None:
-                checks.number(name, getattr(self, name), at_least=0)
-        for name in ("max_clip_norm", "min_clip_norm"):
-            if getattr(self, name) is not None:
-                checks.number(name, getattr(self, name), above=0)
+        for name, limit in self._limits.items():
+            if name == "max_shares":
+                checks.integer(name, limit, at_least=1)
+            else:
+                checks.number(name, limit, **({"above": 0} if "clip" in name else {"at_least": 0}))
         if self.max_clip_norm is not None and self.min_clip_norm is not None:
             checks.number("min_clip_norm", self.min_clip_norm, at_most=self.max_clip_norm)
-        if self.max_shares is not None:
-            checks.integer("max_shares", self.max_shares, at_least=1)
         checks.flag("allow_metrics", self.allow_metrics)
         checks.flag("allow_evaluation", self.allow_evaluation)
         if self.min_noise_std and self.max_clip_norm is None:
-            raise ValueError(
-                f"min_noise_std={self.min_noise_std:g}: protects nothing while the server chooses the clip norm; set "
-                "max_clip_norm too"
-            )
+            why = "protects nothing while the server chooses the clip norm; set max_clip_norm too"
+            raise ValueError(f"min_noise_std={self.min_noise_std:g}: {why}")
 
     @property
     def least_evaluation_multiplier(self) -> float | None:
@@ -100,15 +95,13 @@ class ClientPolicy:
     @property
     def trusting(self) -> bool:
         """Whether there is no limit at all."""
-        return (
-            self.max_clip_norm is None
-            and self.min_clip_norm is None
-            and self.min_noise_multiplier is None
-            and self.min_noise_std is None
-            and self.max_shares is None
-            and self.min_evaluation_noise_multiplier is None
-            and self.min_evaluation_noise_std is None
-        )
+        return not self._limits
+
+    @property
+    def _limits(self) -> dict[str, float]:
+        """The limits that are set: all fields that default to None."""
+        names = [one.name for one in fields(self) if one.default is None]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def check(self, ask: Ask) -> None:
         """Refuse training that this policy does not allow: its clip norm, or its noise in all or on the device.
@@ -117,11 +110,7 @@ class ClientPolicy:
             Declined: naming the limit and the value asked for.
         """
         self._check_clip(ask)
-        if not self.trusting and self.min_noise_multiplier is None and self.min_noise_std is None:
-            raise Declined("training: this client's policy has limits, but none of its noise; set min_noise_multiplier too")
-        _at_least("noise_multiplier", ask.promise.noise_multiplier, self.min_noise_multiplier)
-        _at_least("noise_std", ask.noise_std, self._least_std(ask))
-        self._check_share(ask)
+        self._check_noise(ask, "training", "min_noise_multiplier", self.min_noise_multiplier, self._least_std(ask))
 
     def _least_std(self, ask: Ask) -> float | None:
         """Return the smallest std of this client's own noise in training: with an adaptive clip norm in proportion to the row."""
@@ -143,18 +132,25 @@ class ClientPolicy:
 
     def _check_clip(self, ask: Ask) -> None:
         clip_norm = ask.promise.clip_norm if ask.indicator is None else ask.indicator.clip_norm
-        _at_least("clip_norm", clip_norm, self.min_clip_norm)
+        _at_least(f"clip_norm={clip_norm:g}", clip_norm, self.min_clip_norm)
         if self.max_clip_norm is not None and not clip_norm <= self.max_clip_norm:
             raise Declined(f"clip_norm={clip_norm:g}: this client's policy allows at most {self.max_clip_norm:g}")
 
-    def _check_share(self, ask: Ask) -> None:
+    def _check_noise(self, ask: Ask, what: str, limit: str, multiplier: float | None, std: float | None) -> None:
+        """Compare the noise of an ask, in all and on the device, with these limits, of which there must be one."""
+        if not self.trusting and multiplier is None and std is None:
+            raise Declined(f"{what}: this client's policy has limits, but none of its noise; set {limit} too")
+        of = "" if ask.metrics is None else " of an evaluation"
+        for name, value, least in (
+            ("noise_multiplier", ask.promise.noise_multiplier, multiplier),
+            ("noise_std", ask.noise_std, std),
+        ):
+            _at_least(f"{name}={value:g}{of}", value, least)
         if self.max_shares is not None:
             least = ask.promise.noise_scale / math.sqrt(self.max_shares)
             if not ask.noise_std >= least * (1 - _ROUNDING):
-                raise Declined(
-                    f"noise_std={ask.noise_std:g}: this client's policy allows max_shares={self.max_shares} shares of the noise, "
-                    f"each of {least:g} at least"
-                )
+                shares = f"max_shares={self.max_shares} shares of the noise, each of {least:g} at least"
+                raise Declined(f"noise_std={ask.noise_std:g}: this client's policy allows {shares}")
 
     def check_evaluation(self, ask: Ask) -> None:
         """Refuse a private evaluation with less noise than this policy needs, in all or on the device.
@@ -163,13 +159,8 @@ class ClientPolicy:
             Declined: naming the limit and the value asked for.
         """
         self._check_evaluates()
-        if not self.trusting and self.least_evaluation_multiplier is None and self.least_evaluation_std is None:
-            raise Declined(
-                "an evaluation: this client's policy has limits, but none of its noise; set min_evaluation_noise_multiplier too"
-            )
-        _at_least("noise_multiplier", ask.promise.noise_multiplier, self.least_evaluation_multiplier, " of an evaluation")
-        _at_least("noise_std", ask.noise_std, self.least_evaluation_std, " of an evaluation")
-        self._check_share(ask)
+        multiplier, std = self.least_evaluation_multiplier, self.least_evaluation_std
+        self._check_noise(ask, "an evaluation", "min_evaluation_noise_multiplier", multiplier, std)
 
     def check_own(self, release: Release) -> None:
         """Refuse to train if the client's own noise, where its every message is private on its own, is below a limit.
@@ -195,9 +186,9 @@ class ClientPolicy:
             raise Declined("an evaluation: this client's policy has allow_evaluation=False")
 
 
-def _at_least(name: str, value: float, least: float | None, of: str = "") -> None:
+def _at_least(what: str, value: float, least: float | None) -> None:
     if least is not None and not value >= least:
-        raise Declined(f"{name}={value:g}{of}: this client's policy asks for {least:g}")
+        raise Declined(f"{what}: this client's policy asks for {least:g}")
 
 
 def _own_at_least(limit: str, value: float, least: float | None) -> None:

@@ -1,33 +1,35 @@
 """What a client tells the server when it does not reply: this package's own words, and nothing that data could choose.
 
-Flower sends the class and the text of an error that leaves a ClientApp to the server. The text of an error may hold a record, and
-even its class may be one that data have chosen. So only `Declined` leaves, whose texts are written in this package, or one fixed
-line. The node's own log has the rest. `SystemExit` and other errors that are no `Exception` are treated like any error: raised by
-one client's data, they decide nothing for the node's other clients.
+The text of an error may hold a record, and even its class may be one that data have chosen; Flower would send both to the
+server. So no error leaves: the reply is a refusal with a code, and the text of a `Declined`, which is written in this package, or
+one fixed line. The node's own log has the rest. `SystemExit` and other errors that are no `Exception` are treated like any error:
+raised by one client's data, they decide nothing for the node's other clients.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import TypeVar, final
+
+from flwr.app import Message
 
 from flower_dp import wire
 from flower_dp.core import checks
 
 log = logging.getLogger("flwr")
 
+Made = TypeVar("Made")
+
 # Characters of a reason.
 _MOST = 500
 
 UNFIT = "the model can't be trained, whatever a record holds"
 SEE_LOG = "the node's own log says why"
+TRAINING = "training failed"
 # What a dry run finds. None of these depends on a value of a record.
 ROWS = "a row of the data set is no pair of inputs and target: let its __getitem__ return (inputs, target), not a dict"
 TRANSFORM = f"the transform fails on made-up inputs of the shape and type of the client's records; {SEE_LOG}"
-TABLE = (
-    "a client's data are a DataFrame: give a pair of inputs and targets, such as (frame[names].to_numpy(dtype='float32'), "
-    "frame[label].to_numpy())"
-)
+TABLE = "a client's data are a DataFrame: give (frame[names].to_numpy(dtype='float32'), frame[label].to_numpy())"
 WHOLE_NUMBERS = (
     "inputs are whole numbers and the model takes floats: convert them, for example in "
     "TensorRecords(..., transform=lambda batch: batch.float() / 255)"
@@ -39,10 +41,7 @@ LOSS_UNEVEN = (
     "the loss of a batch is neither the mean nor the sum of its records' losses, so that of a single record lacks the record's "
     "weight: do not divide by weights of targets; torch's losses with weight=... need reduction='sum'"
 )
-LOSS_OF_WEIGHTS = (
-    "the loss uses the model's weights, and that part would be missing in the gradients of single records: let the loss depend "
-    "on outputs and targets alone (dp-pasgd has weight_decay)"
-)
+LOSS_OF_WEIGHTS = "the loss uses the model's weights, which gradients of single records would lack: use outputs and targets alone"
 GRADIENT = "the loss has no gradient in the model's parameters"
 REENTRANT = (
     "activation checkpointing with use_reentrant=True has no gradient in single parameters: give torch.utils.checkpoint "
@@ -51,17 +50,12 @@ REENTRANT = (
 )
 STEP = f"a step of training fails on a made-up batch; {SEE_LOG}"
 DATA = "its data can't be read"
-RECURRENT = (
-    "GRU and RNN of torch.nn have no gradient of single records: use DPGRU or DPRNN of opacus.layers, with the same arguments"
-)
+RECURRENT = "GRU and RNN of torch.nn have no gradient of single records: use DPGRU or DPRNN of opacus.layers"
 SINGLE_RECORD = (
     "its gradient of a single record can't be computed by torch.func: avoid branches on values, .item(), writing into tensors, "
     "and layers that need more than one record"
 )
-CHECKPOINTING = (
-    "activation checkpointing does not go with gradients of single records: turn it off, for example by "
-    "model.gradient_checkpointing_disable()"
-)
+CHECKPOINTING = "activation checkpointing has no single records' gradients: turn it off (model.gradient_checkpointing_disable())"
 OLD_FUNCTION = (
     "an autograd.Function without setup_context (that of torch.utils.checkpoint with use_reentrant=True is one) has no gradient "
     "of single records: give it setup_context and generate_vmap_rule = True, or turn off checkpointing"
@@ -79,10 +73,7 @@ BATCH_STATISTICS = (
     "flower_dp.clients.fix_batchnorm(model), and InstanceNorm without track_running_stats; the node's own log names the layer"
 )
 HALVES = "parameters of 16 bits would swallow most rounds' small steps: train float32, for example model.float()"
-OPACUS = (
-    "the model is wrapped by opacus, whose hooks keep gradients of single records on the parameters: give the plain model, "
-    "wrapped.to_standard_module()"
-)
+OPACUS = "the model is wrapped by opacus, whose hooks keep gradients of single records: give wrapped.to_standard_module()"
 
 
 @final
@@ -101,8 +92,27 @@ class Declined(ValueError):  # noqa: N818 (what the client did, as in the protoc
         super().__init__(self.reason)
 
     def __str__(self) -> str:
-        """Return the text as the server gets it."""
+        """Return the text as people read it."""
         return f"{wire.DECLINED}: {self.reason}"
+
+    @property
+    def refusal(self) -> wire.Refusal:
+        """What the server learns."""
+        return wire.Refusal(reason=self.reason)
+
+
+@final
+class Failed(RuntimeError):  # noqa: N818 (as above)
+    """Something has failed on a client.
+
+    Args:
+        reason: goes to the server: fixed words of this package.
+    """
+
+    @property
+    def refusal(self) -> wire.Refusal:
+        """What the server learns."""
+        return wire.Refusal(code=wire.FAILED, reason=str(self))
 
 
 class UnfitModelError(RuntimeError):
@@ -180,14 +190,14 @@ def reading() -> Iterator[None]:
 
 @contextmanager
 def in_own_words(what: str) -> Iterator[None]:
-    """Let no error out but `Declined`, and one line about all others.
+    """Let no error out but `Declined` and `Failed`, which has one line about all others.
 
     Args:
         what: has failed then, in fixed words.
 
     Raises:
         Declined: as raised inside.
-        RuntimeError: for every other error, which goes to the node's own log; also for `SystemExit`, whose text may hold data.
+        Failed: for every other error, which goes to the node's own log; also for `SystemExit`, whose text may hold data.
         KeyboardInterrupt: for an interruption, without its text.
     """
     try:
@@ -195,7 +205,27 @@ def in_own_words(what: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise KeyboardInterrupt from None
     except BaseException as error:
-        if type(error) is Declined:
+        if type(error) in (Declined, Failed):
             raise
         log.error("%s failed", what, exc_info=error)
-        raise RuntimeError(f"{what} failed; {SEE_LOG}") from None
+        raise Failed(f"{what} failed; {SEE_LOG}") from None
+
+
+def replied(message: Message, what: str, make: Callable[[], Message]) -> Message:
+    """Return the reply that is made, or in place of any error a refusal in this package's words: see `in_own_words`."""
+
+    def made() -> Message:
+        with in_own_words(what):
+            return make()
+
+    reply = made_or_refused(made)
+    return wire.refusal_reply(message, reply) if isinstance(reply, wire.Refusal) else reply
+
+
+def made_or_refused(make: Callable[[], Made]) -> Made | wire.Refusal:
+    """Return what is made, or what the server learns where a client does not reply; the node's own log has it too."""
+    try:
+        return make()
+    except (Declined, Failed) as error:
+        log.warning("no reply: %s", error)
+        return error.refusal

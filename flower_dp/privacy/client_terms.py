@@ -35,10 +35,12 @@ class Spent:
     Attributes:
         public: for the server; without the client's own terms, which may tell how many records it has.
         own: for the device's own log.
+        repeated: whether the account has a reply of this number already.
     """
 
     public: str
     own: str
+    repeated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,6 @@ from flower_dp.privacy.ledger_tables import naming
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
 
-# How the reason begins with which a device refuses a number that is not larger than the last one: the server looks for it.
-REPEATED = "charged-before"
 _TRAINING, _EVALUATION = "training", "evaluation"
 _SUFFIX = f", {_EVALUATION}"
 # For which a reply waits for other processes of its device.
@@ -79,8 +77,8 @@ class Entry:
         if asked.number > self.runs.get(asked.run, 0):
             return None
         what = "the server's ledger is an older copy, or the message came twice"
-        reason = f"{REPEATED}: reply {asked.number} of run {asked.run}; {what}"
-        return Spent(public=reason, own=f"{reason}; the last one was {self.runs[asked.run]}")
+        reason = f"reply {asked.number} of run {asked.run} was charged before; {what}"
+        return Spent(public=reason, own=f"{reason}; the last one was {self.runs[asked.run]}", repeated=True)
 
     def after(self, run: str, charge: Charge, event: dp.DpEvent) -> "Entry":
         """Return the account with one more charge.

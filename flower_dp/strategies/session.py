@@ -15,7 +15,6 @@ from flwr.serverapp import Grid
 from flower_dp import wire
 from flower_dp.core.noise import Generator, noise_generator
 from flower_dp.privacy.charges import Charges
-from flower_dp.privacy.device_store import REPEATED
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.strategies import diagnostics, run
 from flower_dp.strategies.checkpoint import Checkpoint
@@ -365,8 +364,7 @@ class Session:
             )
         more = replies.more if isinstance(replies, Replies) else Replies(asked.grid).more
         collected = self.exchange.total(asked, replies, more, seeded=self.seeded_noise)
-        repeated = any(reason.startswith(REPEATED) for reason in collected.refused.values())
-        for seen, incident in ((collected.seeded_clients, _SEEDED), (repeated, _OLDER)):
+        for seen, incident in ((collected.seeded_clients, _SEEDED), (collected.repeated, _OLDER)):
             # Told once, and not where it tells who was in a cohort.
             if seen and incident not in self._own.incidents and not self.secret_cohort:
                 self._own = self._own.happened(incident)

@@ -2,18 +2,56 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from msgspec.structs import replace
 
 from flower_dp.core import checks
 from flower_dp.core.compression import Header
 from flower_dp.wire import structs
 
-# How a reason begins: of a client that can't train, or whose training diverges, and of one that does not do what is asked.
-FAILED, DECLINED = "training failed", "declined"
+Code = Literal["failed", "declined", "repeated"]
+FAILED: Final = "failed"
+DECLINED: Final = "declined"
+REPEATED: Final = "repeated"
 # Of an answer: what a client says of a refusal, and how many different things.
 MOST_REASON, MOST_REASONS = 200, 16
+# Characters of the refusal of a whole node.
+_MOST_REFUSAL = 4096
 _MOST_METRICS = _MOST_HEADER = 16
 # No sum of honest metrics is larger, not even one of squares of norms of float32 vectors; and sums of these are finite.
 LARGEST_METRIC = 1e100
+
+
+class Refusal(structs.Part, frozen=True, kw_only=True):
+    """Why a client, or a whole node, does not reply.
+
+    Attributes:
+        code: for the server. `failed`: training fails, or diverges; `repeated`: the client's account has a reply of this number
+            already; `declined`: it does not do what is asked, for any other reason.
+        reason: a sentence for people, which no code reads.
+
+    Example:
+        >>> from flower_dp.wire import Refusal
+        >>> Refusal.from_json(Refusal(code="failed", reason="the disk is full").to_json()).code
+        'failed'
+    """
+
+    code: Code = DECLINED
+    reason: str
+
+    def to_json(self) -> str:
+        """Return the refusal of a whole node as one string."""
+        return structs.write(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Refusal":
+        """Read the refusal of a whole node.
+
+        Raises:
+            ValueError: if it is not one of this protocol.
+        """
+        return structs.read(cls, text, most=_MOST_REFUSAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +67,15 @@ class Answer:
         fresh: clients in the sum that had kept nothing from an earlier round, in methods whose clients keep a vector.
 
     Example:
-        >>> from flower_dp.wire import Answer
+        >>> from flower_dp.wire import Answer, Refusal
         >>> header = {"codec": "dense", "length": 10}
-        >>> answer = Answer(refused={"b": "training failed"}, payload=header, seeded_noise=False, metrics={})
+        >>> refused = {"b": Refusal(code="failed", reason="training failed")}
+        >>> answer = Answer(refused=refused, payload=header, seeded_noise=False, metrics={})
         >>> Answer.from_json(answer.to_json(asked=["a", "b"]), asked=["a", "b"]) == answer
         True
     """
 
-    refused: Mapping[str, str]
+    refused: Mapping[str, Refusal]
     payload: Header
     seeded_noise: bool
     metrics: Mapping[str, float]
@@ -47,7 +86,7 @@ class Answer:
         """Return the answer to an instruction for these clients as one string."""
         fresh = set(self.fresh)
         sent = _Answer(
-            refused=positions_of(self.refused, asked),
+            refused=_by_reason(self.refused, asked),
             payload=self.payload,
             seeded_noise=self.seeded_noise,
             metrics=self.metrics,
@@ -64,13 +103,14 @@ class Answer:
             ValueError: if it is not one of this protocol, or longer than an honest one can be.
         """
         sent = structs.read(_Answer, text, most=most_answer_characters(len(asked)))
-        refused = _names_at("refused", [one for positions in sent.refused.values() for one in positions], asked)
-        reasons = [reason for reason, positions in sent.refused.items() for _ in positions]
+        refused = _names_at("refused", [one for refusal in sent.refused for one in refusal.clients], asked)
+        alike = [(Refusal(code=one.code, reason=one.reason), len(one.clients)) for one in sent.refused]
+        refusals = [refusal for refusal, count in alike for _ in range(count)]
         length = sent.payload.get("length")
         # Whoever decodes the payload compares this length with the model's.
         most = (64 + 16 * length) * (len(asked) - len(refused)) if isinstance(length, int) and length >= 0 else 0
         return cls(
-            refused=dict(zip(refused, reasons, strict=True)),
+            refused=dict(zip(refused, refusals, strict=True)),
             payload=sent.payload,
             seeded_noise=sent.seeded_noise,
             metrics=sent.metrics,
@@ -79,10 +119,16 @@ class Answer:
         )
 
 
+class _Refused(Refusal, frozen=True, kw_only=True):
+    """A refusal, and the clients that give it."""
+
+    clients: tuple[int, ...]
+
+
 class _Answer(structs.Part, frozen=True, kw_only=True):
     """An answer as it is sent: clients are positions among those that were asked, so that its honest length is known."""
 
-    refused: Mapping[str, Sequence[int]]
+    refused: tuple[_Refused, ...]
     payload: Header
     seeded_noise: bool
     metrics: Mapping[str, float]
@@ -91,13 +137,13 @@ class _Answer(structs.Part, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for what, values, most in (
-            ("reasons", self.refused, MOST_REASONS + 1),
+            ("reasons", self.refused, MOST_REASONS + len(get_args(Code))),
             ("metrics", self.metrics, _MOST_METRICS),
             ("header words", self.payload, _MOST_HEADER),
         ):
             if len(values) > most:
                 raise ValueError(f"{len(values)} {what}: at most {most}")
-        if any(len(reason) > MOST_REASON for reason in self.refused):
+        if any(len(refusal.reason) > MOST_REASON for refusal in self.refused):
             raise ValueError(f"a reason has more than {MOST_REASON} characters")
         for name, value in self.metrics.items():
             checks.number(f"metric {checks.line('metric', name)}", value, at_least=-LARGEST_METRIC, at_most=LARGEST_METRIC)
@@ -116,20 +162,20 @@ def _names_at(what: str, positions: Sequence[int], asked: Sequence[str]) -> tupl
     )
 
 
-def positions_of(refused: Mapping[str, str], asked: Sequence[str]) -> dict[str, list[int]]:
-    """Return the positions of refused clients among those that were asked, under the reason of their refusal.
+def _by_reason(refused: Mapping[str, Refusal], asked: Sequence[str]) -> tuple[_Refused, ...]:
+    """Return every refusal once, with the positions of its clients among those that were asked.
 
-    A reason is cut to `MOST_REASON` printable characters, and all after the first `MOST_REASONS` become one.
+    A reason is cut to `MOST_REASON` printable characters, and all of a code after the first `MOST_REASONS` refusals become one.
     """
-    lines = {reason: checks.one_line(reason, most=MOST_REASON) for reason in set(refused.values())}
-    reasons: dict[str, list[int]] = {}
+    lines = {one: replace(one, reason=checks.one_line(one.reason, most=MOST_REASON)) for one in set(refused.values())}
+    positions: dict[Refusal, list[int]] = {}
     for position, name in enumerate(asked):
         if name in refused:
-            reason = lines[refused[name]]
-            if reason not in reasons and len(reasons) >= MOST_REASONS:
-                reason = "another reason"
-            reasons.setdefault(reason, []).append(position)
-    return reasons
+            refusal = lines[refused[name]]
+            if refusal not in positions and len(positions) >= MOST_REASONS:
+                refusal = replace(refusal, reason="another reason")
+            positions.setdefault(refusal, []).append(position)
+    return tuple(_Refused(code=one.code, reason=one.reason, clients=tuple(places)) for one, places in positions.items())
 
 
 def most_answer_characters(num_clients: int) -> int:

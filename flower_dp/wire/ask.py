@@ -88,8 +88,6 @@ class OwnAsk(Part, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         checks.number("weight", self.weight, at_least=0)
-        if not isinstance(self.terms, str):
-            raise ValueError("terms: must be a text")
         checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
         checks.integer("number", self.number, at_least=1, at_most=checks.MOST_COUNT)
 

@@ -50,8 +50,6 @@ class Instruction(structs.Part, frozen=True, kw_only=True):
         checks.line("method", self.method)
         if not all(isinstance(name, str) and name for name in self.clients) or len(set(self.clients)) != len(self.clients):
             raise ValueError("clients: must be names that are not empty and not twice in the list")
-        if not isinstance(self.ask, Ask):
-            raise ValueError(f"ask={self.ask!r}: must be an Ask")
         if self.ask.placement == "local":
             if lacking := [name for name in self.clients if name not in self.ask.own]:
                 raise ValueError(f"own: has no terms of {len(lacking)} of {len(self.clients)} clients")

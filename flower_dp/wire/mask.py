@@ -51,10 +51,6 @@ class SentMask(Part, frozen=True, kw_only=True, tag="bits"):
 
     bits: bytes
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.bits, bytes):
-            raise ValueError("mask bits: must be bytes")
-
     @classmethod
     def of(cls, indices: np.ndarray | list[int], *, length: int) -> "SentMask":
         """Return the mask of a vector [length] that keeps these coordinates."""

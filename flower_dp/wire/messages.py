@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from flower_dp.wire.answer import Answer
+from flower_dp.wire.answer import Answer, Refusal
 from flower_dp.wire.arrays import with_vectors
 from flower_dp.wire.instruction import Instruction
-from flower_dp.wire.structs import KEY, PROTOCOL
+from flower_dp.wire.structs import KEY, PROTOCOL, REFUSED
 
 Record = TypeVar("Record", ArrayRecord, ConfigRecord, MetricRecord)
 
@@ -146,6 +146,23 @@ def answer_of(content: RecordDict, asked: Sequence[str]) -> Answer | None:
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise ValueError("reply has more than one answer, or one that is not text")
     return Answer.from_json(texts[0], asked)
+
+
+def refusal_reply(message: Message, refusal: Refusal) -> Message:
+    """Return the reply of a node that does nothing of what a message asks."""
+    return Message(RecordDict({KEY: ConfigRecord({REFUSED: refusal.to_json()})}), reply_to=message)
+
+
+def refusal_of(content: RecordDict) -> Refusal | None:
+    """Return why a whole node does not reply; None for a reply.
+
+    Raises:
+        ValueError: if a refusal is malformed.
+    """
+    for record in records_of(content, ConfigRecord).values():
+        if isinstance(text := record.get(REFUSED), str):
+            return Refusal.from_json(text)
+    return None
 
 
 def reported_metrics(content: RecordDict) -> dict[str, float]:

@@ -13,6 +13,8 @@ from flower_dp.core import checks
 KEY = "flower-dp"
 # The key beside it under which a server names the frozen base of its model, by its SHA-256.
 BASE = "flower-dp-base"
+# The key of a refusal, where a whole node does not reply.
+REFUSED = "flower-dp-refused"
 PROTOCOL = 5
 # Characters of an error, which may quote a forged text.
 _MOST_ERROR = 500

@@ -108,7 +108,7 @@ TEXTS = (
         "inline",
     ),
     *("deflate", "packed", "c0", "c1", "a\nb: EPSILON 0", "\x1b[2J\x00", "\ud800", "\u202e", "ä" * 300, "x" * 5000, "A" * 20_000),
-    *("AAAA", "{}", "training failed: \n\n", "declined: \x07"),
+    *("AAAA", "{}", "failed", "declined: \x07"),
 )
 NESTED = (
     *([], {}, [[]], {"a": {"a": {"a": [1]}}}, [0] * 3000, {str(index): index for index in range(100)}),
@@ -203,6 +203,8 @@ _KEYS = (
         "type",
         "bounds",
         "refused",
+        "code",
+        "reason",
         "payload",
         "seeded_noise",
         "payload_bytes",

@@ -29,7 +29,7 @@ from flower_dp.clients import (
 )
 from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
 from flower_dp.clients.local.agreement import why_not
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.reasons import Declined, Failed
 from flower_dp.clients.reply import client_level, parts
 from flower_dp.core.clipping import NOT_FINITE, NotFiniteError
 from flower_dp.core.metric_bounds import MetricBounds
@@ -43,7 +43,7 @@ from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.release import Release
 from flower_dp.wire import Answer, Ask, Instruction, OwnAsk, Promise
-from tests.asks import GONE, ask, config_of, evaluated, forged, masked, own_ask, replace
+from tests.asks import GONE, answered, ask, config_of, evaluated, forged, masked, own_ask, reasons, replace
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records
 
@@ -261,7 +261,8 @@ def test_five_runs_of_a_numpy_client_spend_one_ledger(tmp_path: Any) -> None:
 def test_a_client_that_does_not_know_what_the_owner_has_set_does_not_reply(tmp_path: Any) -> None:
     ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
     reply = run_of_a_numpy_client(ledger.path, with_context=False)
-    assert "declined: context: this client has no account; pass context=context" in reply.error.reason
+    with pytest.raises(Declined, match="context: this client has no account; pass context=context"):
+        answered(reply)
     assert ledger.read()["c0"].replies == 0
 
 
@@ -280,10 +281,11 @@ def test_a_client_object_that_is_kept_does_not_reply_with_the_context_of_an_earl
         replies += grid.send_and_receive([numpy_message(local())])
         context = grid.contexts[1]
         grid.contexts[1] = Context(1, 1, {}, RecordDict(dict(context.state)), {})  # as Flower makes one of what it has stored
-    assert not replies[0].has_error()
-    assert "declined: context: is of an earlier message; make the client in client_fn" in replies[1].error.reason
+    assert answered(replies[0])
+    with pytest.raises(Declined, match="context: is of an earlier message; make the client in client_fn"):
+        answered(replies[1])
     kept[0].attach(grid.contexts[1])
-    assert not grid.send_and_receive([numpy_message(local())])[0].has_error()
+    assert answered(grid.send_and_receive([numpy_message(local())])[0])
 
 
 def test_a_client_is_not_named_as_an_account_of_evaluations(tmp_path: Any) -> None:
@@ -582,13 +584,13 @@ def test_a_client_does_not_tell_its_own_terms() -> None:
     context = context_of()
     made = own_device(clients={"c0": records("c0", size=7)}, context=context)
     _, answer = made.answer(model(), config_of(local()))  # of 8 records
-    (reason,) = wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused.values()
+    (reason,) = reasons(wire.Answer.from_json(answer[wire.KEY], ("c0",))).values()
     assert "are not this client's own" in reason
     assert " of 7" not in reason
     account = StateAccount(context.state)
     account.note({"c0": (1, BUDGET.terms("c0", records("c0")).text)})
     own = BUDGET.terms("c0", records("c0", size=7))
-    assert account.charge({"c0": own}, {}) == {"c0": "its account was opened on other terms"}
+    assert account.charge({"c0": own}, {}) == {"c0": wire.Refusal(reason="its account was opened on other terms")}
 
 
 # An app's metrics are no sums over records
@@ -632,7 +634,7 @@ def test_an_error_in_a_clip_tells_the_server_nothing(monkeypatch: Any, caplog: A
 
         monkeypatch.setattr(parts, "clip_l2", clip)
         _, answer = made.answer(model(), config_of(training()))
-        assert wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused == {"c0": reported}
+        assert reasons(wire.Answer.from_json(answer[wire.KEY], ("c0",))) == {"c0": reported}
 
 
 def test_the_traceback_of_a_failing_reply_is_in_the_devices_log_once_and_never_told(monkeypatch: Any, caplog: Any) -> None:
@@ -646,7 +648,7 @@ def test_the_traceback_of_a_failing_reply_is_in_the_devices_log_once_and_never_t
     monkeypatch.setattr(parts, "clip_l2", clip)
     for _ in range(2):
         _, answer = device(None).answer(model(), config_of(training()))
-        assert wire.Answer.from_json(answer[wire.KEY], ("c0",)).refused == {"c0": "training failed; the node's own log says why"}
+        assert reasons(wire.Answer.from_json(answer[wire.KEY], ("c0",))) == {"c0": "training failed; the node's own log says why"}
         assert "raceback" not in answer[wire.KEY]
     lines = [line for line in caplog.text.splitlines() if line.startswith("traceback | ")]
     assert lines[0] == "traceback | Traceback (most recent call last):"
@@ -750,7 +752,7 @@ def test_training_refuses_vectors_that_its_method_does_not_work_with() -> None:
         server_round=1, method=honest.method, clients=("c0",), ask=replace(honest.ask, vectors={"control": vector})
     )
     with pytest.raises(Declined, match=r"vectors=\['control'\]: must be names of vectors that .* this client works with"):
-        app(wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, sent), context_of())
+        answered(app(wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, sent), context_of()))
 
 
 def test_terms_that_differ_in_one_word_are_other_terms() -> None:

@@ -245,7 +245,7 @@ def asked(client: LocalDPClient, weights: np.ndarray, *, server_round: int = 1, 
     assert client.context is not None
     client.attach(client.context)  # as the next message's app does
     _, _, answer = client.fit([weights, *vectors.values()], {KEY: instruction.to_json()})
-    return " ".join(json.loads(answer[KEY])["refused"])
+    return " ".join(one["reason"] for one in json.loads(answer[KEY])["refused"])
 
 
 def accounts(client: LocalDPClient) -> list[Any]:

@@ -333,6 +333,20 @@ def test_a_node_moves_the_sum_by_a_clip_norm_for_each_of_its_clients_that_answer
     assert np.linalg.norm(moved) == pytest.approx(0.5 * norms, rel=1e-4)
 
 
+@pytest.mark.parametrize(("code", "failed", "declined"), [("failed", 2, 0), ("declined", 0, 2), ("repeated", 0, 2)])
+def test_what_a_node_sends_beside_its_refusal_moves_nothing(code, failed, declined):
+    limits = Limits(length=2, clip_norm=0.5, honest_norm=lambda names: 0.0)
+    message = Message(RecordDict(), 7, "train")
+    answer = wire.Answer(refused={}, payload={"encoding": "dense", "length": 2}, seeded_noise=False, metrics={"loss": 9.0})
+    refusal = wire.Refusal(code=code, reason="no\nEPSILON: 0.0")
+    said = ConfigRecord({wire.KEY: answer.to_json(("a", "b")), wire.REFUSED: refusal.to_json()})
+    reply = Message(RecordDict({"arrays": arrays(w=np.ones(2, np.float32)), "any": said}), reply_to=message)
+    reported = collect([reply], asked={7: ("a", "b")}, sent=[message.metadata], limits=limits, stock=None)
+    assert (reported.clients, reported.metrics, reported.total.tolist()) == ([], {}, [0.0, 0.0])
+    assert reported.missing == Missing(failed=failed, declined=declined)
+    assert (reported.refused, reported.repeated) == (dict.fromkeys(("a", "b"), "no EPSILON: 0.0"), code == "repeated")
+
+
 def test_a_late_reply_counts_in_no_later_round():
     """A node of several clients: those that were asked then are others than now, and have other shares of the noise."""
     grid = LocalGrid(shared_noise_app(names_of), 2)

@@ -31,11 +31,6 @@ def test_what_leaves_lies_on_the_lattice_of_the_noise():
     assert np.array_equal(noise.nearest(row * 4, step), row * 4)
 
 
-def test_rounding_is_no_bias_that_anybody_could_see():
-    row = private_row(np.full((4, 3), 0.333), release_of(1e9), np.random.default_rng(0))
-    assert row == pytest.approx(np.full(3, 0.333), abs=1e-6)
-
-
 def test_a_sum_that_is_not_exact_does_not_leave():
     """2^54 steps have no float64 each; nothing says what the rounded last bits tell."""
     step = release_of().lattice_step(1) / 2**12

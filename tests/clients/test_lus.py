@@ -44,7 +44,7 @@ def test_a_value_that_is_not_finite_is_not_dropped() -> None:
         update[17] = bad
         assert not LUS(keep_ratio=0.001)(update).isfinite().all()
         _, answer = _fit(sparse_client(update.numpy()), ("a",))
-        assert "NaN" in answer.refused["a"]
+        assert "NaN" in answer.refused["a"].reason
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -17,7 +17,7 @@ from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedSAM, PrivateEvaluation
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Instruction
-from tests.asks import ANSWERED, GONE, Evaluated, evaluated, forged, saying, told
+from tests.asks import ANSWERED, GONE, Evaluated, answered, evaluated, forged, saying, told
 from tests.asks import ask as made
 from tests.grids import LocalGrid
 from tests.stock import arrays
@@ -69,7 +69,7 @@ def message_of(instruction: Instruction | str, record_names: Any = MESSAGE_API) 
 
 
 def ask(app: ClientApp, instruction: Instruction, record_names: Any = MESSAGE_API, **config: Any) -> Evaluated:
-    reply = app(message_of(instruction, record_names), context_of(**config))
+    reply = answered(app(message_of(instruction, record_names), context_of(**config)))
     # Nothing but the answer: no metric, no example count, no record of the app's.
     assert set(reply.content) == {wire.KEY}
     assert set(reply.content[wire.KEY]) == {wire.KEY}
@@ -96,13 +96,6 @@ def test_the_device_adds_its_share_of_the_noise_afresh_every_time() -> None:
     assert not np.any(first == second)
 
 
-def test_the_app_gets_what_a_stock_server_sends() -> None:
-    seen: list[Message] = []
-    ask(app_of(privacy_mod(name="a"), seen=seen), ask_for())
-    assert dict(seen[0].content["config"]) == {"lr": 0.5, "server-round": 1}
-    assert seen[0].content["arrays"].to_numpy_ndarrays()[0].shape == (3,)
-
-
 SHARE = ask_for("distributed", 0.4)
 AS_TRAINING = json.dumps({**json.loads(ask_for().to_json()), "method": "dp-fedavg"})
 TRAINING = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=made())
@@ -120,7 +113,7 @@ TRAINING = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=m
         (ClientPolicy(), forged(ask_for(), clip_norm=10.0), {}, "clip_norm=10: must be 1"),
         (ClientPolicy(), forged(ask_for(), metrics=GONE), {}, "metrics: must be asked for"),
         (ClientPolicy(), AS_TRAINING, {}, "metrics: must be asked for by method='private-evaluation' and by no other"),
-        (ClientPolicy(), TRAINING, {}, "method='dp-fedavg': to evaluate"),
+        (ClientPolicy(), TRAINING, {}, "method='dp-fedavg': a message to evaluate must be of 'private-evaluation'"),
         (ClientPolicy(), forged(SHARE, step=2.0**-11), {}, "must be a power of two, at most 1/1024 of the noise scale 0.4"),
         (ClientPolicy(), forged(SHARE, step=GONE), {}, "must be a power of two, at most 1/1024"),
         (ClientPolicy(), forged(SHARE, step=2.0**-48), {}, "is too small"),
@@ -138,15 +131,19 @@ def test_what_a_device_does_not_allow_never_reaches_its_app(
     arguments = {name: getattr(policy, name) for name in policy.__dataclass_fields__} | {"allow_metrics": allow_metrics}
     app = app_of(privacy_mod(name="a", policy=ClientPolicy(**arguments)), seen=seen)
     with pytest.raises(ValueError, match=f"^{wire.DECLINED}: .*{match}"):
-        app(message_of(instruction), context_of(**config))
+        answered(app(message_of(instruction), context_of(**config)))
     assert seen == []
 
 
 def test_a_client_with_terms_of_its_own_does_not_evaluate_without_counting() -> None:
     seen: list[Message] = []
     terms = NbAFLTerms(clip_norm=1.5, paper_epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8, num_records=8)
-    with pytest.raises(ValueError, match="declined: method='private-evaluation': to evaluate, this client needs evaluation="):
-        app_of(privacy_mod(name="a", terms=terms), seen=seen)(message_of(ask_for()), context_of())
+    asked = ask_for()
+    own = told("a", terms=terms.terms().kind)
+    instruction = Instruction.from_json(forged(asked, placement="local", step=GONE, **own))
+    answer = ask(app_of(privacy_mod(name="a", terms=terms), seen=seen), instruction)
+    assert "evaluation=None: this client has no budget of private evaluations" in answer.refused["a"]
+    assert not answer.total.any()
     assert seen == []
 
 
@@ -155,7 +152,7 @@ def test_an_order_to_evaluate_is_never_answered_as_training() -> None:
     app.train()(lambda message, context: Message(RecordDict({"metrics": MetricRecord(TOLD)}), reply_to=message))
     message = wire.train_message(1, MESSAGE_API, arrays(w=np.zeros(3, np.float32)), {}, ask_for())
     with pytest.raises(ValueError, match="declined: method='private-evaluation'"):
-        app(message, context_of())
+        answered(app(message, context_of()))
 
 
 @pytest.mark.parametrize("metrics", [KeyError("Jane Doe"), None, {"acc": 0.3}, {"loss": [1.0], "acc": 0.3}])

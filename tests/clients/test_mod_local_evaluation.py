@@ -12,14 +12,11 @@ from flwr.clientapp import ClientApp
 
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, EvaluationBudget, NbAFLTerms, privacy_mod
-from flower_dp.clients.account import KEY, LEDGER_PATH
+from flower_dp.clients.account import KEY
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.privacy.device_store import DeviceLedger
-from flower_dp.strategies import LocalEvaluation, NbAFL
 from flower_dp.wire import MESSAGE_API, Instruction
-from tests.asks import ANSWERED, Evaluated, evaluated, own_ask
+from tests.asks import ANSWERED, Evaluated, answered, evaluated, own_ask
 from tests.asks import ask as made
-from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
 TERMS = NbAFLTerms(clip_norm=1.5, paper_epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8, num_records=8)
@@ -53,7 +50,7 @@ def context_of(state: Any = None, **config: Any) -> Context:
 
 def ask(app: ClientApp, instruction: Instruction, context: Context | None = None) -> Evaluated:
     message = wire.evaluate_message(1, MESSAGE_API, arrays(w=np.zeros(3, np.float32)), {}, instruction)
-    reply = app(message, context or context_of())
+    reply = answered(app(message, context or context_of()))
     assert set(reply.content) == {wire.KEY}
     text = reply.content[wire.KEY][wire.KEY]
     assert set(json.loads(text)) == ANSWERED
@@ -86,14 +83,6 @@ def test_it_is_charged_before_the_app_is_called_and_refused_when_the_budget_is_s
     assert "its budget is spent" in answers[2].refused["a"]
     assert seen == [[1], [2]]
     assert list(state[KEY]["clients"]) == ["a, evaluation"]
-
-
-def test_a_ledger_on_the_device_counts_them(tmp_path: Any) -> None:
-    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["a"])
-    config = {LEDGER_PATH: str(ledger.path)}
-    answers = [ask(app_of(mod(), {"acc": 0.5}), instruction_of(), context_of(**config)) for _ in range(3)]
-    assert [bool(answer.refused) for answer in answers] == [False, False, True]
-    assert ledger.read()["a, evaluation"].replies == 2
 
 
 @pytest.mark.parametrize(
@@ -129,20 +118,3 @@ def test_no_record_decides_whether_the_client_replies(reported: Any) -> None:
     answer = ask(app_of(mod(), reported), instruction_of())
     assert answer.refused == {}
     assert answer.total.any()
-
-
-def test_a_run_of_stock_apps_states_their_evaluations() -> None:
-    budget = EvaluationBudget(epsilon=1e6, num_evaluations=1)
-    app = app_of(privacy_mod(terms=TERMS, evaluation=budget), {"acc": 0.25})
-    arguments = {"clip_norm": 1.5, "paper_epsilon": 0.8, "delta": 0.01, "uplink_exposures": 3, "min_records": 8, "num_records": 8}
-    strategy = NbAFL(**arguments, num_clients=3, evaluation=LocalEvaluation(budget=budget, metrics={"acc": 1.0}))
-    strategy.start(LocalGrid(app, 3), arrays(w=np.zeros(3, np.float32)), num_rounds=2)
-    assert {at: reported["acc"] for at, reported in strategy.evaluations.items()} == {1: pytest.approx(0.25, abs=1e-4)}
-    assert strategy.statement.parts["evaluation"] == pytest.approx(1e6)
-
-
-def test_a_budget_needs_terms() -> None:
-    with pytest.raises(ValueError, match=r"evaluation=EvaluationBudget.*beside terms"):
-        privacy_mod(evaluation=BUDGET)
-    with pytest.raises(ValueError, match=r"evaluation=0\.5: must be an EvaluationBudget"):
-        mod(0.5)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The pipeline of a client's reply: what may stand in which slot, in what order parts run, and what a client's row would cost."""
 
 import math
-from dataclasses import FrozenInstanceError, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -162,13 +162,6 @@ def test_training_must_clip_its_records_by_the_clip_that_the_pipeline_names() ->
             replace(good, train=train)
 
 
-def test_a_pipeline_and_its_parts_can_not_be_changed() -> None:
-    made = pipeline()
-    for part, name in ((made, "noise"), (made.clip, "clip_norm"), (made.noise, "noise_std"), (MASK, "indices")):
-        with pytest.raises(FrozenInstanceError):
-            setattr(part, name, 0)
-
-
 # In what order parts run
 
 
@@ -193,7 +186,7 @@ def test_errors_of_one_client_do_not_touch_the_others() -> None:
     made = pipeline(torch.ones(4), broken, torch.tensor([math.nan] * 4), torch.ones(4))
     replies = list(made.replies(torch.zeros(4), [job(name) for name in "abcd"]))
     assert [type(reply) for reply in replies] == [Reply, Refusal, Refusal, Reply]
-    assert replies[1] == Refusal(reason="training failed; the node's own log says why")
+    assert replies[1] == Refusal(code="failed", reason="training failed; the node's own log says why")
     assert "NaN" in replies[2].reason
 
 
@@ -205,7 +198,9 @@ def test_the_norm_of_a_row_is_taken_where_somebody_asks_for_it_and_before_the_cl
 
 def test_noise_that_does_not_fit_the_lattice_of_the_clip_is_no_reply() -> None:
     made = pipeline(torch.ones(4), clip=RowClip(clip_norm=1.0, step=2.0**-4))
-    assert list(made.replies(torch.zeros(4), [job()])) == [Refusal(reason="training failed; the node's own log says why")]
+    assert list(made.replies(torch.zeros(4), [job()])) == [
+        Refusal(code="failed", reason="training failed; the node's own log says why")
+    ]
 
 
 # What a client's row would cost alone
@@ -240,12 +235,6 @@ def test_bytes_of_a_row_are_those_of_its_payload(name: str) -> None:
     assert reply.num_bytes == case.num_bytes == made.payload(reply.row.to(torch.float64), 1).num_bytes
 
 
-def test_bytes_of_a_row_do_not_tell_how_many_of_its_entries_are_zero() -> None:
-    for noise, encode in ((ServerNoise(), Dense()), (NotPrivate(), Lossless())):
-        made = pipeline(torch.zeros(SIZE), torch.ones(SIZE), noise=noise, encode=encode)
-        assert {reply.num_bytes for reply in made.replies(torch.zeros(SIZE), [job(), job("b")])} == {4 * SIZE}
-
-
 @pytest.mark.parametrize("encode", [Dense(), RandK(mask=MASK)])
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 4), (16, 4), (17, 8)])
 def test_the_size_of_a_sum_without_noise_does_not_follow_from_its_values(encode, num_rows, width) -> None:
@@ -267,21 +256,7 @@ def test_the_width_of_a_value_follows_from_public_numbers_where_noise_surely_fit
     assert bytes_a_value(odd.round(), clip, GaussianShare(noise_std=2.0**9)) == 4
 
 
-@pytest.mark.parametrize("kept", [1, 10, 99, 400])
-@pytest.mark.parametrize("length", [1000, 70_000])
-def test_top_k_bytes_are_those_of_a_payload(kept: int, length: int) -> None:
-    vector = np.random.default_rng(kept).standard_normal(length)
-    for values, width in ((vector.astype(np.float32), 4), (vector, 8)):
-        assert compression.top_k(values, kept / length).num_bytes == compression.top_k_bytes(length, kept, width)
-
-
 # Quantisation
-
-
-def test_rows_without_noise_are_not_quantised():
-    """The server adds the noise later: levels and scale of the row itself would leave the client."""
-    with pytest.raises(ValueError, match="encode: QSGD would change rows without noise"):
-        Pipeline(train=Rows(), clip=RowClip(clip_norm=1.0, step=2.0**-14), noise=ServerNoise(), encode=QSGD(levels=1))
 
 
 def test_each_row_is_quantised_by_itself_before_rows_are_added_up():

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_dp.core.clipping import clip_l1, clip_l2, l1_norms, l2_norms
-from flower_dp.core.vectors import Layout
 
 CLIPS = {"l2": clip_l2, "l1": clip_l1}
 
@@ -79,29 +78,12 @@ def test_long_vectors_keep_the_bound_and_almost_reach_it(size: int, dtype: str) 
     assert 0.3 * (1 - 1e-6) < norm <= 0.3
 
 
-@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
-def test_norms_of_long_rows_count_every_entry_once(library: Any) -> None:
-    rows = np.zeros((3, 2**15 * 2 + 5), np.float32)
-    rows[0, [0, 2**15 - 1, 2**15, 2**16, -1]] = [1, 2, 4, 8, 16]
-    rows[1, -1] = 3e-30
-    assert np.asarray(l2_norms(library(rows))).tolist() == pytest.approx([math.sqrt(341), float(np.float32(3e-30)), 0], rel=1e-14)
-    assert np.asarray(l1_norms(library(rows))).tolist() == pytest.approx([31, float(np.float32(3e-30)), 0], rel=1e-14)
-
-
 @pytest.mark.parametrize("size", [2**15 - 1, 2**15, 2**15 + 1, 2**16 + 5])
 @pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
 def test_norms_of_long_rows_of_ordinary_size_count_every_entry_once(size: int, library: Any) -> None:
     """Rows of zeros, as above, take another way."""
     for rows in (np.ones(size, np.float32), np.ones((2, size), np.float32)):
         assert np.asarray(l2_norms(library(rows))) == pytest.approx(math.sqrt(size), rel=1e-14)
-
-
-@pytest.mark.parametrize("norm", CLIPS)
-@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
-def test_direction_is_kept(norm: str, library: Any) -> None:
-    vector = np.array([3.0, -4.0, 0.0], np.float32)
-    bound = {"l2": 1.0, "l1": 1.4}[norm]
-    np.testing.assert_allclose(np.asarray(CLIPS[norm](library(vector), bound)), [0.6, -0.8, 0.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("norm", CLIPS)
@@ -155,29 +137,6 @@ def test_what_is_given_is_not_changed_and_not_shared(norm: str, library: Any) ->
 
 @pytest.mark.parametrize("norm", CLIPS)
 @pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
-@pytest.mark.parametrize("shape", [(5,), (0,), (3, 4), (0, 4), (2, 0)])
-def test_zeros_and_empty_arrays_come_back_as_they_are(norm: str, library: Any, shape: tuple[int, ...]) -> None:
-    clipped = np.asarray(CLIPS[norm](library(np.zeros(shape, np.float32)), 0.1))
-    assert clipped.shape == shape
-    assert not clipped.any()
-
-
-def test_a_zero_row_beside_a_long_row() -> None:
-    clipped = clip_l2(np.array([[0, 0], [3e30, 4e30]], np.float32), 1.0)
-    assert clipped[0].tolist() == [0, 0]
-    np.testing.assert_allclose(clipped[1], [0.6, 0.8], rtol=1e-6)
-
-
-def test_a_0d_parameter_is_part_of_the_norm() -> None:
-    arrays = {"weight": np.zeros(2, np.float32), "scale": np.array(1e6, np.float32)}
-    layout = Layout.of(arrays)
-    clipped = layout.unflatten(clip_l2(layout.flatten(arrays), 0.25))
-    assert clipped["scale"].shape == ()
-    assert 0.2499 < float(clipped["scale"]) <= 0.25
-
-
-@pytest.mark.parametrize("norm", CLIPS)
-@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_nan_and_infinity_are_refused(norm: str, library: Any, dtype: str) -> None:
     for shape in ((3,), (2, 3)):
@@ -186,12 +145,6 @@ def test_nan_and_infinity_are_refused(norm: str, library: Any, dtype: str) -> No
             vector[..., 1] = bad
             with pytest.raises(ValueError, match="NaN or infinite"):
                 CLIPS[norm](library(vector), 1.0)
-
-
-@pytest.mark.parametrize("norm", CLIPS)
-def test_one_bad_row_among_good_ones_is_refused(norm: str) -> None:
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        CLIPS[norm](np.array([[1.0, 2.0], [np.nan, 0.0]]), 1e9)
 
 
 @pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
@@ -222,11 +175,3 @@ def test_hugely_long_vectors_are_shrunk_to_the_bound(size: float) -> None:
 def test_nonsense_bounds_are_refused_by_name(norm: str, clip_norm: Any) -> None:
     with pytest.raises(ValueError, match=r"clip_norm=.*finite number > 0"):
         CLIPS[norm](np.ones(2, np.float32), clip_norm)
-
-
-@pytest.mark.parametrize("norm", CLIPS)
-def test_bounds_near_the_smallest_float32_are_refused(norm: str) -> None:
-    # Entries of 0.6 times the smallest float32 are rounded up to it: the cast would break a bound of 1e-43.
-    with pytest.raises(ValueError, match=r"clip_norm=1e-43: .*>= 1e-30"):
-        CLIPS[norm](np.full(10_000, 0.6 * 2.0**-149), 1e-43)
-    assert _exact_l2_within(clip_l2(np.full(10_000, 0.6 * 2.0**-149), 1e-30), 1e-30)

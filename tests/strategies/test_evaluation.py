@@ -552,7 +552,7 @@ def test_what_a_refusing_client_sends_beside_its_refusal_moves_nothing():
         def send_and_receive(self, messages, *, timeout=None):
             for reply in super().send_and_receive(messages, timeout=timeout):
                 if reply.metadata.message_type == "evaluate" and reply.metadata.src_node_id <= 20:
-                    text = forged_total([0.7, 0.7], length=2, refused={"failed: no": [0]})
+                    text = forged_total([0.7, 0.7], length=2, refused=[{"code": "failed", "reason": "no", "clients": [0]}])
                     reply.content.config_records[wire.KEY][wire.KEY] = text
                 yield reply
 

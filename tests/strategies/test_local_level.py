@@ -17,7 +17,7 @@ from flower_dp.clients.reasons import Declined
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.nbafl import weights_terms
 from flower_dp.strategies import FedSGDDPC
-from tests.asks import GONE, config_of, forged, own_ask, told
+from tests.asks import GONE, config_of, forged, own_ask, reasons, told
 from tests.asks import ask as made
 from tests.grids import LocalGrid
 from tests.local_grids import NAMES, context_of, grid_of, linear, records, start, vector_of
@@ -213,7 +213,7 @@ def ask(state, *, recipe=None, policy=None, names=("c0",), table=None, **argumen
     table, asked = table or {}, instruction(**arguments)
     text = forged(asked, **table)
     arrays, _, answer = client(state, recipe=recipe, policy=policy, names=names).fit(parameters, config_of(text))
-    refused = wire.Answer.from_json(answer[wire.KEY], asked.clients).refused
+    refused = reasons(wire.Answer.from_json(answer[wire.KEY], asked.clients))
     return tuple(name for name in asked.clients if name not in refused), refused, arrays[-1]
 
 
@@ -333,7 +333,7 @@ def test_an_error_in_a_clients_data_tells_the_server_its_kind_alone():
         node = LocalDPClient(model=linear(), clients=data, recipe=recipe, context=context_of(), device="cpu")
         _, _, config = node.fit(parameters, {wire.KEY: instruction(clients=("c0", "c1"), num_replies=(2, 2)).to_json()})
         answer = wire.Answer.from_json(config[wire.KEY], ("c0", "c1"))
-        assert answer.refused == {"c1": "training failed; the node's own log says why"}
+        assert reasons(answer) == {"c1": "training failed; the node's own log says why"}
 
 
 def test_the_servers_numbers_do_not_move_the_noise():

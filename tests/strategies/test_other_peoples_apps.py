@@ -6,7 +6,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
@@ -168,7 +168,10 @@ def test_failures_dead_nodes_and_refused_replies_are_counted_apart():
         if node == 2:
             return error(reply, "RuntimeError: out of memory")
         if node == 3:
-            return error(reply, f"ValueError: {wire.DECLINED}: clip_norm=2: too much")
+            reply.content = RecordDict(
+                {"any": ConfigRecord({wire.REFUSED: wire.Refusal(reason="clip_norm=2: too much").to_json()})}
+            )
+            return [reply]
         if node == 4:
             return []
         return [reply]

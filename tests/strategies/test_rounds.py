@@ -169,7 +169,7 @@ def test_a_node_that_cannot_make_its_clients_says_so_without_a_word_of_its_data(
     # The same where it fails later, on a train message.
     train = Message(RecordDict({"arrays": model_arrays(make_model())}), dst_node_id=1, message_type="train")
     (reply,) = grid.send_and_receive([train])
-    assert reply.error.reason == "client_fn failed; the node's own log says why"
+    assert wire.refusal_of(reply.content).reason == "client_fn failed; the node's own log says why"
 
 
 @pytest.mark.parametrize("names", [["a", ""], ["a", 3], [None]])

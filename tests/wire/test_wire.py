@@ -6,12 +6,11 @@ import resource
 import struct
 import time
 import tracemalloc
-from contextlib import suppress
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -21,10 +20,11 @@ from flower_dp.core import checks
 from flower_dp.core.compression import decode, dense, random_mask, top_k
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.vectors import Layout
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise, RecordNames, RoundMask, structs
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise, RecordNames, Refusal, RoundMask, structs
 from tests.asks import GONE, ask, forged, masked, own_ask, replace, table_of
 
 NAMES = ("a", "ü 7")
+CODES = get_args(wire.Code)
 CLIENT_LEVEL = ask(clip_norm=0.3, noise_multiplier=1.1, placement="distributed", noise_std=0.033, keep_ratio=0.4, size=5)
 MASKED = masked(clip_norm=0.3, noise_multiplier=1.1, keep_ratio=0.4, seed=11, size=5)
 METRICS = ask(noise_multiplier=2.0, metrics=MetricBounds(bounds={"loss": 4.0, "ü": 1.0}), size=3)
@@ -34,8 +34,9 @@ INSTRUCTION = Instruction(server_round=3, method="dp-fedsam", clients=NAMES, rep
 LOCAL_INSTRUCTION = replace(INSTRUCTION, method="fedsgd-dpc", ask=LOCAL)
 EVALUATION = replace(INSTRUCTION, method=wire.EVALUATION, report_metrics=False, ask=METRICS)
 INSTRUCTIONS = [INSTRUCTION, LOCAL_INSTRUCTION, EVALUATION, replace(INSTRUCTION, method="fed-smp", ask=MASKED)]
+NAN = Refusal(code="failed", reason="NaN")
 ANSWER = Answer(
-    refused={"ü 7": "NaN"},
+    refused={"ü 7": NAN},
     payload={"encoding": "dense", "length": 5},
     seeded_noise=False,
     metrics={"loss": 0.1 + 0.2},
@@ -74,6 +75,33 @@ def _record(data: bytes, stype: str = "numpy.ndarray") -> ArrayRecord:
 
 
 # Instructions and answers
+
+
+def test_a_refusal_of_a_whole_node_survives_a_reply_and_is_no_answer() -> None:
+    asked = Message(RecordDict(), 1, "train")
+    refusal = Refusal(code="repeated", reason="ü\n")
+    content = wire.refusal_reply(asked, refusal).content
+    assert (wire.refusal_of(content), wire.answer_of(content, NAMES)) == (refusal, None)
+    assert json.loads(refusal.to_json()) == {"protocol": wire.PROTOCOL, "code": "repeated", "reason": "ü\n"}
+    assert wire.refusal_of(RecordDict({"any": ConfigRecord({wire.KEY: ANSWER.to_json(NAMES)})})) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '{"reason":"no"}',
+        '{"protocol":5}',
+        '{"protocol":5,"reason":1}',
+        '{"protocol":5,"reason":"no","code":"other"}',
+        '{"protocol":5,"reason":"no","clients":[0]}',
+        json.dumps({"protocol": 5, "reason": "x" * 4096}),
+    ],
+)
+def test_refusals_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"refusal|flower-dp"):
+        wire.refusal_of(RecordDict({"any": ConfigRecord({wire.REFUSED: text})}))
 
 
 @pytest.mark.parametrize("record_names", [MESSAGE_API, NUMPY_CLIENT])
@@ -122,20 +150,6 @@ def test_instructions_round_trip_bit_for_bit(
     assert read.ask == asked
 
 
-@settings(max_examples=30)
-@given(
-    numbers=st.lists(st.tuples(st.floats(0, 1e30), st.text(max_size=5), st.floats(0, 1e30)), max_size=4),
-    clip=st.floats(1e-30, 1e30),
-)
-def test_local_asks_round_trip_bit_for_bit(numbers: list[tuple[float, str, float]], clip: float) -> None:
-    clients = tuple(f"c{i}" for i in range(len(numbers)))
-    asked = own_ask(dict(zip(clients, numbers, strict=True)), clip_norm=clip)
-    instruction = replace(LOCAL_INSTRUCTION, clients=clients, ask=asked)
-    read = Instruction.from_json(instruction.to_json())
-    assert read.ask.own == asked.own
-    assert read == instruction
-
-
 @settings(max_examples=40)
 @given(
     names=st.lists(st.text(min_size=1, max_size=5), max_size=6, unique=True),
@@ -149,17 +163,18 @@ def test_local_asks_round_trip_bit_for_bit(numbers: list[tuple[float, str, float
 def test_answers_round_trip_bit_for_bit(
     names: list[str], reasons: list[str], kept: set[int], metrics: dict[str, float], seeded: bool
 ) -> None:
-    refused = {name: reason for i, (name, reason) in enumerate(zip(names, reasons, strict=False)) if i not in kept}
+    pairs = enumerate(zip(names, reasons, strict=False))
+    refused = {name: Refusal(code=CODES[i % 3], reason=reason) for i, (name, reason) in pairs if i not in kept}
     answer = Answer(refused=refused, payload={"encoding": "dense", "length": 7}, seeded_noise=seeded, metrics=metrics)
     assert Answer.from_json(answer.to_json(names), names) == answer
 
 
 def test_who_is_refused_stands_by_position_and_only_who_was_asked_can() -> None:
     data = json.loads(ANSWER.to_json(NAMES))
-    assert data["refused"] == {"NaN": [1]}
+    assert data["refused"] == [{"code": "failed", "reason": "NaN", "clients": [1]}]
     # A name that was not asked has no position.
-    stray = replace(ANSWER, refused={"ü 7": "NaN", "stranger": "NaN"})
-    assert Answer.from_json(stray.to_json(NAMES), NAMES).refused == {"ü 7": "NaN"}
+    stray = replace(ANSWER, refused={"ü 7": NAN, "stranger": NAN})
+    assert Answer.from_json(stray.to_json(NAMES), NAMES).refused == {"ü 7": NAN}
 
 
 @pytest.mark.parametrize(
@@ -331,17 +346,6 @@ def test_what_is_asked_of_one_client_is_sent_to_its_node_alone() -> None:
     assert set(Instruction.from_json(sent.to_json()).ask.own) == {"ü 7"}
 
 
-@pytest.mark.parametrize("keep_ratio", [1.0, 0.4])
-def test_noise_on_clients_goes_with_a_noise_multiplier_alone(keep_ratio: float) -> None:
-    """A client that adds noise is told what it is part of, and one that adds none, that there is none."""
-    silent = forged(INSTRUCTION, noise_multiplier=0.0, noise_std=0.0, keep_ratio=keep_ratio)
-    assert Instruction.from_json(silent).ask.keep_ratio == keep_ratio
-    with pytest.raises(ValueError, match="does not go with noise_multiplier=0"):
-        Instruction.from_json(forged(INSTRUCTION, noise_multiplier=0.0))
-    with pytest.raises(ValueError, match=r"noise_std=0: does not go with noise_multiplier=1.1"):
-        Instruction.from_json(forged(INSTRUCTION, noise_std=GONE))
-
-
 @pytest.mark.parametrize("arguments", [{"noise_std": 0.1}, {"keep_ratio": 0.5}, {"quantization_levels": 3}])
 @pytest.mark.parametrize("placement", ["central", "local"])
 def test_where_clients_add_no_share_they_add_and_choose_nothing(arguments: dict[str, Any], placement: str) -> None:
@@ -511,23 +515,21 @@ def test_asks_with_missing_or_unknown_keys_are_refused(instruction: Instruction)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("refused", []),
+        ("refused", {}),
         ("refused", None),
         ("refused", "a"),
-        ("refused", {"why": 1}),
-        ("refused", {"why": None}),
-        ("refused", {"why": {"1": 1}}),
-        ("refused", {"why": [2]}),
-        ("refused", {"why": [-1]}),
-        ("refused", {"why": [0.0]}),
-        ("refused", {"why": [True]}),
-        ("refused", {"why": ["a"]}),
-        ("refused", {"why": [None]}),
-        ("refused", {"why": [[0]]}),
-        ("refused", {"why": [10**30]}),
-        ("refused", {"why": [1, 1]}),
-        ("refused", {"why": [1], "why else": [1]}),
-        ("refused", {f"why {i}": [] for i in range(18)}),
+        ("refused", ["a"]),
+        ("refused", [{"clients": [1]}]),
+        ("refused", [{"reason": 1, "clients": [1]}]),
+        ("refused", [{"code": "unknown", "reason": "why", "clients": [1]}]),
+        ("refused", [{"code": None, "reason": "why", "clients": [1]}]),
+        ("refused", [{"reason": "why", "clients": [1], "more": 1}]),
+        *(
+            ("refused", [{"reason": "why", "clients": clients}])
+            for clients in (None, {"1": 1}, [2], [-1], [0.0], [True], ["a"], [None], [[0]], [10**30], [1, 1])
+        ),
+        ("refused", [{"reason": "why", "clients": [1]}, {"reason": "why else", "clients": [1]}]),
+        ("refused", [{"reason": f"why {i}", "clients": []} for i in range(20)]),
         ("payload", "dense"),
         ("payload", [1]),
         ("payload", None),
@@ -544,7 +546,7 @@ def test_asks_with_missing_or_unknown_keys_are_refused(instruction: Instruction)
 )
 def test_answers_that_make_no_sense_are_refused(field: str, value: Any) -> None:
     data = {**json.loads(ANSWER.to_json(NAMES)), field: value}
-    with pytest.raises(ValueError, match=r"answer|not JSON"):
+    with pytest.raises(ValueError, match=r"answer|not JSON|reasons: at most 19"):
         Answer.from_json(json.dumps(data), NAMES)
 
 
@@ -561,16 +563,6 @@ def test_seeded_noise_must_be_true_or_false(value: Any) -> None:
         Answer.from_json(json.dumps({**json.loads(ANSWER.to_json(NAMES)), "seeded_noise": value}), NAMES)
 
 
-def test_numpy_scalars_are_numbers() -> None:
-    clip_norm: Any = np.float32(0.5)
-    noise_std: Any = np.float64(0.25)
-    promise = Promise(clip_norm=clip_norm, noise_multiplier=1.1)
-    instruction = replace(INSTRUCTION, ask=replace(CLIENT_LEVEL, promise=promise, noise_std=noise_std))
-    read = Instruction.from_json(instruction.to_json())
-    assert read.ask.promise.clip_norm == 0.5
-    assert read.ask.noise_std == 0.25
-
-
 # The length of an honest answer
 
 MANY_NAMES = [f"client-{i}" for i in range(20)]
@@ -581,27 +573,20 @@ MANY_NAMES = [f"client-{i}" for i in range(20)]
 )
 def test_the_longest_honest_answer_is_not_too_long(letter: str) -> None:
     """As many reasons as clients, each longer than can be told, of letters that take more room in JSON than others."""
-    refused = {name: chr(ord("A") + i) + 300 * letter for i, name in enumerate(MANY_NAMES)}
+    refused = {name: Refusal(code=CODES[i % 3], reason=chr(ord("A") + i) + 300 * letter) for i, name in enumerate(MANY_NAMES)}
     answer = replace(ANSWER, refused=refused)
     read = Answer.from_json(answer.to_json(MANY_NAMES), MANY_NAMES)
     assert set(read.refused) == set(MANY_NAMES)
-    assert all(len(reason) <= wire.MOST_REASON for reason in read.refused.values())
-    reported = [read.refused[name] == checks.one_line(refused[name], most=wire.MOST_REASON) for name in MANY_NAMES]
+    assert all(one.code == refused[name].code for name, one in read.refused.items())
+    assert all(len(one.reason) <= wire.MOST_REASON for one in read.refused.values())
+    lines = {name: checks.one_line(one.reason, most=wire.MOST_REASON) for name, one in refused.items()}
+    reported = [read.refused[name].reason == lines[name] for name in MANY_NAMES]
     assert sum(reported) == wire.MOST_REASONS
-    assert {read.refused[name] for name, said in zip(MANY_NAMES, reported, strict=True) if not said} == {"another reason"}
-
-
-@pytest.mark.parametrize("count", [1, 1000, 50_000])
-def test_an_answer_for_very_many_clients_who_are_all_refused_is_not_too_long(count: int) -> None:
-    names = [f"{i}" for i in range(count)]
-    refused = {name: "no reason" if int(name) % 3 else "another" for name in names}
-    text = replace(ANSWER, refused=refused).to_json(names)
-    assert len(text) <= wire.most_answer_characters(count)
-    assert Answer.from_json(text, names).refused == refused
+    assert {read.refused[name].reason for name, said in zip(MANY_NAMES, reported, strict=True) if not said} == {"another reason"}
 
 
 def test_reasons_longer_than_honest_ones_are_refused() -> None:
-    data = {**json.loads(ANSWER.to_json(NAMES)), "refused": {"x" * 201: [0]}}
+    data = {**json.loads(ANSWER.to_json(NAMES)), "refused": [{"reason": "x" * 201, "clients": [0]}]}
     with pytest.raises(ValueError, match="a reason has more than 200 characters"):
         Answer.from_json(json.dumps(data), NAMES)
 
@@ -660,18 +645,6 @@ def test_the_protocol_is_no_key_that_may_lack(part: Instruction | Answer) -> Non
         _read(type(part), json.dumps(data))
 
 
-def test_an_answer_can_not_say_itself_who_is_in_the_sum() -> None:
-    with pytest.raises(ValueError, match="answer: Object contains unknown field clients"):
-        Answer.from_json(json.dumps({**json.loads(ANSWER.to_json(NAMES)), "clients": ["a"]}), NAMES)
-
-
-def test_tables_that_this_client_does_not_know_are_refused() -> None:
-    """What they ask might be what the release rests on."""
-    data = {**json.loads(INSTRUCTION.to_json()), "fedsgd-dpc": {"weights": "nonsense"}, "unheard-of": {}}
-    with pytest.raises(ValueError, match="instruction: Object contains unknown field fedsgd-dpc"):
-        Instruction.from_json(json.dumps(data))
-
-
 def test_texts_that_are_too_long_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(kind: type) -> Any:
         raise AssertionError("was parsed")
@@ -713,26 +686,6 @@ def test_a_bomb_costs_a_device_nothing(kind: str, place: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB
 
 
-@pytest.mark.parametrize(
-    "digits", ["1" * 10**7, "0." + "5" * 10**7, "5e-" + "9" * 10**7, "5e" + "9" * 10**7, "0." + "0" * 10**7 + "1"]
-)
-def test_ten_million_digits_cost_a_device_nothing(digits: str) -> None:
-    text, start = INSTRUCTION.to_json(), time.process_time()
-    for old in ('"server_round":3', '"clip_norm":0.3'):
-        assert old in text
-        with suppress(ValueError):
-            Instruction.from_json(text.replace(old, old.partition(":")[0] + ":" + digits))
-    assert time.process_time() - start < 1
-
-
-def test_five_million_positions_are_read_or_refused_at_once() -> None:
-    text, start = INSTRUCTION.to_json()[:-1] + ',"frozen":[' + "1," * (5 * 10**6), time.process_time()
-    assert len(Instruction.from_json(text + "1]}").frozen) == 5 * 10**6 + 1
-    with pytest.raises(ValueError, match="frozen=-1"):
-        Instruction.from_json(text + "-1]}")
-    assert time.process_time() - start < 10
-
-
 def test_a_million_names_are_read_or_refused_at_once() -> None:
     names = [f"{index:07}" for index in range(10**6)]
     start = time.process_time()
@@ -740,25 +693,6 @@ def test_a_million_names_are_read_or_refused_at_once() -> None:
     with pytest.raises(ValueError, match="not twice in the list"):
         Instruction.from_json(json.dumps(json.loads(INSTRUCTION.to_json()) | {"clients": [*names, names[-1]]}))
     assert time.process_time() - start < 20
-
-
-@pytest.mark.parametrize("more", [" x", "{}", "\x00", ",", INSTRUCTION.to_json()])
-def test_a_text_after_the_end_is_refused(more: str) -> None:
-    with pytest.raises(ValueError, match=r"not JSON|JSON is malformed"):
-        Instruction.from_json(INSTRUCTION.to_json() + more)
-
-
-@pytest.mark.parametrize("half", ["\ud800", "\\ud800", "\\udc00"])
-def test_half_a_character_is_refused(half: str) -> None:
-    with pytest.raises(ValueError, match=r"JSON|truncated|surrogate"):
-        Instruction.from_json(INSTRUCTION.to_json().replace('"a"', f'"{half}"'))
-
-
-def test_the_last_of_two_equal_keys_counts() -> None:
-    """Nothing rests on the first: the instruction is what was read."""
-    text = INSTRUCTION.to_json()
-    assert Instruction.from_json('{"server_round":1,' + text[1:]) == INSTRUCTION
-    assert Instruction.from_json(text[:-1] + ',"server_round":4}').server_round == 4
 
 
 def test_an_error_is_one_short_line_whatever_it_quotes() -> None:
@@ -811,13 +745,6 @@ def test_two_answers_or_one_that_is_not_text_are_refused() -> None:
             wire.answer_of(content, NAMES)
 
 
-def test_a_message_has_one_array_record() -> None:
-    record = ArrayRecord([np.zeros(1, np.float32)])
-    for content, count in ((RecordDict(), 0), (RecordDict({"a": record, "b": record}), 2)):
-        with pytest.raises(ValueError, match=f"{count} array records"):
-            wire.arrays_of(content)
-
-
 # Arrays
 
 
@@ -830,14 +757,6 @@ def test_honest_arrays_come_through_read_only(dtype: str, shape: tuple[int, ...]
     assert out.shape == shape
     np.testing.assert_array_equal(out, array)
     assert not out.flags.writeable
-
-
-@pytest.mark.parametrize("version", [(2, 0), (3, 0)])
-def test_only_the_version_in_which_numpy_writes_numbers_is_read(version: tuple[int, int]) -> None:
-    body = np.array([1, 2], "<f4").tobytes()
-    assert wire.numpy_arrays(_record(_npy(_header() + "\n", body, (1, 0))), limit=8)["x"].tolist() == [1, 2]
-    with pytest.raises(ValueError, match="format 1"):
-        wire.numpy_arrays(_record(_npy(_header() + "\n", body, version)), limit=8)
 
 
 BODY = np.ones(2, "<f4").tobytes()
@@ -932,11 +851,6 @@ def test_oversized_arrays_are_refused_unread() -> None:
         wire.numpy_arrays(record, limit=3000)
 
 
-def test_other_serialisations_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"of 'torch\.save'"):
-        wire.numpy_arrays(_record(_HONEST, stype="torch.save"), limit=8)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_payloads_come_through_and_may_not_be_larger_than_dense_ones(dtype: Any) -> None:
     vector = np.random.default_rng(1).standard_normal(500, dtype=dtype)
@@ -994,18 +908,6 @@ def test_a_model_comes_through_by_name_in_any_order() -> None:
     np.testing.assert_array_equal(MODEL.read(turned), vector)
 
 
-def test_a_model_without_names_comes_through_by_position() -> None:
-    record = ArrayRecord([np.arange(4, dtype=np.float32).reshape(2, 2), np.array(4, np.float32)])
-    assert list(record) == ["0", "1"]
-    np.testing.assert_array_equal(MODEL.read(record), np.arange(5))
-
-
-def test_models_of_half_and_double_precision_come_through() -> None:
-    for dtype in (np.float16, np.float64):
-        record = ArrayRecord([np.arange(4, dtype=dtype).reshape(2, 2), np.array(4, dtype)])
-        np.testing.assert_array_equal(MODEL.read(record), np.arange(5))
-
-
 @pytest.mark.parametrize(
     "arrays",
     [
@@ -1043,8 +945,8 @@ def test_bytes_are_counted_as_sent() -> None:
 # Bytes that clients would have sent alone
 
 
-@pytest.mark.parametrize("refused", [{}, {NAMES[0]: "NaN"}])
-def test_payload_bytes_survive_the_wire_up_to_the_largest_honest_ones(refused: dict[str, str]) -> None:
+@pytest.mark.parametrize("refused", [{}, {NAMES[0]: NAN}])
+def test_payload_bytes_survive_the_wire_up_to_the_largest_honest_ones(refused: dict[str, Refusal]) -> None:
     most = (64 + 16 * 5) * (len(NAMES) - len(refused))
     for value in (0, 1, most):
         answer = replace(ANSWER, refused=refused, payload_bytes=value)
@@ -1057,11 +959,3 @@ def test_payload_bytes_survive_the_wire_up_to_the_largest_honest_ones(refused: d
 def test_absurd_payload_bytes_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="payload_bytes"):
         Answer.from_json(json.dumps({**json.loads(ANSWER.to_json(NAMES)), "payload_bytes": value}), NAMES)
-
-
-@pytest.mark.parametrize("length", ["5", -5, 1e300])
-def test_a_payload_without_a_length_counts_no_bytes(length: Any) -> None:
-    data = {**json.loads(ANSWER.to_json(NAMES)), "payload": {"encoding": "dense", "length": length}}
-    assert Answer.from_json(json.dumps({**data, "payload_bytes": 0}), NAMES).payload_bytes == 0
-    with pytest.raises(ValueError, match="payload_bytes"):
-        Answer.from_json(json.dumps({**data, "payload_bytes": 1}), NAMES)

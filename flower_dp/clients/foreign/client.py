@@ -1,26 +1,24 @@
 """The one client of a node whose app is not ours: what it checks, charges and adds before and after the app is called."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, final
 
 from flower_dp import wire
+from flower_dp.clients import answering
 from flower_dp.clients.account import account_of, refuse_ledger
-from flower_dp.clients.foreign.evaluation import AppContribution, AppMetrics
-from flower_dp.clients.foreign.training import AppCall, AppTraining, AppUpdates
+from flower_dp.clients.foreign.app import AppCall, AppContribution, AppMetrics, AppTraining, AppUpdates
 from flower_dp.clients.local.agreement import agreed_terms, charged
 from flower_dp.clients.local.row import evaluation_pipeline
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import Declined, reading
-from flower_dp.clients.reply import client_level
+from flower_dp.clients.reasons import Declined
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Refusal, Train
-from flower_dp.clients.reply.work import Work
-from flower_dp.core import noise
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Train
+from flower_dp.clients.reply.work import NOT_HOSTED, Work
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.release import Release
-from flower_dp.wire import Instruction
+from flower_dp.wire import Instruction, Refusal
 
 
 class OwnTerms(Protocol):
@@ -47,27 +45,17 @@ class AppClient:
     policy: ClientPolicy
     evaluation: EvaluationBudget | None
     noise_seed: int | None
-    methods: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        methods = tuple(CLIENT_LEVEL) if self.terms is None else (self.terms.method,)
-        evaluates = self.terms is None or self.evaluation is not None
-        object.__setattr__(self, "methods", (*methods, wire.EVALUATION) if evaluates else methods)
+    @property
+    def has_own_terms(self) -> bool:
+        """Whether each message is private on its own."""
+        return self.terms is not None
 
-    def check(self, instruction: Instruction) -> None:
-        """Refuse an instruction of another method, or one against the policy."""
-        if instruction.method not in self.methods or instruction.method == wire.EVALUATION:
-            raise Declined(f"method={instruction.method!r}: this client runs {', '.join(self.methods)}")
-        if self.terms is None:
-            self.policy.check(instruction.ask)
-        else:
-            self.policy.check_local(instruction.ask)
-
-    def check_evaluates(self, instruction: Instruction) -> None:
-        """Refuse an instruction that is of no private evaluation, or of one without a budget that would pay for it."""
-        if instruction.method != wire.EVALUATION or wire.EVALUATION not in self.methods:
-            need = "evaluation=EvaluationBudget(...) beside its terms" if self.terms is not None else wire.EVALUATION
-            raise Declined(f"method={instruction.method!r}: to evaluate, this client needs {need}")
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods of its terms, or those without any; and private evaluation, if there is a budget or needs none."""
+        methods = CLIENT_LEVEL if self.terms is None else (self.terms.method,)
+        return methods if self.terms is not None and self.evaluation is None else (*methods, wire.EVALUATION)
 
     def work(self, instruction: Instruction, app: AppCall, train: AppTraining | None) -> Work:
         """Return what this client does; its account is charged when this returns, and the app is not called yet.
@@ -77,23 +65,17 @@ class AppClient:
             app: the call of the app.
             train: the app's training; None for an evaluation.
         """
-        refused = {name: "not hosted here" for name in instruction.clients if name != self.name}
+        refused = {name: NOT_HOSTED for name in instruction.clients if name != self.name}
         work = self._shared(instruction, app, train) if self.terms is None else self._own(instruction, app, train, self.terms)
         return replace(work, refused=refused | work.refused)
 
     def _shared(self, instruction: Instruction, app: AppCall, train: AppTraining | None) -> Work:
         """Return the work whose row is clipped, with its share of the noise."""
         refuse_ledger(app.context)
-        if train is None:
-            self.policy.check_evaluation(instruction.ask)
-            rows: Train = AppMetrics(app=app, bounds=instruction.bounds)
-            length = instruction.bounds.num_counted
-        else:
-            rows, length = AppUpdates(train=train), train.model.layout.size
-        with reading():
-            pipeline = client_level.pipeline(instruction.ask, train=rows, length=length)
+        rows: Train = AppMetrics(app=app, bounds=instruction.bounds) if train is None else AppUpdates(train=train)
+        length = instruction.bounds.num_counted if train is None else train.model.layout.size
         jobs = [self._job(instruction)] if self.name in instruction.clients else []
-        return Work(groups=[(pipeline, jobs)], length=instruction.ask.row_length(length), refused={})
+        return answering.shared_work(instruction, train=rows, length=length, jobs=jobs, refused={})
 
     def _own(self, instruction: Instruction, app: AppCall, train: AppTraining | None, own_terms: OwnTerms) -> Work:
         """Return the work whose row is private on the client's own terms, which were charged for it."""
@@ -101,7 +83,7 @@ class AppClient:
         terms_of = partial(self._evaluation_terms, own_terms) if train is None else own_terms.terms
         terms = agreed_terms(instruction, self.name, terms_of, self.policy)
         if isinstance(terms, Refusal):
-            return Work(groups=[], length=length, refused={self.name: terms.reason})
+            return Work(groups=[], length=length, refused={self.name: terms})
         if unpaid := charged(account_of(None, [self.name], app.context), {self.name: terms}, instruction):
             return Work(groups=[], length=length, refused=unpaid)
         if train is None:
@@ -121,9 +103,8 @@ class AppClient:
 
     def _job(self, instruction: Instruction) -> Job:
         own = instruction.ask.own.get(self.name)
-        purpose = self.name if instruction.ask.metrics is None else f"evaluation of {self.name}"
         # A function, not a generator: every draw takes new entropy from the operating system.
-        secret = partial(noise.noise_generator, self.noise_seed, instruction.server_round, purpose)
+        secret = partial(answering.generator, self, instruction, self.name)
         return Job(name=self.name, records=_Unseen(), seed=0, secret=secret, weight=1.0 if own is None else own.weight)
 
 

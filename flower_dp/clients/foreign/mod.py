@@ -10,13 +10,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_dp import wire
+from flower_dp.clients import answering
 from flower_dp.clients.account import keeping_account
+from flower_dp.clients.foreign.app import EVALUATE_STATUS, TRAIN_STATUS, AppCall, AppTraining, names_to_evaluate, record_names_of
 from flower_dp.clients.foreign.client import AppClient, OwnTerms
-from flower_dp.clients.foreign.evaluation import EVALUATE_STATUS, names_to_evaluate
-from flower_dp.clients.foreign.training import TRAIN_STATUS, AppCall, AppTraining, record_names_of
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import SEE_LOG, Declined, contained, in_own_words, reading
-from flower_dp.clients.reply.work import add_up
+from flower_dp.clients.reasons import SEE_LOG, Declined, contained, reading, replied
 from flower_dp.core import checks
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.wire import Hosted, Instruction, Model, RecordNames
@@ -94,14 +93,10 @@ class _PrivacyMod:
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Answer the client query, or train or evaluate as the server instructs; refuse all other messages.
 
-        Whatever the message is, the client's account is kept while the app runs, and errors leave in this package's words alone.
-
-        Raises:
-            Declined: if the message is none of these, the policy does not allow it, or this client's name or terms can't be made.
-            RuntimeError: if anything else fails.
+        Whatever the message is, the client's account is kept while the app runs, and no error leaves: if the policy does not
+        allow the message, or anything fails, the reply is a refusal.
         """
-        with in_own_words("this client's app"):
-            return self._reply(message, context, keeping_account(call_next))
+        return replied(message, "this client's app", lambda: self._reply(message, context, keeping_account(call_next)))
 
     def _reply(self, message: Message, context: Context, app: ClientAppCallable) -> Message:
         kind = message.metadata.message_type
@@ -110,9 +105,9 @@ class _PrivacyMod:
         if kind == "get_properties" or (train and wire.is_client_query(message)):
             return _config_reply(message, self._hosted(context))
         if train:
-            return self._train(message, context, app)
+            return self._answered(message, context, app, None)
         if kind.partition(".")[0] == "evaluate" and (record_names := names_to_evaluate(message.content)):
-            return self._evaluate(message, context, app, record_names)
+            return self._answered(message, context, app, record_names)
         if not self.policy.allow_metrics:
             raise Declined(f"message type {kind!r}: its reply would not be private, and the policy has allow_metrics=False")
         return app(message, context)
@@ -135,34 +130,24 @@ class _PrivacyMod:
             log.error("this client's name or terms can't be made", exc_info=error)
             raise Declined(f"this client's name or terms can't be made; {SEE_LOG}") from None
 
-    def _train(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        client = self._client(context)
-        with reading():
-            record_names = record_names_of(message.content)
-            instruction = wire.instruction_of(message.content.config_records[record_names.config])
-        client.check(instruction)
-        with reading():
-            model = _model(wire.arrays_of(message.content), instruction)
-        app = AppCall(call=call_next, message=message, context=context, record_names=record_names, status=TRAIN_STATUS)
-        return self._answered(message, client, instruction, app, AppTraining(app=app, model=model))
-
-    def _evaluate(self, message: Message, context: Context, call_next: ClientAppCallable, record_names: RecordNames) -> Message:
-        client = self._client(context)
-        with reading():
-            instruction = wire.instruction_of(message.content.config_records[record_names.config])
-        client.check_evaluates(instruction)
-        app = AppCall(call=call_next, message=message, context=context, record_names=record_names, status=EVALUATE_STATUS)
-        return self._answered(message, client, instruction, app, None)
-
     def _answered(
-        self, message: Message, client: AppClient, instruction: Instruction, app: AppCall, train: AppTraining | None
+        self, message: Message, context: Context, call_next: ClientAppCallable, to_evaluate: RecordNames | None
     ) -> Message:
-        """Return the reply to an instruction to train, or without `train` to evaluate; then the payload is inside the answer."""
+        """Return the reply to an instruction to train, or to evaluate; then the payload is inside the answer."""
+        client, evaluates = self._client(context), to_evaluate is not None
+        with reading():
+            record_names = to_evaluate or record_names_of(message.content)
+            instruction = wire.instruction_of(message.content.config_records[record_names.config])
+        answering.check(client, instruction, evaluates=evaluates)
+        status = EVALUATE_STATUS if evaluates else TRAIN_STATUS
+        app = AppCall(call=call_next, message=message, context=context, record_names=record_names, status=status)
+        train = None
+        if not evaluates:
+            with reading():
+                train = AppTraining(app=app, model=_model(wire.arrays_of(message.content), instruction))
+        vector = np.zeros(0) if train is None else train.model.vector
         work = client.work(instruction, app, train)
-        made = add_up(np.zeros(0) if train is None else train.model.vector, work, inline=train is None)
-        allowed = train is not None and instruction.report_metrics and self.policy.allow_metrics and made.losses
-        metrics = train.metrics if train is not None and allowed else {}
-        text = made.answer(instruction.clients, seeded_noise=self.noise_seed is not None, metrics=metrics)
+        made, text = answering.answered(client, instruction, vector, work, lambda _: {} if train is None else train.metrics)
         return _config_reply(message, text, None if train is None else ArrayRecord(list(made.payload.arrays)))
 
 

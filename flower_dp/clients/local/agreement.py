@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from flower_dp.clients.account import Account
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import SEE_LOG, Declined, contained
-from flower_dp.clients.reply.pipeline import Refusal, failure
+from flower_dp.clients.reply.pipeline import failure
+from flower_dp.clients.reply.work import NOT_HOSTED
 from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.device_store import Numbered, evaluation_account, owner_of
-from flower_dp.wire import Instruction, OwnAsk, Promise
+from flower_dp.wire import DECLINED, Instruction, OwnAsk, Promise, Refusal
 
 log = logging.getLogger("flwr")
 
@@ -45,7 +46,7 @@ def agreed_terms(instruction: Instruction, name: str, terms_of: Callable[[], Ter
         Declined: if the server asks for messages that are not private on their own.
     """
     if (asked := own_ask(instruction, name)) is None:
-        return Refusal(reason="not hosted here")
+        return NOT_HOSTED
     try:
         with contained():
             terms = terms_of()
@@ -54,18 +55,18 @@ def agreed_terms(instruction: Instruction, name: str, terms_of: Callable[[], Ter
         else:
             policy.check_own_evaluation(terms.release)
     except Exception as error:
-        return failure(name, error, "this client's terms can't be made")
+        return failure(name, error, "this client's terms can't be made", code=DECLINED)
     reason = why_not(terms, instruction.ask.promise, asked)
     return Refusal(reason=reason) if reason else terms
 
 
-def charged(account: Account, due: Mapping[str, Terms], instruction: Instruction) -> dict[str, str]:
+def charged(account: Account, due: Mapping[str, Terms], instruction: Instruction) -> dict[str, Refusal]:
     """Charge one reply, or one evaluation, to each client; return why some can't pay, by name. They must not reply."""
     numbered = {name: Numbered(run=one.run, number=one.number) for name, one in instruction.ask.own.items()}
     if instruction.ask.metrics is not None:
         due = {evaluation_account(name): terms for name, terms in due.items()}
         numbered = {evaluation_account(name): number for name, number in numbered.items()}
-    return {owner_of(name): reason for name, reason in account.charge(due, numbered).items()}
+    return {owner_of(name): refusal for name, refusal in account.charge(due, numbered).items()}
 
 
 def why_not(terms: Terms, promise: Promise, asked: OwnAsk) -> str | None:

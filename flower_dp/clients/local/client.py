@@ -16,8 +16,8 @@ from flower_dp.clients.local.evaluation import EvaluationRecipe, RecordMetrics, 
 from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe, MadeUp, Stateful
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import UNFIT, Declined, contained
-from flower_dp.clients.reply.pipeline import Job, Once, Pipeline, Refusal, failure
+from flower_dp.clients.reasons import UNFIT, Declined
+from flower_dp.clients.reply.pipeline import Job, Once, Pipeline
 from flower_dp.clients.reply.work import Work
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import batch_seed
@@ -26,7 +26,7 @@ from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records, repeats_rows
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.wire import Ask, Instruction
+from flower_dp.wire import Ask, Instruction, Refusal
 
 __all__ = ["LocalDPClient", "LocalRecipe"]
 
@@ -73,6 +73,8 @@ class LocalDPClient(NodeClient):
         >>> client.methods
         ('fedsgd-dpc',)
     """
+
+    has_own_terms = True
 
     def __init__(
         self,
@@ -131,10 +133,6 @@ class LocalDPClient(NodeClient):
         why = self.recipe.why_unfit(self.model, records) if isinstance(self.recipe, MadeUp) else None
         return None if why is None else f"{UNFIT}: {why}"
 
-    def _check(self, instruction: Instruction) -> None:
-        if instruction.ask.metrics is None:  # else the policy is asked about every client's own noise
-            self.policy.check_local(instruction.ask)
-
     def _work(self, vector: Tensor, instruction: Instruction) -> Work:
         """Return the work whose rows are private one by one, each charged to its client's account."""
         ask, number, recipe = instruction.ask, instruction.server_round, self._recipe(instruction.ask)
@@ -150,10 +148,10 @@ class LocalDPClient(NodeClient):
             recipes = {name: recipe.given(vectors, kept.get(name)) for name in agreed}
         if ask.metrics is None:  # a client that can't train pays nothing
             tried = {name: self._dry_run(name, records) for name, (_, records) in agreed.items()}
-            refused |= {name: why for name, why in tried.items() if why is not None}
+            refused |= {name: Refusal(reason=why) for name, why in tried.items() if why is not None}
         for name, own in recipes.items():
             if isinstance(own, ConditionsOnModel) and (why := own.why_not(vector, model=self.model, server_round=number)):
-                refused[name] = why
+                refused[name] = Refusal(reason=why)
         due = {name: terms for name, (terms, _) in agreed.items() if name not in refused}
         refused |= charged(account, due, instruction)
 
@@ -194,23 +192,19 @@ class LocalDPClient(NodeClient):
         found = {name: kept_of(self.context.state, name, vector.numel()) for name in names}
         return {name: torch.from_numpy(one).to(vector.device) for name, one in found.items() if one is not None}
 
-    def _agreed(self, instruction: Instruction, recipe: LocalRecipe) -> tuple[dict[str, tuple[Terms, Records]], dict[str, str]]:
+    def _agreed(
+        self, instruction: Instruction, recipe: LocalRecipe
+    ) -> tuple[dict[str, tuple[Terms, Records]], dict[str, Refusal]]:
         """Return terms and records of the clients whose own terms equal the server's, and the reasons of the others."""
         agreed: dict[str, tuple[Terms, Records]] = {}
-        refused: dict[str, str] = {}
-        for name in instruction.clients:
-            try:
-                with contained():
-                    records = self.clients[name]
-                    len(records)
-            except Exception as error:
-                refused[name] = "not hosted here" if name not in self.clients else failure(name, error).reason
-                continue
+        hosted, refused = self._hosted(instruction.clients)
+        for name, records in hosted.items():
             terms = agreed_terms(instruction, name, partial(recipe.terms, name, records), self.policy)
             if isinstance(terms, Refusal):
-                refused[name] = terms.reason
+                refused[name] = terms
             elif terms.release.unit == "record" and repeats_rows(records):
-                refused[name] = "one row stands for several of its records, and one record would count more than once"
+                why = "one row stands for several of its records, and one record would count more than once"
+                refused[name] = Refusal(reason=why)
             else:
                 agreed[name] = (terms, records)
         return agreed, refused

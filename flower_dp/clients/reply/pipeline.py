@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, get_args
 
 from array_api_compat import array_namespace
 
-from flower_dp.clients.reasons import SEE_LOG, UNFIT, Declined, UnfitModelError
+from flower_dp.clients.reasons import SEE_LOG, TRAINING, UNFIT, Declined, UnfitModelError
 from flower_dp.clients.reply.parts import Clip, Mask, Noise, RecordClip, Secret, ServerNoise, StepNoise
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value, width_of_sum
 from flower_dp.clients.tracebacks import new_traceback_of, place_of
@@ -20,7 +20,7 @@ from flower_dp.core.clipping import NOT_FINITE, NotFiniteError, l2_norms
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
-from flower_dp.wire import FAILED
+from flower_dp.wire import FAILED, Code, Refusal
 
 if TYPE_CHECKING:  # it needs torch, and a device that trains in another framework has none
     from flower_dp.clients.training.records import Records
@@ -106,13 +106,6 @@ class Reply:
     num_bytes: int
     alone: Payload | None = None
     kept: Array | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """Why a client doesn't reply, in a text that the server may see."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +267,7 @@ class Pipeline:
             made = self._clipped_alone(row, measured=job.measured)
         norm, clipped = made.norm if job.measured else None, made.row
         if clipped is None:
-            return Refusal(reason=f"{FAILED}: {NOT_FINITE}")
+            return Refusal(code=FAILED, reason=f"{TRAINING}: {NOT_FINITE}")
         secret = Once(job.secret)
         noised = self.noise.add(clipped, self.clip.step, secret)
         leaving: Array = noised if self.after_noise is None else self.after_noise(noised)
@@ -316,7 +309,7 @@ class Once:
         return self._rng
 
 
-def failure(name: str, error: Exception, what: str = FAILED) -> Refusal:
+def failure(name: str, error: Exception, what: str = TRAINING, *, code: Code = FAILED) -> Refusal:
     """Log why a client fails; return what the server learns: the client's own refusal, or that something has failed.
 
     Neither the text nor the class nor the traceback of another error leaves: data may have chosen them.
@@ -325,12 +318,14 @@ def failure(name: str, error: Exception, what: str = FAILED) -> Refusal:
         name: the client.
         error: why it fails.
         what: has failed, in fixed words.
+        code: of the refusal.
     """
     trace = "" if type(error) is Declined else new_traceback_of(error)
     log.warning("client %s: %s: %s%s%s", name, type(error).__name__, error, place_of(error), trace)
     if type(error) is Declined:
-        return Refusal(reason=error.reason)
-    return Refusal(reason=f"{what}: {UNFIT}" if type(error) is UnfitModelError else f"{what}; {SEE_LOG}")
+        return error.refusal
+    reason = f"{what}: {UNFIT}" if type(error) is UnfitModelError else f"{what}; {SEE_LOG}"
+    return Refusal(code=code, reason=reason)
 
 
 def _kind(part: object) -> str:

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 from array_api_compat import array_namespace, device
 
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Refusal
+from flower_dp.clients.reply.pipeline import Job, Pipeline
 from flower_dp.clients.reply.sending import Lossless
 from flower_dp.core import compression
 from flower_dp.core.compression import Payload
 from flower_dp.core.vectors import Array
-from flower_dp.wire import Answer
+from flower_dp.wire import Answer, Refusal
+
+NOT_HOSTED = Refusal(reason="not hosted here")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,7 @@ class Work:
 
     groups: Iterable[tuple[Pipeline, Sequence[Job]]]
     length: int
-    refused: dict[str, str]
+    refused: dict[str, Refusal]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class Sum:
     total: Array
     payload: Payload
     payload_bytes: int
-    refused: dict[str, str]
+    refused: dict[str, Refusal]
     losses: list[Array]
     kept: dict[str, Array]
     fresh: tuple[str, ...]
@@ -86,7 +88,7 @@ def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
             raise ValueError("pipelines of one node: must send their rows in one way")
         for job, reply in zip(jobs, pipeline.replies(vector, jobs), strict=True):
             if isinstance(reply, Refusal):
-                refused[job.name] = reply.reason
+                refused[job.name] = reply
                 continue
             total += reply.row
             alone.append(reply.alone)

@@ -15,7 +15,8 @@ from flower_dp.core.compression import inline as _inline
 from flower_dp.core.compression import qsgd as _qsgd
 from flower_dp.core.compression import rand_k as _rand_k
 from flower_dp.core.compression import top_k as _top_k
-from flower_dp.core.compression.payload import Codec, Header, Payload
+from flower_dp.core.compression.payload import Header as Header
+from flower_dp.core.compression.payload import Payload as Payload
 
 dense, inline = _dense.dense, _inline.inline
 rand_k, random_mask = _rand_k.rand_k, _rand_k.random_mask
@@ -24,29 +25,6 @@ qsgd = _qsgd.qsgd
 check_levels, qsgd_bytes, MOST_LEVELS = _qsgd.check_levels, _qsgd.qsgd_bytes, _qsgd.MOST_LEVELS
 qsgd_norm_ratio, qsgd_variance = _qsgd.qsgd_norm_ratio, _qsgd.qsgd_variance
 num_kept, smallest = _top_k.num_kept, _top_k.smallest
-
-__all__ = [
-    "CODECS",
-    "MOST_LEVELS",
-    "Codec",
-    "Header",
-    "Payload",
-    "check_levels",
-    "decode",
-    "dense",
-    "inline",
-    "num_kept",
-    "qsgd",
-    "qsgd_bytes",
-    "qsgd_norm_ratio",
-    "qsgd_variance",
-    "rand_k",
-    "random_mask",
-    "smallest",
-    "top_k",
-    "top_k_bytes",
-    "top_k_indices",
-]
 
 # Every codec, by the header's `encoding`.
 CODECS = {codec.name: codec for codec in (_dense.CODEC, _inline.CODEC, _top_k.CODEC, _rand_k.CODEC, _qsgd.CODEC)}

@@ -158,7 +158,7 @@ class ClientManager:
             if count >= self._num_clients:
                 enough = min(enough, now)
                 # Others that were asked are waited for a little: then all clients of a start are there from the first round.
-                if not self._query.waiting or (not simulation and now > enough + _SETTLED_SECONDS):
+                if not self._query.silent or (not simulation and now > enough + _SETTLED_SECONDS):
                     return
             elif (reason := self._none_fits()) is not None:
                 raise ValueError(reason)
@@ -169,7 +169,7 @@ class ClientManager:
             # In a simulation all nodes are there from the start, a moment after the server.
             failing = len(self._query.failures)
             complete = self._hosted or failing if simulation else failing >= max(self._num_clients, len(self._there))
-            waits = self._query.waiting or self._query.retrying
+            waits = self._query.silent or self._query.retrying
             if complete and not waits and count < self._num_clients and now > settled + _SETTLED_SECONDS:
                 where = "simulation has" if simulation else "nodes have"
                 raise ValueError(
@@ -210,7 +210,7 @@ class ClientManager:
         """Return why none of the connected nodes can take part, if all have answered and would be enough."""
         answer = [self._hosted[node] for node in self._there if node in self._hosted]
         reasons = [self._reason(one) for one in answer]
-        if self._query.waiting or None in reasons or sum(len(one.names) for one in answer) < self._num_clients:
+        if self._query.silent or None in reasons or sum(len(one.names) for one in answer) < self._num_clients:
             return None
         return self._reason(Hosted(names=(), methods=frozenset.intersection(*(one.methods for one in answer))))
 

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from types import TracebackType
+from typing import Self
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -19,7 +21,6 @@ from flwr.serverapp import Grid
 from flower_dp import wire
 from flower_dp.core import checks
 from flower_dp.privacy.charges import EVERY_CLIENT
-from flower_dp.strategies.population.held_errors import HeldErrors
 from flower_dp.strategies.population.pulled import Pulls
 from flower_dp.strategies.releases.replies import APP_RAISED, MOST_REASON
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Hosted, RecordNames
@@ -43,8 +44,9 @@ _SURE_PAUSE_SECONDS = 2.0
 # Seconds until a node that is silent is asked again: doubled each time. A simulation loses no message, but may take long.
 _SILENT_SECONDS, _SILENT_IN_SIMULATION_SECONDS = 30.0, 600.0
 _POLL_SECONDS = 0.002
-# Flower's error texts for a ClientApp that does not know the question: one of the Message API, and one around a client_fn.
-_NO_QUERIES, _NO_SUCH_MESSAGE = "No query function registered", "Invalid message type"
+# What Flower itself says for a ClientApp that does not know the question: one of the Message API, and one around a client_fn. It
+# has one code for all errors of an app, so its words are read, in `_unknown` alone; an app with other errors is no stock app.
+_UNKNOWN = {"No query function registered": "no queries", "Invalid message type": "no such message"}
 
 
 def _properties_query(node: int) -> Message:
@@ -72,7 +74,7 @@ class _Open:
         votes: whether the node is asked what its app is, else only for names.
         ids: of all messages to the node whose answer counts: a slow node may answer the first of several.
         message_api: whether its app is known to be one of the Message API.
-        reasons: its errors so far.
+        errors: its errors so far: by which of them Flower says that the app does not know the question, None for another one.
     """
 
     step: int
@@ -81,7 +83,7 @@ class _Open:
     votes: bool
     ids: list[str]
     message_api: bool = False
-    reasons: list[str] = field(default_factory=list)
+    errors: list[tuple[str | None, str]] = field(default_factory=list)
 
 
 class ClientQuery:
@@ -124,11 +126,6 @@ class ClientQuery:
     def hosting(self) -> bool:
         """Whether nodes name the clients that they host; otherwise every node is one stock client."""
         return self.kind is not None and self.kind[0] is not None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether nodes have been asked that did not answer yet."""
-        return bool(self._open)
 
     @property
     def silent(self) -> set[int]:
@@ -303,13 +300,16 @@ class ClientQuery:
         record_names = _QUESTIONS[question.step][1]
         answer = None if reply.has_error() else _told(reply, most_names)
         if not question.votes:
-            if answer is None:
-                raise _NoAnswerError(_reason(reply) or "it does not say which clients it hosts")
+            if not isinstance(answer, Hosted):
+                why = _reason(reply) if answer is None else answer.reason
+                raise _NoAnswerError(why or "it does not say which clients it hosts")
             return answer
-        if answer is not None:
+        if isinstance(answer, Hosted):
             self._votes[node] = question.step, record_names
             return answer
-        if not reply.has_error():
+        if answer is not None:  # of a client of this package, which may have an answer to another question
+            question.errors.append((None, answer.reason))
+        elif not reply.has_error():
             if record_names is NUMPY_CLIENT:
                 self._votes[node] = None, NUMPY_CLIENT
                 return None
@@ -324,26 +324,70 @@ class ClientQuery:
         if question.message_api:
             self._votes[node] = None, MESSAGE_API
             return None
-        telling = next((reason for reason in question.reasons if _NO_SUCH_MESSAGE not in reason), question.reasons[0])
+        telling = next((reason for kind, reason in question.errors if kind != "no such message"), question.errors[0][1])
         raise _NoAnswerError(f"its app fails, and it is not known to be a stock client: {telling}")
 
     def _note_error(self, question: _Open, reply: Message) -> None:
         """Record a voter's error: it may be how a stock app answers."""
         reason = _reason(reply)
-        question.message_api |= _NO_QUERIES in reason
-        known = (_NO_QUERIES, _NO_SUCH_MESSAGE, wire.DECLINED)
-        self._strange |= not question.message_api and not any(text in reason for text in known)
+        unknown = _unknown(reason)
+        question.message_api |= unknown == "no queries"
+        self._strange |= not question.message_api and unknown is None
         if reply.error.code not in APP_RAISED:
             raise _NoAnswerError(reason)
-        question.reasons.append(reason)
+        question.errors.append((unknown, reason))
+
+
+class HeldErrors(logging.Filter):
+    """Within this context errors on Flower's logger are held back; on leaving they are logged, except those that were dropped.
+
+    A simulation logs every error of a ClientApp in the process of the ServerApp.
+
+    Example:
+        >>> from flower_dp.strategies.population.client_query import HeldErrors, log
+        >>> with HeldErrors() as held:
+        ...     log.error("No query function registered")
+        ...     held.drop()
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[logging.LogRecord] = []
+
+    def __enter__(self) -> Self:
+        log.addFilter(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        log.removeFilter(self)
+        for record in self._waiting:
+            log.handle(record)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let everything below an error pass."""
+        if record.levelno < logging.ERROR:
+            return True
+        self._waiting.append(record)
+        return False
+
+    def drop(self) -> None:
+        """Forget the errors held back so far."""
+        self._waiting.clear()
 
 
 class _NoAnswerError(Exception):
     """A node can't say now which clients it hosts, and is not known to be a stock client; the text says why."""
 
 
-def _told(reply: Message, most_names: int) -> Hosted | None:
+def _unknown(reason: str) -> str | None:
+    """Return what an app does not know, by Flower's own words; None for any other error."""
+    return next((what for words, what in _UNKNOWN.items() if words in reason), None)
+
+
+def _told(reply: Message, most_names: int) -> Hosted | wire.Refusal | None:
     try:
+        if (refusal := wire.refusal_of(reply.content)) is not None:
+            return refusal
         hosted = wire.hosted_of(reply.content, most_names=most_names)
         if hosted is not None and EVERY_CLIENT in hosted.names:
             raise ValueError(f"it has no clients: {EVERY_CLIENT!r} is no name of one, it stands for all in ledgers")

@@ -5,7 +5,7 @@ A refused reply counts as if its clients had sent zeros: the sum lacks it, the d
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, Metadata, RecordDict
@@ -45,15 +45,10 @@ class Missing:
     @property
     def total(self) -> int:
         """The number for all reasons together."""
-        return self.silent + self.failed + self.declined + self.rejected
+        return sum(asdict(self).values())
 
     def __add__(self, other: "Missing") -> "Missing":
-        return Missing(
-            silent=self.silent + other.silent,
-            failed=self.failed + other.failed,
-            declined=self.declined + other.declined,
-            rejected=self.rejected + other.rejected,
-        )
+        return Missing(**{name: count + getattr(other, name) for name, count in asdict(self).items()})
 
     def __str__(self) -> str:
         counts = {
@@ -74,6 +69,7 @@ class Collected:
             noise from a fixed seed count.
         seeded_clients: whether a client has said that its noise is from a fixed seed, and was refused for that.
         fresh: clients that had kept nothing from an earlier round, in methods whose clients keep a vector.
+        repeated: whether a client has said that its account has the reply already.
     """
 
     total: np.ndarray
@@ -86,6 +82,7 @@ class Collected:
     seeded: bool = False
     seeded_clients: bool = False
     fresh: list[str] = field(default_factory=list)
+    repeated: bool = False
 
     def check_seed(self, seeded_noise: bool) -> None:
         """Refuse a reply with noise from a fixed seed, which is no noise, as one without its share of the noise.
@@ -115,11 +112,12 @@ class Collected:
             for name, value in answer.metrics.items():
                 self.metrics[name] = self.metrics.get(name, 0.0) + value
 
-    def add_refused(self, refused: Mapping[str, str]) -> None:
+    def add_refused(self, refused: Mapping[str, wire.Refusal]) -> None:
         """Record the clients that a node itself has left out."""
-        self.refused |= {name: checks.one_line(reason, most=MOST_REASON) for name, reason in refused.items()}
-        failed = sum(reason.startswith(wire.FAILED) for reason in refused.values())
-        self.missing += Missing(failed=failed, declined=len(refused) - failed)
+        self.refused |= {name: checks.one_line(one.reason, most=MOST_REASON) for name, one in refused.items()}
+        codes = [one.code for one in refused.values()]
+        self.missing += Missing(failed=codes.count(wire.FAILED), declined=len(codes) - codes.count(wire.FAILED))
+        self.repeated |= wire.REPEATED in codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +162,8 @@ def collect(
     """
     collected = Collected(total=np.zeros(limits.length, np.float64), seeded=seeded)
     rest = None if limits.step else np.zeros(limits.length, np.float64)
-    open_nodes, read, left_out = _OpenNodes(asked, sent), dict[int, _Read](), dict[int, tuple[str, Missing]]()
+    open_nodes, left_out = _OpenNodes(asked, sent), dict[int, tuple[str, Missing]]()
+    read: dict[int, _Read | wire.Refusal] = {}
     for reply in replies:
         node, names = open_nodes.closed_by(reply)
         if names is None:
@@ -180,8 +179,11 @@ def collect(
     if rest is not None:
         collected.total += rest
     for node, names in asked.items():
-        if node in read:
-            collected.count(read[node])
+        if isinstance(one := read.get(node), wire.Refusal):
+            log.warning("node %s: %s", node, checks.one_line(f"{one.code}: {one.reason}", most=MOST_REASON))
+            collected.add_refused(dict.fromkeys(names, one))
+        elif one is not None:
+            collected.count(one)
         elif node in left_out:
             collected.leave_out(node, names, *left_out[node])
     for node, names in open_nodes.left.items():
@@ -226,8 +228,6 @@ def _of_error(reply: Message, num_clients: int) -> tuple[str, Missing]:
     counts = _end_of(reply.error.reason)
     if reply.error.code not in APP_RAISED:
         return f"no reply: {counts}", Missing(silent=num_clients)
-    if f"{wire.DECLINED}: " in counts:
-        return f"error reply: {counts}", Missing(declined=num_clients)
     return f"error reply: {counts}", Missing(failed=num_clients)
 
 
@@ -238,13 +238,15 @@ def _add(
     limits: Limits,
     stock: StockReply | None,
     rest: np.ndarray | None,
-) -> _Read:
-    """Add one node's vector, and return what else its reply has; or raise ValueError and change nothing."""
+) -> _Read | wire.Refusal:
+    """Add one node's vector, and return what else its reply has, or its refusal; or raise ValueError and change nothing."""
     content, length = reply.content, limits.length
     arrays, others = (stock.num_arrays, stock.num_bytes) if stock else (0, 0)
     # Twice the vector in float64, and what an array's name and header take.
     most = 16 * length + others + 2048 * arrays + 6 * wire.most_answer_characters(len(names))
     num_bytes = wire.check_content(content, most_entries=arrays + _MOST_ENTRIES, most_bytes=most)
+    if (refusal := wire.refusal_of(content)) is not None:
+        return refusal
     answer, clients = wire.answer_of(content, names), names
     if answer is None:
         if stock is None:
