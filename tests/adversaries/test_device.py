@@ -29,7 +29,7 @@ from flower_dp.clients import (
 )
 from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
 from flower_dp.clients.local.agreement import why_not
-from flower_dp.clients.reasons import Declined, Failed
+from flower_dp.clients.reasons import Declined
 from flower_dp.clients.reply import client_level, parts
 from flower_dp.core.clipping import NOT_FINITE, NotFiniteError
 from flower_dp.core.metric_bounds import MetricBounds

@@ -32,7 +32,7 @@ from flower_dp.clients import (
     privacy_mod,
 )
 from flower_dp.clients.account import StateAccount
-from flower_dp.clients.reasons import SEE_LOG, Declined
+from flower_dp.clients.reasons import SEE_LOG
 from flower_dp.clients.reply import parts
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.client_terms import Terms

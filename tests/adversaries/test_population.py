@@ -15,6 +15,7 @@ from flower_dp.privacy.charges import EVERY_CLIENT
 from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.replies import Missing, collect
 from tests.grids import LocalGrid, asks_to_train
 from tests.limits import accepted
 from tests.local_grids import CLASSES, FEATURES, linear, records, shared_noise_app

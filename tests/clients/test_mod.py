@@ -31,11 +31,12 @@ from flower_dp.clients import (
     privacy_mod,
 )
 from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
+from flower_dp.core import compression
 from flower_dp.core.compression import decode
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, NbAFL
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, SentMask
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, Promise, SentMask
 from tests.asks import GONE, answered, forged, masked, own_ask, reasons, replace, saying, told
 from tests.asks import ask as made
 from tests.grids import LocalGrid
