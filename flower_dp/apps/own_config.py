@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flower_dp.apps.device import DEALT, FUNCTIONS
-from flower_dp.apps.methods import Run
+from flower_dp.apps.methods import Run, defaults
 from flower_dp.core import checks
-from flower_dp.running.apps import running_app
 
 # What flower-dp's own model and data are made from; `seed` is the first model's as well.
 NOT_READ = ("model", "model-bias", *(key for key in DEALT if key != "seed"))
@@ -27,12 +26,11 @@ def whole(run_config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: for settings of flower-dp's own models and data.
     """
-    own = running_app()
-    findings = checks.Findings()
+    known, findings = defaults(), checks.Findings()
     for key in NOT_READ:
-        if run_config.get(key, own.defaults.get(key)) != own.defaults.get(key):
+        if run_config.get(key, known[key]) != known[key]:
             findings.lines.append(
                 f"{key}={run_config[key]!r}: an app with its own model and data does not use this setting; remove it"
             )
     findings.refuse()
-    return {**own.defaults, **run_config}
+    return {**known, **run_config}

@@ -16,6 +16,7 @@ from flower_dp.apps.app_functions import named
 from flower_dp.apps.client_parts import training_of
 from flower_dp.apps.device import FUNCTIONS, hosted, own_settings, sets_anything
 from flower_dp.apps.kept import Kept, kept_of
+from flower_dp.apps.methods import defaults
 from flower_dp.apps.own_config import run_of, whole
 from flower_dp.apps.records import config_of
 from flower_dp.apps.settings import Settings
@@ -26,7 +27,6 @@ from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.devices import default_device
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.records import OnDevice
-from flower_dp.running.apps import own_app
 from flower_dp.running.modules import BUILT
 from flower_dp.running.recorded import record_run
 from flower_dp.strategies import DPStrategy
@@ -57,7 +57,7 @@ class Apps:
 
     def num_clients(self, run_config: Mapping[str, Any]) -> Any:
         """Return the number of clients of a run with these settings, of which each node hosts at least one."""
-        return {**own_app().defaults, **run_config}["num-clients"]
+        return {**defaults(), **run_config}["num-clients"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

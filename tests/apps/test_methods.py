@@ -1,7 +1,6 @@
 import json
 import math
 import tomllib
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,8 @@ from flwr.app import Context, RecordDict
 
 from flower_dp.apps.client_app import app as client_app
 from flower_dp.apps.client_parts import training_of
-from flower_dp.apps.evaluation import Evaluation
-from flower_dp.apps.methods import Run, table_of
+from flower_dp.apps.methods import Run, defaults
 from flower_dp.apps.server_app import app as server_app
-from flower_dp.apps.settings import Settings
-from flower_dp.apps.tasks import TASKS
 from flower_dp.apps.tasks import module_of as task_module
 from flower_dp.clients import (
     BLUR,
@@ -421,13 +417,11 @@ def test_the_metrics_are_those_of_the_model():
     assert found == pytest.approx({"loss": (3 * 0.495 + 1.505) / 4, "accuracy": 0.75})
 
 
-def test_defaults_in_code_and_in_the_app_are_the_same():
-    kinds = {"": Settings, **{f"{name}.": table_of(name) for name in METHODS}}
-    kinds |= {f"{name}.": task_module(name).Own for name in TASKS}
-    kinds |= {"evaluation.": Evaluation}
-    found = {prefix + field.name.replace("_", "-"): field.default for prefix, kind in kinds.items() for field in fields(kind)}
-    assert found.pop("evaluation") is MISSING
-    assert found == DEFAULTS
+def test_the_repositorys_flower_app_has_the_defaults_of_the_code():
+    """So that plain `flwr run .` runs what `flower-dp run` does."""
+    assert {key: (type(value), value) for key, value in defaults().items()} == {
+        key: (type(value), value) for key, value in DEFAULTS.items()
+    }
 
 
 def test_a_delta_of_no_worth_is_told_where_somebody_asks_for_it():

@@ -6,7 +6,7 @@ common setting gives. Its module here makes the arguments that several settings 
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -19,6 +19,7 @@ from flower_dp.apps.tasks import module_of as task_module
 from flower_dp.core import checks
 from flower_dp.methods import METHODS, TRAINING, Method
 from flower_dp.planning.planner import Data, Inputs
+from flower_dp.running.values import Value
 from flower_dp.strategies import DPStrategy
 
 if TYPE_CHECKING:
@@ -145,6 +146,19 @@ class Run:
         fill = getattr(self.method.load("settings"), "planning", None)
         inputs: Inputs = fill(self.settings, self.own, data, given) if fill else Inputs(values={})
         return inputs
+
+
+@cache
+def defaults() -> Mapping[str, Value]:
+    """Return every setting of the app, by run-config key, with its default."""
+    tables: dict[str, type[Any]] = {"": Settings, "evaluation.": Evaluation}
+    tables |= {f"{name}.": table_of(name) for name in METHODS} | {f"{name}.": task_module(name).Own for name in TASKS}
+    return {
+        prefix + key_of(one.name): one.default
+        for prefix, table in tables.items()
+        for one in fields(table)
+        if one.default is not MISSING
+    }
 
 
 @cache
