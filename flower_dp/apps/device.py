@@ -4,27 +4,12 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from flower_dp.apps.evaluation import Evaluation
 from flower_dp.apps.methods import table_of
-from flower_dp.apps.settings import SAMPLINGS, Settings, key_of
+from flower_dp.apps.settings import DEALT, FUNCTIONS, SAMPLINGS, Evaluation, Settings, key_of
 from flower_dp.apps.tasks import TASKS
 from flower_dp.core import checks
 from flower_dp.methods import METHODS
 
-# What names an app's functions, as "module:function".
-FUNCTIONS = ("model-fn", "data-fn", "evaluate-fn")
-# What decides which records a client has, where they are dealt from a task's data.
-DEALT = (
-    "task",
-    "data-dir",
-    "partition",
-    "dirichlet-alpha",
-    "classes-per-client",
-    "records-per-client",
-    "validation-ratio",
-    "test-ratio",
-    "seed",
-)
 # What decides how much noise a client adds itself, where clients share the noise of a sum.
 _SHARED = ("sampling", "sampling-rate", "cohort-size")
 _METRICS = "report-client-metrics"

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from flower_dp.apps.methods import Run
+from flower_dp.apps.parts import Sizes
 from flower_dp.apps.settings import Settings
 from flower_dp.apps.tasks import Task
 from flower_dp.apps.tasks.partitions import Sampled, partition
@@ -142,6 +143,11 @@ def split(
                 f"{key}-ratio={ratio}: all clients together hold out no record; they have too few, or it is too small"
             )
     return parts
+
+
+def sizes_of(run_config: Mapping[str, Any]) -> Sizes:
+    """Return what gives every client's number of records to train on, dealt as the clients deal them."""
+    return lambda: {name: len(records) for name, records in deal(config_of(run_config)).clients.items()}
 
 
 def records_to_test_with(run: Run, config: Config) -> TensorRecords:

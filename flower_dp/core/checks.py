@@ -16,7 +16,13 @@ MOST_COUNT = 2**53
 
 
 class SettingsError(ValueError):
-    """All that is wrong with some settings, a line each; nothing was started or spent."""
+    """All that is wrong with some settings, a line each; nothing was started or spent.
+
+    Attributes:
+        errors: what is wrong, one by one, where that is known.
+    """
+
+    errors: tuple[ValueError, ...] = ()
 
 
 class BadValue(ValueError):  # noqa: N818 - raised by the name of what is bad
@@ -39,7 +45,12 @@ def bad(field: str, value: object, wanted: str) -> BadValue:
         >>> bad("delta", 2.0, "a finite number < 1")
         BadValue('delta=2.0: must be a finite number < 1')
     """
-    return BadValue(field, f"{field}={_shown(value)}: must be {wanted}")
+    return refusal(field, value, f"must be {wanted}")
+
+
+def refusal(field: str, value: object, why: str) -> BadValue:
+    """Return the error that a field's value is refused, with the reason, to be raised."""
+    return BadValue(field, f"{field}={_shown(value)}: {why}")
 
 
 class Findings:
@@ -57,7 +68,16 @@ class Findings:
     """
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self.errors: list[ValueError] = []
+
+    @property
+    def lines(self) -> list[str]:
+        """What was found, in words."""
+        return [line for error in self.errors for line in str(error).splitlines()]
+
+    def add(self, error: ValueError) -> None:
+        """Note an error, or all those of a `SettingsError`."""
+        self.errors += getattr(error, "errors", ()) or [error]
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -65,7 +85,7 @@ class Findings:
         try:
             yield
         except ValueError as error:
-            self.lines += str(error).splitlines()
+            self.add(error)
 
     def refuse(self) -> None:
         """Raise what was found.
@@ -73,8 +93,10 @@ class Findings:
         Raises:
             SettingsError: if anything was, each once.
         """
-        if self.lines:
-            raise SettingsError("\n".join(dict.fromkeys(self.lines)))
+        if self.errors:
+            refused = SettingsError("\n".join(dict.fromkeys(self.lines)))
+            refused.errors = tuple(self.errors)
+            raise refused
 
 
 def number(

@@ -122,7 +122,7 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
         if sign:
             given[key.strip()] = text.strip()
         else:
-            findings.lines.append(f"--set {setting}: must be key=value")
+            findings.add(ValueError(f"--set {setting}: must be key=value"))
     if target is not None and (app := read_app(Path(target).expanduser())) is not None:
         name, preset = app.name, dict[str, Any]()
         if app.own:
@@ -133,7 +133,7 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
         name, preset = target or app.name, {} if target is None else _preset(target)
         method = given.get("method", "").strip("'\"")
         if method and preset and method != preset.get("method", app.defaults.get("method")):
-            preset = own_module("combination").with_method({"method": app.defaults.get("method"), **preset}, method)
+            preset = own_module("unread").with_method({"method": app.defaults.get("method"), **preset}, method)
     known, overrides = app.settings(), {}
     method = given.get("method") or str({**known, **preset}.get("method", ""))
     for key, value in preset.items():
@@ -202,13 +202,13 @@ def _preset(target: str) -> dict[str, Any]:
     known = presets()
     if target in known:
         return flatten(_read_toml(known[target]))
-    needed: dict[str, Any] | None = own_module("combination").of_task(target)
-    if needed is None:
-        tasks: tuple[str, ...] = own_module("tasks").TASKS
+    of_tasks = own_module("tasks")
+    tasks: tuple[str, ...] = of_tasks.TASKS
+    if target not in tasks:
         close = difflib.get_close_matches(target, [*known, *tasks], n=1)
         hint = f"did you mean {close[0]}?" if close else f"`flower-dp presets` lists the presets; tasks are {', '.join(tasks)}"
         raise ValueError(f"{target}: is neither a folder of a Flower app, nor a preset, nor a task; {hint}")
-    return needed
+    return {"task": target, **of_tasks.module_of(target).NEEDS}
 
 
 def _default(app: App, known: Mapping[str, Value], key: str, method: str) -> Value:
@@ -232,9 +232,9 @@ def own_app() -> App:
         name=_OWN,
         defaults=own_module("methods").defaults(),
         pilot="flower_dp.apps.pilot:pilot",
-        check="flower_dp.apps.check:check",
-        cost="flower_dp.apps.cost:cost",
-        public_test="flower_dp.apps.public_test:public_test",
+        check="flower_dp.apps.commands:check",
+        cost="flower_dp.apps.commands:cost",
+        public_test="flower_dp.apps.commands:public_test",
     )
 
 

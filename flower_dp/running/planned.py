@@ -16,7 +16,7 @@ def outside_of(target: Target) -> tuple[dp.DpEvent, PrivacyStatement]:
         raise ValueError(
             f"{target.app.name}: what its runs cost is not known before them; it is known of apps of `flower_dp.app`"
         )
-    with plugins.loaded(apps.own_app() if target.app.built else target.app, "flower_dp.apps.cost:outside") as outside:
+    with plugins.loaded(apps.own_app() if target.app.built else target.app, "flower_dp.apps.commands:outside") as outside:
         config = {**target.app.defaults, **target.overrides}
         planned: tuple[dp.DpEvent, PrivacyStatement] = outside(config, own_model=True) if target.app.built else outside(config)
         return planned

@@ -203,7 +203,7 @@ def _points(content: Mapping[str, Any], base: Path) -> tuple[Point, ...]:
     findings, unread = checks.Findings(), set(common)
     for number, block in enumerate(map(flatten, blocks), start=1):
         if twice := sorted(block.keys() & grid.keys()):
-            findings.lines.append(f"{twice[0]}: is in [grid] and in point {number}: leave it out of one of them")
+            findings.add(ValueError(f"{twice[0]}: is in [grid] and in point {number}: leave it out of one of them"))
             continue
         for combination in _combinations({**grid, **block}, findings):
             with findings.noted():
@@ -211,7 +211,8 @@ def _points(content: Mapping[str, Any], base: Path) -> tuple[Point, ...]:
                 unread -= held.keys() | combination.keys()
                 point = _point({"app": content.get("app", ""), **held, **combination}, base)
                 found.setdefault(repr((point.app, sorted(point.settings.items()))), point)
-    findings.lines += [f"{key}={common[key]!r}: is in [settings], and no point reads it" for key in common if key in unread]
+    for key in [key for key in common if key in unread]:
+        findings.add(checks.refusal(key, common[key], "is in [settings], and no point reads it"))
     findings.refuse()
     return tuple(found.values())
 
@@ -221,7 +222,7 @@ def _held(common: Mapping[str, Any], point: Mapping[str, Any]) -> Mapping[str, A
     method, sampling = point.get("method", common.get("method")), point.get("sampling")
     if not common or (method is None and not sampling):
         return common
-    unread = own_module("combination").unread(method, sampling)
+    unread = own_module("unread").by_others(method, sampling)
     return {key: value for key, value in common.items() if not unread(key)}
 
 
@@ -229,7 +230,7 @@ def _combinations(table: Mapping[str, Any], findings: checks.Findings) -> Iterat
     """Yield each combination of a table's values; an array has several, another value is one."""
     lists = {key: value if isinstance(value, list) else [value] for key, value in table.items()}
     if empty := [key for key, values_ in lists.items() if not values_]:
-        findings.lines.append(f"{empty[0]}: has no value")
+        findings.add(ValueError(f"{empty[0]}: has no value"))
     for combination in itertools.product(*lists.values()):
         yield dict(zip(lists, combination, strict=True))
 

@@ -114,7 +114,9 @@ class SweepFolder:
                     if not is_finished(folder):
                         self._check_readable(folder)
             elif is_finished(folder):
-                findings.lines.append(f"{folder}: was made with {_nearest(folder, runs)}: put that back, or take another folder")
+                findings.add(
+                    ValueError(f"{folder}: was made with {_nearest(folder, runs)}: put that back, or take another folder")
+                )
         findings.refuse()
 
     def keep(self, file: Path) -> None:

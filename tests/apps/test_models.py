@@ -80,7 +80,7 @@ def test_default_initialisation_is_kept():
 def test_bad_input():
     with pytest.raises(ValueError, match="model='resnet': must be one of logistic, mlp, cnn"):
         models.make("resnet", seed=0)
-    with pytest.raises(ValueError, match="seed=-1: must be >= 0"):
+    with pytest.raises(ValueError, match="seed=-1: must be a whole number >= 0"):
         models.make("mlp", seed=-1)
     with pytest.raises(ValueError, match="model='cnn': is for 28 x 28 pixels, not for 30 features"):
         models.make("cnn", seed=0, num_features=30)

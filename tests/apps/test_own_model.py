@@ -16,7 +16,8 @@ from torch import nn
 
 import flower_dp
 from flower_dp.apps import app_functions, own_model
-from flower_dp.apps.own_model import client_of, run_of
+from flower_dp.apps.methods import Run
+from flower_dp.apps.own_model import client_of
 from flower_dp.clients import model_arrays
 from flower_dp.clients.training.engines import batched
 from flower_dp.methods import METHODS
@@ -232,7 +233,7 @@ def test_functions_may_stand_in_the_run_config(tmp_path, folder):
         "posix:_exit",
         "builtins:print",
         "flower_dp.simulation.attempt:attempt",
-        "flower_dp.apps.check:check",
+        "flower_dp.apps.commands:check",
         "tests.grids:LocalGrid",
         "pytest:main",
         "torch.nn:Linear",
@@ -370,7 +371,7 @@ def test_clients_insist_on_the_settings_of_their_own_run_config(tmp_path):
 )
 def test_settings_that_make_no_sense_are_named(config, named):
     with pytest.raises(ValueError, match=named):
-        run_of(config)
+        Run.of(config, own_model=True)
 
 
 def test_what_functions_return_is_checked(tmp_path):

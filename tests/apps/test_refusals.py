@@ -3,14 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from flower_dp.apps.combination import of_task, with_method
 from flower_dp.apps.methods import Run
 from flower_dp.apps.parts import sampler_of
 from flower_dp.apps.refusals import check
 from flower_dp.apps.settings import SAMPLINGS, key_of
-from flower_dp.apps.tasks import TASKS
+from flower_dp.apps.tasks import TASKS, module_of
 from flower_dp.apps.tasks.models import _KINDS, MODELS
-from flower_dp.apps.unread import unread
+from flower_dp.apps.unread import unread, with_method
 from flower_dp.core.checks import SettingsError
 from flower_dp.methods import METHODS, TRAINING
 from flower_dp.running.apps import flatten, own_app
@@ -139,7 +138,7 @@ def test_a_preset_combines_with_another_method():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_runs_with_what_it_needs(task):
-    config = of_task(task)
+    config = {"task": task, **module_of(task).NEEDS}
     if "data-dir" in config:
         assert "data-dir" in refused(config)[0]
         config["data-dir"] = str(ROOT)

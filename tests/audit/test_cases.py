@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flower_dp.apps.cost import cost
+from flower_dp.apps.commands import cost
 from flower_dp.audit import CASES, Claim, audit
 from flower_dp.audit.audit import claimed_tradeoff, estimator_of
 from flower_dp.audit.case import Case, Trials, quiet
