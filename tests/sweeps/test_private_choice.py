@@ -331,7 +331,7 @@ PRIVATE = "[private-selection]\nmean = 4"
         ("mean = 4", "mean = 0.5", "private-selection.mean=0.5"),
         ("mean = 4", "mean = 4\nshape = -1", "private-selection.shape=-1"),
         ("mean = 4", "mean = 4\nk = 2", "private-selection.k: is no key"),
-        ("mean = 4", 'mean = 4\npublic-test-data = "yes"', "must be true or false"),
+        ("mean = 4", 'mean = 4\npublic-test-data = "yes"', "must be True or False"),
         ('select = {metric = "private-accuracy", mode = "max"}', "", "select: is missing"),
         ("private-accuracy", "accuracy", "is on test records"),
         ("private-accuracy", "client-train-loss", "is no result"),
@@ -360,7 +360,7 @@ def test_public_test_data_and_another_law_are_taken_at_their_word(write):
     )
     sweep = PrivateSweep.read(write(text))
     assert sweep.number == Poisson(mean=4)
-    assert "on test records that are public" in str(sweep._statement(sweep.candidates[0].statement, {}, chosen=True))
+    assert "on test records that are public" in str(sweep._statement(sweep.candidates[0], {}, chosen=True))
 
 
 def test_the_smallest_score_may_be_the_best(write):

@@ -202,7 +202,7 @@ def test_a_sweep_says_every_half_minute_how_far_it_is(finished, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(sweep, "time", clock)
     said = []
-    progress = sweep._Progress(said.append, Results(folder=folder, runs=plan.runs, metric="accuracy"), 2, 2)
+    progress = sweep._Progress(said.append, Results(folder=folder, runs=plan.runs, metric="accuracy"), 2)
     metrics = folder.of(plan.runs[0]) / "metrics.jsonl"
     metrics.write_text(json.dumps({"round": 3, "num-rounds": 12, "epsilon": 0.1}) + "\n")
     (folder.of(plan.runs[1]) / "metrics.jsonl").unlink()
@@ -221,7 +221,7 @@ def test_a_run_with_warnings_says_so_when_it_ends_and_below_the_table(finished):
     (first / "flower.log").write_text("WARNING :   node 1: too long\nWARNING :   the evaluation of round 5 was left out\n")
     said = []
     results = Results(folder=folder, runs=plan.runs, metric="accuracy")
-    sweep._Progress(said.append, results, 2, 1).ended(Ended(run=plan.runs[0], status="completed", details="", seconds=1.0))
+    sweep._Progress(said.append, results, 1).ended(Ended(run=plan.runs[0], status="completed", details="", seconds=1.0))
     assert ", 2 warnings, 0:01; none left" in said[0]
     status, out = in_this_process(path, "--output-dir", folder.path)
     assert status == 0
