@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_dp.apps.methods import Run
+from flower_dp.apps.settings import key_of
 from flower_dp.apps.tasks import module_of
 from flower_dp.core import checks
 from flower_dp.core.words import digits_in_words
@@ -91,7 +92,8 @@ def _check_target(rules: Any, num_clients: int) -> None:
 
 def _key_of(error: ValueError, config: Mapping[str, Any]) -> str | None:
     """Return the setting that an error is of, which may name the argument."""
-    name = getattr(error, "field", "").replace("_", "-")
+    field, method = getattr(error, "field", ""), METHODS.get(config["method"])
+    name = key_of(method.renamed.get(field, field) if method else field)
     return next((key for key in (f"{config['method']}.{name}", name) if key in config), None)
 
 

@@ -132,11 +132,12 @@ class Settings:
         """Find values that are invalid for every method."""
         _check_each(self, findings)
         with findings.noted():
+            one_of("model", self.model, MODELS)
+        with findings.noted():
             one_of("task", self.task, TASKS)
-            if self.model not in (fit := module_of(self.task).MODELS):
-                one_of("model", self.model, MODELS)
+            if self.model in MODELS and self.model not in (fit := module_of(self.task).MODELS):
                 raise refusal("model", self.model, f"does not fit task={self.task!r}, which has {', '.join(fit)}")
-        if bool(self.blur_strength) != bool(self.blur_bound) and self.blur_strength >= 0:
+        if bool(self.blur_strength) != bool(self.blur_bound) and min(self.blur_strength, self.blur_bound) >= 0:
             wanted = "must be above 0 with blur-strength" if self.blur_strength else "is read with blur-strength above 0 only"
             findings.add(refusal("blur-bound", self.blur_bound, wanted))
         # Held-out records are not protected, so no client may train on another's.
