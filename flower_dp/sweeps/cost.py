@@ -197,7 +197,7 @@ def _charged(ledger: Path) -> Iterable[tuple[Scope, Charged, float]]:
             for scope in dict.fromkeys(charge.scope for charge in charges.last.values()):
                 histories = histories_of(charges, scope)
                 alone = _least([Charged(histories=histories, private=True)], run.delta, scope)
-                private = run.private and math.isfinite(alone.epsilon)
+                private = math.isfinite(alone.epsilon)  # noise from a fixed seed counts as none
                 yield scope, Charged(histories=histories, private=private), run.delta
 
 
