@@ -58,6 +58,12 @@ def test_all_problems_are_told_at_once():
     assert sorted(line.partition(":")[0].partition("=")[0] for line in lines) == sorted(name.partition("=")[0] for name in named)
 
 
+def test_an_argument_of_another_name_is_told_by_its_setting():
+    """By the error's field: it was told as `sampling-rate`, which is another setting."""
+    (line,) = refused({"method": "fedsgd-dpc", "fedsgd-dpc.record-sampling-rate": 0.5})
+    assert line.startswith("fedsgd-dpc.record-sampling-rate=0.5: must be 1 for mechanism='laplace'")
+
+
 def test_a_seed_that_torch_can_not_take_is_refused():
     lines = refused({"seed": 2**63})
     assert lines == ["seed=9223372036854775808: must be a whole number >= 0 and <= 9223372036854775807"]
@@ -67,6 +73,8 @@ def test_a_seed_that_torch_can_not_take_is_refused():
 def test_what_follows_from_a_refused_setting_is_no_news():
     lines = refused({"blur-strength": -1.0, "blur-bound": 0.5})
     assert lines == ["blur-strength=-1.0: must be a finite number >= 0"]
+    assert [line.partition("=")[0] for line in refused({"task": "foo", "model": "bar"})] == ["model", "task"]
+    assert len(refused({"num-clients": -1, "method": "dp-pasgd", "dp-pasgd.client-epsilons": "1,2"})) == 1
 
 
 @pytest.mark.parametrize("method", METHODS)
