@@ -37,7 +37,9 @@ def check(run_config: Mapping[str, Any], *, defaults: Mapping[str, Any], given: 
     method = config["method"]
     for key in given:
         if (table := key.rpartition(".")[0]) in METHODS and table != method and method in METHODS:
-            findings.add(checks.refusal(key, config[key], f"is not read by method={method!r}; set method={table} with it"))
+            findings.errors.append(
+                checks.refusal(key, config[key], f"is not read by method={method!r}; set method={table} with it")
+            )
     refused: set[str] = set()
     while True:
         try:

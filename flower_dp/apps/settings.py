@@ -139,20 +139,20 @@ class Settings:
                 raise refusal("model", self.model, f"does not fit task={self.task!r}, which has {', '.join(fit)}")
         if bool(self.blur_strength) != bool(self.blur_bound) and min(self.blur_strength, self.blur_bound) >= 0:
             wanted = "must be above 0 with blur-strength" if self.blur_strength else "is read with blur-strength above 0 only"
-            findings.add(refusal("blur-bound", self.blur_bound, wanted))
+            findings.errors.append(refusal("blur-bound", self.blur_bound, wanted))
         # Held-out records are not protected, so no client may train on another's.
         if self.validation_ratio < 1 and self.test_ratio < 1 <= self.validation_ratio + self.test_ratio:
             why = f"with test-ratio={self.test_ratio} leaves nothing to train on"
-            findings.add(refusal("validation-ratio", self.validation_ratio, why))
+            findings.errors.append(refusal("validation-ratio", self.validation_ratio, why))
         if self.partition == "sample" and self.holds_out:
             why = (
                 f"clients share records; with validation-ratio={self.validation_ratio} or test-ratio={self.test_ratio} one "
                 "would train on what another has held out"
             )
-            findings.add(refusal("partition", self.partition, why))
+            findings.errors.append(refusal("partition", self.partition, why))
         self.evaluation.check(findings)
         if 0 < self.num_rounds < (every := self.evaluation.every):
-            findings.add(refusal("evaluation.every", every, f"num-rounds={self.num_rounds} has no such round"))
+            findings.errors.append(refusal("evaluation.every", every, f"num-rounds={self.num_rounds} has no such round"))
 
     @property
     def holds_out(self) -> bool:
@@ -192,7 +192,7 @@ def sampled(settings: Settings, samplings: tuple[str, ...], findings: Findings) 
     for name, readers in SAMPLED.items():
         if settings.is_set(name) and sampling not in readers:
             why = f"is not read with sampling={sampling!r}, but with {' or '.join(readers)}"
-            findings.add(refusal(key_of(name), getattr(settings, name), why))
+            findings.errors.append(refusal(key_of(name), getattr(settings, name), why))
     size = settings.cohort_size or (settings.num_clients if sampling == "round-robin" else 0)
     return replace(settings, sampling=sampling, cohort_size=size)
 
@@ -221,7 +221,7 @@ def read(kind: type[T], table: Mapping[str, Any], findings: Findings, prefix: st
     """
     known = {key_of(field.name): field.type for field in fields(kind) if not is_dataclass(field.type)}  # type: ignore[arg-type]
     for key in [key for key in table if key not in known]:
-        findings.add(refusal(prefix + key, table[key], f"unknown key; known are {', '.join(sorted(known))}"))
+        findings.errors.append(refusal(prefix + key, table[key], f"unknown key; known are {', '.join(sorted(known))}"))
     values = {}
     for key, wanted in known.items():
         with findings.noted():

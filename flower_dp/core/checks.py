@@ -63,29 +63,20 @@ class Findings:
         ...     integer("num-rounds", -1, at_least=0)
         >>> with findings.noted():
         ...     number("delta", 2.0, below=1)
-        >>> findings.lines
+        >>> [str(error) for error in findings.errors]
         ['num-rounds=-1: must be a whole number >= 0', 'delta=2.0: must be a finite number < 1']
     """
 
     def __init__(self) -> None:
         self.errors: list[ValueError] = []
 
-    @property
-    def lines(self) -> list[str]:
-        """What was found, in words."""
-        return [line for error in self.errors for line in str(error).splitlines()]
-
-    def add(self, error: ValueError) -> None:
-        """Note an error, or all those of a `SettingsError`."""
-        self.errors += getattr(error, "errors", ()) or [error]
-
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the ValueError that ends the block, if any."""
+        """Note the ValueError that ends the block, if any, or all those of a `SettingsError`."""
         try:
             yield
         except ValueError as error:
-            self.add(error)
+            self.errors += getattr(error, "errors", ()) or [error]
 
     def refuse(self) -> None:
         """Raise what was found.
@@ -94,7 +85,8 @@ class Findings:
             SettingsError: if anything was, each once.
         """
         if self.errors:
-            refused = SettingsError("\n".join(dict.fromkeys(self.lines)))
+            lines = [line for error in self.errors for line in str(error).splitlines()]
+            refused = SettingsError("\n".join(dict.fromkeys(lines)))
             refused.errors = tuple(self.errors)
             raise refused
 

@@ -17,7 +17,6 @@ from flower_dp.running.values import Value
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 PRESETS = _PACKAGE / "apps" / "presets"
-_OWN = "flower-dp"
 # The module that makes an app from functions that the run-config names.
 _FROM_CONFIG = "flower_dp.from_config"
 
@@ -50,7 +49,7 @@ class App:
     @property
     def own(self) -> bool:
         """Whether it is flower-dp's own app."""
-        return self.name == _OWN
+        return self.name == "flower-dp"
 
     @property
     def built(self) -> bool:
@@ -122,7 +121,7 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
         if sign:
             given[key.strip()] = text.strip()
         else:
-            findings.add(ValueError(f"--set {setting}: must be key=value"))
+            findings.errors.append(ValueError(f"--set {setting}: must be key=value"))
     if target is not None and (app := read_app(Path(target).expanduser())) is not None:
         name, preset = app.name, dict[str, Any]()
         if app.own:
@@ -229,7 +228,7 @@ def own_app() -> App:
     """Return flower-dp's own app, as the running package has it: its settings' defaults are in the code, and in no file."""
     return App(
         folder=_PACKAGE.parent,
-        name=_OWN,
+        name="flower-dp",
         defaults=own_module("methods").defaults(),
         pilot="flower_dp.apps.pilot:pilot",
         check="flower_dp.apps.commands:check",

@@ -200,7 +200,7 @@ def _points(
     findings, unread = checks.Findings(), set(common)
     for number, block in enumerate(points or [{}], start=1):
         if twice := sorted(block.keys() & shared.keys()):
-            findings.add(ValueError(f"{twice[0]}: is in [grid] and in point {number}: leave it out of one of them"))
+            findings.errors.append(ValueError(f"{twice[0]}: is in [grid] and in point {number}: leave it out of one of them"))
             continue
         for combination in _combinations({**shared, **block}, findings):
             with findings.noted():
@@ -209,7 +209,7 @@ def _points(
                 point = _point({"app": app, **held, **combination}, base)
                 found.setdefault(repr((point.app, sorted(point.settings.items()))), point)
     for key in [key for key in common if key in unread]:
-        findings.add(refusal(key, common[key], "is in [settings], and no point reads it"))
+        findings.errors.append(refusal(key, common[key], "is in [settings], and no point reads it"))
     findings.refuse()
     return tuple(found.values())
 
@@ -227,7 +227,7 @@ def _combinations(table: Mapping[str, Any], findings: checks.Findings) -> Iterat
     """Yield each combination of a table's values; an array has several, another value is one."""
     lists = {key: value if isinstance(value, list) else [value] for key, value in table.items()}
     if empty := [key for key, values_ in lists.items() if not values_]:
-        findings.add(ValueError(f"{empty[0]}: has no value"))
+        findings.errors.append(ValueError(f"{empty[0]}: has no value"))
     for combination in itertools.product(*lists.values()):
         yield dict(zip(lists, combination, strict=True))
 

@@ -111,7 +111,7 @@ class SweepFolder:
                     if not is_finished(folder):
                         self._check_readable(folder)
             elif is_finished(folder):
-                findings.add(
+                findings.errors.append(
                     ValueError(f"{folder}: was made with {_nearest(folder, runs)}: put that back, or take another folder")
                 )
         findings.refuse()

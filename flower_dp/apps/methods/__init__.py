@@ -73,7 +73,7 @@ class Run:
             for key in NOT_READ:
                 if (value := run_config.get(key, defaults()[key])) != defaults()[key]:
                     why = "an app with its own model and data does not use this setting; remove it"
-                    findings.add(checks.refusal(key, value, why))
+                    findings.errors.append(checks.refusal(key, value, why))
             ignored = {*FUNCTIONS, *NOT_READ}
             run_config = defaults() | {key: value for key, value in run_config.items() if key not in ignored}
         tables: dict[str, dict[str, Any]] = {name: {} for name in (*METHODS, *TASKS, "evaluation")}
@@ -101,7 +101,7 @@ class Run:
             table, dot, _ = key.partition(".")
             if dot and table in TASKS and table != task and value != defaults().get(key, value):
                 why = f"is not read by task={task!r}; settings of that are under {task}."
-                findings.add(checks.refusal(key, value, why))
+                findings.errors.append(checks.refusal(key, value, why))
         findings.refuse()
         return cls(settings=settings, method=method, own=own, of_task=of_task)
 
@@ -220,4 +220,4 @@ def _find_unread(settings: Settings, findings: checks.Findings) -> None:
         if settings.is_set(name) and name not in METHODS[settings.method].reads:
             readers = ", ".join(other for other, method in METHODS.items() if name in method.reads)
             why = f"is not read by method={settings.method!r}, but by {readers}"
-            findings.add(checks.refusal(key_of(name), getattr(settings, name), why))
+            findings.errors.append(checks.refusal(key_of(name), getattr(settings, name), why))
