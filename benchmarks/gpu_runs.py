@@ -13,7 +13,6 @@ import torch
 from round_times import RoundTimes
 
 from flower_dp import simulate
-from flower_dp.running.apps import own_app
 from flower_dp.simulation import stop_ray
 
 WARM_UP = 5
@@ -62,7 +61,7 @@ def measured(plan: Plan, num_rounds: int, config: Mapping[str, Any]) -> dict[str
             for name, number in (("quarter", max(WARM_UP + 1, num_rounds // 4)), ("all", num_rounds)):
                 with RoundTimes(Path(folder, name)) as times:
                     simulate(
-                        own_app().folder,
+                        "mnist",
                         num_nodes=plan.workers,
                         cpus_per_node=plan.cpus,
                         gpus_per_node=plan.gpus,

@@ -10,7 +10,7 @@ from flower_dp.audit.methods import case_of
 from flower_dp.methods import METHODS, TRAINING
 from flower_dp.planning.command import make_plan
 from flower_dp.planning.planner import ProblemError
-from flower_dp.running.apps import own_app
+from flower_dp.running.apps import own_app, presets
 from flower_dp.strategies import DPStrategy
 from tests import contracts
 
@@ -30,9 +30,9 @@ def test_every_part_exists_and_bears_the_methods_name(method):
 
 def test_every_method_has_a_contract_entry_a_preset_a_page_and_a_table_of_settings():
     assert {entry.name for entry in contracts.METHODS} == set(METHODS)
-    presets = [path.read_text() for path in own_app().presets().values()]
+    texts = [path.read_text() for path in presets().values()]
     default = own_app().defaults["method"]
-    assert {*re.findall(r'^method = "(.*)"', "\n".join(presets), re.M), default} == set(METHODS)
+    assert {*re.findall(r'^method = "(.*)"', "\n".join(texts), re.M), default} == set(METHODS)
     assert [name for name in METHODS if not (ROOT / "docs" / f"{name}.md").is_file()] == []
     tables = {key.partition(".")[0] for key in own_app().defaults if "." in key}
     assert [name for name in METHODS if name not in tables] == []

@@ -73,7 +73,7 @@ def test_the_settings_for_a_model_and_data_of_ones_own_are_a_whole_app(page, on_
     (on_path / "pyproject.toml").write_text(text)
     _, warnings = load_and_validate(on_path / "pyproject.toml", check_module=page == README)
     assert warnings == []
-    own_module("own_model").run_of(read_app(on_path).defaults).strategy(lambda: {})
+    own_module("methods").Run.of(read_app(on_path).defaults, own_model=True).strategy(lambda: {})
 
 
 def test_the_readme_shows_the_apps_own_files(on_path):

@@ -23,7 +23,7 @@ def wheel(tmp_path_factory):
     """The wheel of a copy of the sources: building leaves folders behind."""
     source = tmp_path_factory.mktemp("source")
     shutil.copytree(REPOSITORY / "flower_dp", source / "flower_dp", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
     built = tmp_path_factory.mktemp("wheel")
     _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(built), str(source))
@@ -74,9 +74,9 @@ def _pip(*arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def assert_holds_the_package_and_the_app_and_nothing_else(wheel):
+def assert_holds_the_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {"flower_dp/_app/pyproject.toml", "flower_dp/_app/README.md", "flower_dp/py.typed"}
+    wanted = {"flower_dp/py.typed"}
     wanted |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flower_dp").rglob("*.py")}
     wanted |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flower_dp" / "apps" / "presets").iterdir()}
     wanted |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flower_dp" / "templates").iterdir()}
@@ -126,7 +126,7 @@ def assert_a_plan_from_a_preset(installed):
 @pytest.mark.flwr_run
 def test_the_wheel_without_the_checkout(wheel, installed, tmp_path):
     """One test, so that one process of pytest-xdist makes the wheel, once."""
-    assert_holds_the_package_and_the_app_and_nothing_else(wheel)
+    assert_holds_the_package_and_nothing_else(wheel)
     assert_presets(installed)
     assert_a_plan_from_a_preset(installed)
     assert_a_new_app_runs_at_once(installed, tmp_path)

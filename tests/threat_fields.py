@@ -22,7 +22,7 @@ from dp_accounting import GaussianDpEvent
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 
 from flower_dp import wire
-from flower_dp.apps.device import FUNCTIONS
+from flower_dp.apps.settings import FUNCTIONS
 from flower_dp.cli import ledgers
 from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, reasons
 from flower_dp.clients.account import KEY as ACCOUNT_KEY

@@ -5,7 +5,7 @@ from flwr.app import Context
 from flower_dp.apps.device import hosted, own_settings
 from flower_dp.apps.kept import Kept, kept_of
 from flower_dp.apps.methods import Run
-from flower_dp.apps.records import Config, config_of, deal
+from flower_dp.apps.records import Config, config_of, deal, sizes_of
 from flower_dp.clients import FlatModel, client_app
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.training.devices import default_device
@@ -19,17 +19,14 @@ def client_fn(context: Context) -> NodeClient:
     """
     own = own_settings(context.run_config, context.node_config, dealt=True)
     kept, key = kept_of(context.run_config), (config_of(own), *hosted(context.node_config))
-    return kept.client(key, lambda: _client(kept, *key))
+    return kept.once(key, lambda: _client(kept, *key))
 
 
 def _client(kept: Kept, own: Config, part: int, parts: int) -> NodeClient:
     run = Run.of(dict(own))
-    clients = deal(own).clients
-    return run.client(
-        kept.shared(("model", own), lambda: FlatModel(run.model(), default_device())),
-        kept.shared(("records", own), lambda: clients.on(default_device())).part(part, parts),
-        lambda: {name: len(records) for name, records in clients.items()},
-    )
+    model = kept.once(("model", own), lambda: FlatModel(run.model(), default_device()))
+    clients = kept.once(("records", own), lambda: deal(own).clients.on(default_device()))
+    return run.client(model, clients.part(part, parts), sizes_of(dict(own)))
 
 
 app = client_app(client_fn)

@@ -1,4 +1,4 @@
-"""Parts of clients that several methods make from the common settings. Methods import it when a client is made: torch is slow."""
+"""A node's client, made from the settings. Methods import it when a client is made: torch is slow."""
 
 import inspect
 import math
@@ -8,23 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from flower_dp import clients as parts
 from flower_dp.apps.parts import Sizes, evaluation_budget_of
 from flower_dp.apps.settings import Settings
 from flower_dp.apps.tasks.models import loss_of, predictions
-from flower_dp.clients import (
-    BLUR,
-    LUS,
-    ClientPolicy,
-    DPClient,
-    LocalDPClient,
-    ProximalTerm,
-    Records,
-    Regularizer,
-    Training,
-)
 from flower_dp.clients.local.evaluation import record_loss_and_accuracy
 from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.reply.evaluation import loss_and_accuracy
+from flower_dp.clients.training.losses import Loss
 from flower_dp.privacy.release import Release
 from flower_dp.strategies.client_level import ClientLevelRules
 
@@ -32,10 +23,15 @@ from flower_dp.strategies.client_level import ClientLevelRules
 _SPREAD = 3
 
 
-def training_of(settings: Settings, *, sam_radius: float = 0.0) -> Training:
-    """Return the recipe of local training."""
+def training_of(settings: Settings, *, sam_radius: float = 0.0, loss: Loss | None = None) -> parts.Training:
+    """Return the recipe of local training; without a loss, with that of the task's model."""
+    regularizers: list[parts.Regularizer] = []
+    if settings.proximal:
+        regularizers.append(parts.ProximalTerm(strength=settings.proximal))
+    if settings.blur_strength:
+        regularizers.append(parts.BLUR(strength=settings.blur_strength, bound=settings.blur_bound))
     keep_ratio = settings.update_keep_ratio
-    return Training(
+    return parts.Training(
         learning_rate=settings.learning_rate,
         batch_size=settings.batch_size,
         num_local_epochs=settings.local_epochs,
@@ -43,50 +39,43 @@ def training_of(settings: Settings, *, sam_radius: float = 0.0) -> Training:
         weight_decay=settings.weight_decay,
         learning_rate_decay=settings.learning_rate_decay,
         sam_radius=sam_radius,
-        regularizers=_regularizers_of(settings),
-        sparsifier=None if keep_ratio == 1 else LUS(keep_ratio=keep_ratio),
-        loss=loss_of(settings.model),
+        regularizers=tuple(regularizers),
+        sparsifier=None if keep_ratio == 1 else parts.LUS(keep_ratio=keep_ratio),
+        loss=loss or loss_of(settings.model),
         optimizer=settings.optimizer,
     )
-
-
-def _regularizers_of(settings: Settings) -> tuple[Regularizer, ...]:
-    """Return the penalties of local training."""
-    found: list[Regularizer] = []
-    if settings.proximal:
-        found.append(ProximalTerm(strength=settings.proximal))
-    if settings.blur_strength:
-        found.append(BLUR(strength=settings.blur_strength, bound=settings.blur_bound))
-    return tuple(found)
 
 
 def local_client(
     settings: Settings,
     kind: Callable[..., LocalRecipe],
     arguments: Mapping[str, Any],
-    model: nn.Module,
-    clients: Mapping[str, Records],
+    model: parts.FlatModel | nn.Module,
+    clients: Mapping[str, parts.Records],
     sizes: Sizes,
-) -> LocalDPClient:
+    loss: Loss | None,
+) -> parts.LocalDPClient:
     """Return a node's client for a method with a budget of every client: its recipe has the strategy's arguments."""
     made: dict[str, Callable[[], Any]] = {
-        "loss": lambda: loss_of(settings.model),
-        "training": lambda: training_of(settings),
+        "loss": lambda: loss or loss_of(settings.model),
+        "training": lambda: training_of(settings, loss=loss),
         "min_records": lambda: min(sizes().values()),
     }
     names = inspect.signature(kind).parameters
     given = {name: value for name, value in arguments.items() if name in names}
-    given |= {name: make() for name, make in made.items() if name in names}
-    recipe: Any = kind(**given)
+    recipe: Any = kind(**given, **{name: make() for name, make in made.items() if name in names})
+    # A loss of somebody's own has the recipe's metrics.
+    labels = partial(predictions, settings.model)
+    metrics = None if loss else record_loss_and_accuracy(loss_of(settings.model), labels=labels)
     max_clip_norm = recipe.steps.sum_norm if "steps" in names else recipe.clip_norm
-    return LocalDPClient(
+    return parts.LocalDPClient(
         model=model,
         clients=clients,
         recipe=recipe,
         seed=settings.seed,
         evaluation=evaluation_budget_of(settings),
-        record_metrics=record_loss_and_accuracy(loss_of(settings.model), labels=partial(predictions, settings.model)),
-        policy=ClientPolicy(max_clip_norm=max_clip_norm, allow_metrics=settings.report_client_metrics),
+        record_metrics=metrics,
+        policy=parts.ClientPolicy(max_clip_norm=max_clip_norm, allow_metrics=settings.report_client_metrics),
     )
 
 
@@ -99,20 +88,26 @@ def _group_size(release: Release, num_hosted: int) -> int:
 
 
 def client_level_client(
-    settings: Settings, rules: ClientLevelRules, training: Training, model: nn.Module, clients: Mapping[str, Records]
-) -> DPClient:
+    settings: Settings,
+    rules: ClientLevelRules,
+    model: parts.FlatModel | nn.Module,
+    clients: Mapping[str, parts.Records],
+    sam_radius: float,
+    loss: Loss | None,
+) -> parts.DPClient:
     """Return a node's client for rules with one noised sum; it refuses less protection than its own run-config says."""
     evaluating = rules.evaluation
     smallest, largest = rules.clip_norms
-    return DPClient(
+    training = training_of(settings, sam_radius=sam_radius, loss=loss)
+    return parts.DPClient(
         model=model,
         clients=clients,
         seed=settings.seed,
         training=training,
         engine=settings.engine.replace("-", "_"),
         group_size=_group_size(rules.release, len(clients)),
-        metrics=loss_and_accuracy(training.loss, labels=partial(predictions, settings.model)),
-        policy=ClientPolicy(
+        metrics=loss_and_accuracy(training.loss, labels=None if loss else partial(predictions, settings.model)),
+        policy=parts.ClientPolicy(
             max_clip_norm=largest,
             min_clip_norm=smallest if smallest < largest else None,
             min_noise_multiplier=rules.release.mechanism.noise_multiplier,

@@ -1,34 +1,16 @@
 """What a device sets itself: its node-config wins over the run-config, which the server writes."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
 from typing import Any
 
-from flower_dp.apps.evaluation import Evaluation
-from flower_dp.apps.methods import table_of
-from flower_dp.apps.settings import SAMPLINGS, Settings, key_of
+from flower_dp.apps.methods import defaults
+from flower_dp.apps.settings import DEALT, FUNCTIONS, SAMPLINGS
 from flower_dp.apps.tasks import TASKS
 from flower_dp.core import checks
 from flower_dp.methods import METHODS
 
-# What names an app's functions, as "module:function".
-FUNCTIONS = ("model-fn", "data-fn", "evaluate-fn")
-# What decides which records a client has, where they are dealt from a task's data.
-DEALT = (
-    "task",
-    "data-dir",
-    "partition",
-    "dirichlet-alpha",
-    "classes-per-client",
-    "records-per-client",
-    "validation-ratio",
-    "test-ratio",
-    "seed",
-)
 # What decides how much noise a client adds itself, where clients share the noise of a sum.
 _SHARED = ("sampling", "sampling-rate", "cohort-size")
-_METRICS = "report-client-metrics"
-_DEFAULTS = {key_of(field.name): field.default for field in fields(Settings) if field.default is not MISSING}
 
 
 def sets_anything(node_config: Mapping[str, Any]) -> bool:
@@ -68,27 +50,24 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
     """
     if not sets_anything(node_config):
         return dict(run_config)
-    tables = {method: _table(node_config, method) for method in METHODS}
-    mine = sorted(method for method, table in tables.items() if table)
+    tables = {table: {key for key in node_config if key.startswith(f"{table}.")} for table in METHODS}
+    mine = sorted(table for table in METHODS if tables[table])
     method = node_config.get("method", run_config["method"])
     if mine and method not in mine:
         raise ValueError(f"method={method!r}: this device's node-config has settings for {', '.join(mine)}, and it runs no other")
-    config = dict(run_config)
-    if mine:
-        config |= {f"{method}.{key_of(field.name)}": field.default for field in fields(table_of(method))}
+    table = _defaults_of(method) if mine else {}
     # Of what sends more than noised updates, a device has what it sets itself alone.
-    config |= {f"evaluation.{key_of(field.name)}": field.default for field in fields(Evaluation)} | {_METRICS: False}
-    others = {key for table in mine if table != method for key in tables[table]}  # which this run does not read
+    config = {**run_config, **table, **_defaults_of("evaluation"), "report-client-metrics": False}
+    others = {key for other in mine if other != method for key in tables[other]}  # which this run does not read
     config |= {key: value for key, value in node_config.items() if _is_setting(key) and key not in others}
     _check_records(config, node_config, DEALT if dealt else ())
-    names = {field.name for field in fields(table_of(method))} if mine else set()
     epsilon = config.get(f"{method}.epsilon")
-    if "noise_multiplier" in names and isinstance(epsilon, int | float) and epsilon:
+    if f"{method}.noise-multiplier" in table and isinstance(epsilon, int | float) and epsilon:
         raise ValueError(
             f"{method}.epsilon={epsilon:g}: the noise would follow from the number of rounds, which the server decides; set "
             f"{method}.noise-multiplier in its node-config (flower-dp calibrate computes it)"
         )
-    if "placement" in names and config[f"{method}.placement"] == "distributed":
+    if f"{method}.placement" in table and config[f"{method}.placement"] == "distributed":
         _check_defaults(config, node_config, _SHARED, "how much noise this device adds is not the server's to decide")
     return config
 
@@ -125,7 +104,7 @@ def _check_records(config: Mapping[str, Any], node_config: Mapping[str, Any], de
 
 def _check_defaults(config: Mapping[str, Any], node_config: Mapping[str, Any], keys: tuple[str, ...], why: str) -> None:
     for key in keys:
-        default = _DEFAULTS[key]
+        default = defaults()[key]
         same = (default, SAMPLINGS[0]) if key == "sampling" else (default,)  # where noise is shared, "" is the first
         if key not in node_config and config.get(key, default) not in same:
             raise ValueError(f"{key}={config[key]!r}: {why}; set {key} in its node-config (the app's default is {default!r})")
@@ -133,8 +112,8 @@ def _check_defaults(config: Mapping[str, Any], node_config: Mapping[str, Any], k
 
 def _is_setting(key: str) -> bool:
     prefix, dot, _ = key.partition(".")
-    return key in _DEFAULTS or key in FUNCTIONS or bool(dot and prefix in (*METHODS, *TASKS, "evaluation"))
+    return key in defaults() or key in FUNCTIONS or bool(dot and prefix in (*METHODS, *TASKS, "evaluation"))
 
 
-def _table(node_config: Mapping[str, Any], method: str) -> dict[str, Any]:
-    return {key: value for key, value in node_config.items() if key.startswith(f"{method}.")}
+def _defaults_of(table: str) -> dict[str, Any]:
+    return {key: value for key, value in defaults().items() if key.startswith(f"{table}.")}

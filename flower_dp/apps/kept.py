@@ -2,30 +2,25 @@
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from flower_dp.apps.records import Config, config_of
-from flower_dp.clients.node_client import NodeClient
+
+T = TypeVar("T")
 
 
 class Kept:
     """The clients of the nodes that a process has served, however many, and one model for all: what is traced for it is kept."""
 
     def __init__(self) -> None:
-        self._clients: dict[Hashable, NodeClient] = {}
-        self._shared: dict[Hashable, Any] = {}
+        self._made: dict[Hashable, Any] = {}
 
-    def client(self, key: Hashable, make: Callable[[], NodeClient]) -> NodeClient:
-        """Return a node's client, made when it is first asked for."""
-        if key not in self._clients:
-            self._clients[key] = make()
-        return self._clients[key]
-
-    def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return what nodes with the same key share, made when it is first asked for."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what belongs to a key, made when it is first asked for."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
 
 
 def kept_of(run_config: Mapping[str, Any], *functions: Hashable) -> Kept:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,19 +14,17 @@ from torch import nn
 
 from flower_dp.apps.app_functions import named
 from flower_dp.apps.client_parts import training_of
-from flower_dp.apps.device import FUNCTIONS, hosted, own_settings, sets_anything
+from flower_dp.apps.device import hosted, own_settings, sets_anything
 from flower_dp.apps.kept import Kept, kept_of
-from flower_dp.apps.own_config import run_of, whole
+from flower_dp.apps.methods import Run, defaults
 from flower_dp.apps.records import config_of
-from flower_dp.apps.settings import Settings
+from flower_dp.apps.settings import FUNCTIONS, Settings
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
 from flower_dp.clients.node_client import NodeClient
-from flower_dp.clients.reply.evaluation import loss_and_accuracy
 from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.devices import default_device
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.records import OnDevice
-from flower_dp.running.apps import own_app
 from flower_dp.running.modules import BUILT
 from flower_dp.running.recorded import record_run
 from flower_dp.strategies import DPStrategy
@@ -57,54 +55,28 @@ class Apps:
 
     def num_clients(self, run_config: Mapping[str, Any]) -> Any:
         """Return the number of clients of a run with these settings, of which each node hosts at least one."""
-        return {**own_app().defaults, **run_config}["num-clients"]
+        return {**defaults(), **run_config}["num-clients"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Functions:
-    """What somebody has given; where nothing was given, what the run-config names as "module:function"."""
+def _found(
+    given: Mapping[str, Callable[..., Any] | None], run_config: Mapping[str, Any], node_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the functions of a run by key: what was given, or else what its settings name as "module:function".
 
-    model: ModelFn | None
-    data: DataFn | None
-    evaluate: EvaluateFn | None
+    A device that has settings of its own takes of the run-config no function but those that the app names itself.
 
-    def of(self, run_config: Mapping[str, Any], node_config: Mapping[str, Any] | None = None) -> "_Functions":
-        """Return the functions of a run: what was given, or else what its settings name.
-
-        A device that has settings of its own takes of the run-config no function but those that the app names itself.
-
-        Raises:
-            ValueError: one is missing, can't be imported, or is not the app's own, naming the key.
-        """
-        node = node_config or {}
-        found = {
-            key: given
-            or named(
-                key,
-                str(run_config.get(key, "")),
-                trusted=key in node,
-                default_alone=sets_anything(node),
-            )
-            for key, given in zip(FUNCTIONS, self._all, strict=True)
-        }
-        for key in FUNCTIONS[:2]:
-            if found[key] is None:
-                raise ValueError(f"{key}: is missing; give {key.replace('-', '_')}, or set {key}='module:function'")
-        return _Functions(model=found["model-fn"], data=found["data-fn"], evaluate=found["evaluate-fn"])
-
-    def check(self) -> None:
-        """Refuse what is no function, a model in place of one that makes it, say.
-
-        Raises:
-            ValueError: naming it.
-        """
-        for key, given in zip(FUNCTIONS, self._all, strict=True):
-            if given is not None and (isinstance(given, nn.Module) or not callable(given)):
-                raise ValueError(f"{key.replace('-', '_')}: is a {type(given).__name__}: must be a function {_TAKES[key]}")
-
-    @property
-    def _all(self) -> tuple[Any, Any, Any]:
-        return self.model, self.data, self.evaluate
+    Raises:
+        ValueError: one is missing, can't be imported, or is not the app's own, naming the key.
+    """
+    alone = sets_anything(node_config)
+    found = {
+        key: function or named(key, str(run_config.get(key, "")), trusted=key in node_config, default_alone=alone)
+        for key, function in given.items()
+    }
+    for key in FUNCTIONS[:2]:
+        if found[key] is None:
+            raise ValueError(f"{key}: is missing; give {key.replace('-', '_')}, or set {key}='module:function'")
+    return found
 
 
 def app(
@@ -146,19 +118,21 @@ def app(
         >>> type(app.server).__name__, type(app.client).__name__
         ('ServerApp', 'ClientApp')
     """
-    given = _Functions(model=model_fn, data=data_fn, evaluate=evaluate_fn)
-    given.check()
+    given = dict(zip(FUNCTIONS, (model_fn, data_fn, evaluate_fn), strict=True))
+    for key, function in given.items():
+        if function is not None and (isinstance(function, nn.Module) or not callable(function)):
+            raise ValueError(f"{key.replace('-', '_')}: is a {type(function).__name__}: must be a function {_TAKES[key]}")
     server = ServerApp()
     BUILT.add(server)
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        run, functions = run_of(context.run_config), given.of(context.run_config)
+        run, functions = Run.of(context.run_config, own_model=True), _found(given, context.run_config, {})
         settings = run.settings
         training_of(settings)
-        clients = _Clients(functions.data, settings.client_names(), settings.client_names())
+        clients = _Clients(functions["data-fn"], settings.client_names(), settings.client_names())
         strategy = run.strategy(clients.sizes)
-        model = FlatModel(_model(functions.model, settings.seed)).module  # which refuses what no client could train
+        model = FlatModel(_model(functions["model-fn"], settings.seed)).module  # which refuses what no client could train
         record_run(
             strategy,
             grid,
@@ -166,8 +140,8 @@ def app(
             num_rounds=settings.num_rounds,
             config=context.run_config,
             name=f"{settings.method}-seed{settings.seed}",
-            path=settings.output_path(),
-            evaluate_fn=_evaluation(functions.evaluate, model, strategy, settings),
+            path=settings.path_of("output_dir"),
+            evaluate_fn=_evaluation(functions["evaluate-fn"], model, strategy, settings),
             on_round=on_round,
             model=model,
             resume=settings.resume,
@@ -185,26 +159,24 @@ def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, cont
     """
     hosted(context.node_config)
     kept = kept_of(context.run_config, model_fn, data_fn, loss)
-    return kept.client(config_of(context.node_config), lambda: _client(kept, model_fn, data_fn, loss, context))
+    return kept.once(config_of(context.node_config), lambda: _client(kept, model_fn, data_fn, loss, context))
 
 
 def _client(kept: Kept, model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, context: Context) -> NodeClient:
     node = dict(context.node_config)
     part, parts = hosted(node)
-    config = own_settings(whole(dict(context.run_config)), node)
-    run = run_of(config)
-    needed = {key: value for key, value in config.items() if key != "evaluate-fn"}  # which is the server's alone
-    functions = _Functions(model=model_fn, data=data_fn, evaluate=None).of(needed, node)
+    config = own_settings({**defaults(), **context.run_config}, node)
+    run = Run.of(config, own_model=True)
+    functions = _found({"model-fn": model_fn, "data-fn": data_fn}, config, node)  # the evaluation is the server's alone
     names = run.settings.client_names()
     if part >= len(names):
         raise ValueError(f"num-clients={len(names)}: leaves no client to partition-id={part} of num-partitions={parts}")
-    clients = _Clients(functions.data, names, names[part::parts], default_device())
-    everyone = _Clients(functions.data, names, names)
-    model = kept.shared(
-        (functions.model, run.settings.seed), lambda: FlatModel(_model(functions.model, run.settings.seed), default_device())
-    )
-    sizes = partial(kept.shared, (functions.data, len(names)), everyone.sizes)
-    return _with_loss(run.client(model, clients, sizes), loss)
+    clients = _Clients(functions["data-fn"], names, names[part::parts], default_device())
+    everyone = _Clients(functions["data-fn"], names, names)
+    seed = run.settings.seed
+    model = kept.once((functions["model-fn"], seed), lambda: FlatModel(_model(functions["model-fn"], seed), default_device()))
+    sizes = partial(kept.once, (functions["data-fn"], len(names)), everyone.sizes)
+    return run.client(model, clients, sizes, loss)
 
 
 class _Clients(Mapping[str, Records]):
@@ -290,22 +262,3 @@ def _taken(evaluate_fn: EvaluateFn) -> list[str]:
     named = {one.name for one in others if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
     every = any(one.kind is one.VAR_KEYWORD for one in others)
     return [name for name in ("round", "epsilon") if every or name in named]
-
-
-def _with_loss(client: Any, loss: Loss) -> NodeClient:
-    """Return a method's client with another loss in its recipe."""
-    for name in ("training", "recipe"):
-        if hasattr(client, name):
-            setattr(client, name, _part_with_loss(getattr(client, name), loss))
-    if hasattr(client, "metrics"):
-        client.metrics = loss_and_accuracy(loss)
-    if hasattr(client, "record_metrics"):
-        client.record_metrics = None  # those of the recipe's loss
-    made: NodeClient = client
-    return made
-
-
-def _part_with_loss(part: Any, loss: Loss) -> Any:
-    if any(field.name == "loss" for field in fields(part)):
-        return replace(part, loss=loss)
-    return replace(part, training=_part_with_loss(part.training, loss))

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from flower_dp.apps.settings import Settings, default_of, key_of
 from flower_dp.core import checks
+from flower_dp.core.checks import BadValue, bad, refusal
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.strategies import AdaptiveClip, EvaluationBudget, LocalEvaluation, PrivateEvaluation
 
@@ -44,10 +45,9 @@ def per_client(settings: Settings, key: str, text: str, default: N) -> dict[str,
     try:
         values = [kind(word) for word in text.split(",")]
     except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
-        raise ValueError(f"{key}={text!r}: must be {what} with commas between them") from None
+        raise bad(key, text, f"{'whole numbers' if kind is int else 'numbers'} with commas between them") from None
     if len(values) != len(names):
-        raise ValueError(f"{key}: has {len(values)} numbers; num-clients={len(names)} needs one for each")
+        raise BadValue(key, f"{key}: has {len(values)} numbers; num-clients={len(names)} needs one for each")
     return dict(zip(names, values, strict=True))
 
 
@@ -61,11 +61,8 @@ def noise_of(settings: Settings, own: Any) -> dict[str, Any]:
     if not checks.number("epsilon", own.epsilon, at_least=0):
         return {"noise_multiplier": own.noise_multiplier}  # 0 is without privacy
     for name, fit in (("noise_multiplier", ()), ("target_epsilon", (0.0, own.epsilon))):
-        value = getattr(own, name)
-        if value not in (default_of(own, name), *fit):
-            raise ValueError(
-                f"{key_of(name)}={value:g}: epsilon={own.epsilon:g} determines it; leave out one of them, or set epsilon=0"
-            )
+        if (value := getattr(own, name)) not in (default_of(own, name), *fit):
+            raise refusal(key_of(name), value, f"epsilon={own.epsilon:g} determines it; leave out one of them, or set epsilon=0")
     return {"noise_multiplier": None, "target_epsilon": None, "num_rounds": settings.num_rounds}
 
 
@@ -77,8 +74,9 @@ def clip_norm_of(own: Any) -> float | AdaptiveClip:
     """
     options = ("clip_count_noise_std", "smallest_clip_norm", "largest_clip_norm")
     if not own.clip_quantile:
-        if given := [name.replace("_", "-") for name in options if getattr(own, name)]:
-            raise ValueError(f"{given[0]}: is read with clip-quantile > 0 only, where the clip norm is adaptive")
+        for name in options:
+            if value := getattr(own, name):
+                raise refusal(key_of(name), value, "is read with clip-quantile > 0 only, where the clip norm is adaptive")
         return float(own.clip_norm)
     return AdaptiveClip(
         initial=own.clip_norm,
@@ -131,9 +129,8 @@ def evaluation_budget_of(settings: Settings) -> EvaluationBudget | None:
         return None
     own.refuse("noise_multiplier", f"is not read by method={settings.method!r}; the noise follows from evaluation.epsilon")
     if not own.epsilon:
-        raise ValueError(
-            f"evaluation.epsilon=0.0: method={settings.method!r} needs every client's budget of all evaluations, above 0"
-        )
+        why = f"method={settings.method!r} needs every client's budget of all evaluations, above 0"
+        raise refusal("evaluation.epsilon", own.epsilon, why)
     return EvaluationBudget(epsilon=own.epsilon, num_evaluations=max(1, settings.num_rounds // own.every))
 
 
@@ -155,8 +152,7 @@ def client_level_delta(delta: float, settings: Settings, *, private: bool) -> fl
     checks.number("delta", delta, at_least=0, below=1)
     default = float(settings.num_clients**-1.1)
     if not delta and private and settings.num_clients < _FEWEST_FOR_DEFAULT_DELTA:
-        raise ValueError(
-            f"delta: num-clients={settings.num_clients} gives {default:.3g} by default, which is no guarantee; set delta, "
-            f"far below 1/{settings.num_clients}"
-        )
+        size = settings.num_clients
+        why = f"num-clients={size} gives {default:.3g} by default, which is no guarantee; set delta, far below 1/{size}"
+        raise BadValue("delta", f"delta: {why}")
     return delta or default

@@ -55,7 +55,9 @@ def pilot(
     dealt, classes = deal(config_of(run_config)).clients, module_of(settings.task).CLASSES
     rng = np.random.default_rng((settings.seed, 1))
     clients = _rows(dealt, classes, rng)
-    coefficient, source = (l2, "as asked") if l2 is not None else _coefficient(settings)
+    coefficient, source = (DEFAULT_L2, "the default") if l2 is None else (l2, "as asked")
+    if l2 is None and settings.weight_decay > 0:
+        coefficient, source = settings.weight_decay, "the preset's weight-decay"
     try:
         constants = estimate(clients, l2=coefficient, num_classes=len(classes), fit_bias=settings.model_bias)
     except RuntimeError as error:
@@ -71,20 +73,11 @@ def pilot(
     if not own:
         notes.append(f"the preset's method is {settings.method}: of its settings only those of the data were taken")
     sizes = tuple(len(records) for records in dealt.values())
-    data = Data(constants=constants, num_records=sizes, dimension=_dimension(run))
+    dimension = sum(parameter.numel() for parameter in run.model().parameters())
+    data = Data(constants=constants, num_records=sizes, dimension=dimension)
     chosen = run.planning(data, known) if own else Inputs(values={})
     found = planner_of(method).from_data(data, {**chosen.values, **known})
     return Inputs(values={**found.values, **chosen.values}, notes=(*notes, *found.notes, *chosen.notes))
-
-
-def _coefficient(settings: Settings) -> tuple[float, str]:
-    if settings.weight_decay > 0:
-        return settings.weight_decay, "the preset's weight-decay"
-    return DEFAULT_L2, "the default"
-
-
-def _dimension(run: Run) -> int:
-    return sum(parameter.numel() for parameter in run.model().parameters())
 
 
 def _rows(dealt: Mapping[str, TensorRecords], classes: tuple[int, ...], rng: np.random.Generator) -> list[Client]:

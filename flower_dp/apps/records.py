@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from flower_dp.apps.methods import Run
+from flower_dp.apps.parts import Sizes
 from flower_dp.apps.settings import Settings
 from flower_dp.apps.tasks import Task
 from flower_dp.apps.tasks.partitions import Sampled, partition
 from flower_dp.clients import TensorRecords
 from flower_dp.clients.training.records import OnDevice
+from flower_dp.core.checks import refusal
 
 Config = tuple[tuple[str, Any], ...]
 
@@ -124,24 +126,24 @@ def split(
     parts: tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]] = ([], [], [])
     for client in range(len(dealt)):
         indices = dealt[client]
-        shuffled = np.random.default_rng((settings.seed, 2, client)).permutation(
-            indices
-        )  # a random stream other than that of `deal`
+        rng = np.random.default_rng((settings.seed, 2, client))  # a random stream other than that of `deal`
+        shuffled = rng.permutation(indices)
         first, second = (int(ratio * len(indices) + 0.5) for ratio in (settings.validation_ratio, settings.test_ratio))
         if first + second >= len(indices):
-            raise ValueError(
-                f"validation-ratio={settings.validation_ratio}: with test-ratio={settings.test_ratio} client {client}, who has "
-                f"{len(indices)} records, has none to train on"
-            )
+            why = f"with test-ratio={settings.test_ratio} client {client}, who has {len(indices)} records, has none to train on"
+            raise refusal("validation-ratio", settings.validation_ratio, why)
         pieces = shuffled[first + second :], shuffled[:first], shuffled[first : first + second]
         for part, piece in zip(parts, pieces, strict=True):
             part.append(np.sort(piece))
     for key, ratio, part in (("validation", settings.validation_ratio, parts[1]), ("test", settings.test_ratio, parts[2])):
         if ratio and not sum(map(len, part)):
-            raise ValueError(
-                f"{key}-ratio={ratio}: all clients together hold out no record; they have too few, or it is too small"
-            )
+            raise refusal(f"{key}-ratio", ratio, "all clients together hold out no record; they have too few, or it is too small")
     return parts
+
+
+def sizes_of(run_config: Mapping[str, Any]) -> Sizes:
+    """Return what gives every client's number of records to train on, dealt as the clients deal them."""
+    return lambda: {name: len(records) for name, records in deal(config_of(run_config)).clients.items()}
 
 
 def records_to_test_with(run: Run, config: Config) -> TensorRecords:
@@ -155,10 +157,8 @@ def records_to_test_with(run: Run, config: Config) -> TensorRecords:
         return held_out
     task = run.task()
     if not len(task.test_labels):
-        raise ValueError(
-            f"test-ratio=0.0: task={run.settings.task!r} has no test set of its own; set the part of their records that clients "
-            "hold out, such as 0.1"
-        )
+        why = f"task={run.settings.task!r} has no test set of its own; set the part of their records that clients hold out"
+        raise refusal("test-ratio", run.settings.test_ratio, f"{why}, such as 0.1")
     return TensorRecords(
         inputs=torch.from_numpy(task.test_inputs), targets=torch.from_numpy(task.test_labels), transform=task.prepare
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_dp.apps.methods import Run
-from flower_dp.apps.own_config import run_of
+from flower_dp.apps.settings import key_of
 from flower_dp.apps.tasks import module_of
 from flower_dp.core import checks
 from flower_dp.core.words import digits_in_words
@@ -33,20 +33,25 @@ def check(run_config: Mapping[str, Any], *, defaults: Mapping[str, Any], given: 
     Raises:
         SettingsError: with all that is wrong, a line each.
     """
-    config = {**defaults, **run_config}
-    findings = checks.Findings()
-    _find_given(config, given, findings)
+    config, findings = {**defaults, **run_config}, checks.Findings()
+    method = config["method"]
+    for key in given:
+        if (table := key.rpartition(".")[0]) in METHODS and table != method and method in METHODS:
+            findings.errors.append(
+                checks.refusal(key, config[key], f"is not read by method={method!r}; set method={table} with it")
+            )
     refused: set[str] = set()
     while True:
         try:
             _try(config, built=built)
             break
         except ValueError as error:
-            lines = str(error).splitlines()
-        # What follows from a setting that was refused already is no news.
-        findings.lines += [_in_keys(line, config) for line in lines if not any(_speaks_of(key, line) for key in refused)]
-        changed = {key for line in lines if (key := _key_of(line, config)) and config[key] != defaults.get(key)}
-        if not changed or "method" in changed:
+            found = {_in_keys(one, config): _key_of(one, config) for one in getattr(error, "errors", (error,))}
+            # All that is wrong with settings alone is told at once: what comes later follows from one that was refused.
+            if not (refused and isinstance(error, checks.SettingsError)):
+                findings.errors += [one for one, key in found.items() if key not in refused]
+        changed = {key for key in found.values() if key and config[key] != defaults.get(key)}
+        if not changed or changed & {"method", "num-clients"}:  # all else depends on these
             break
         refused |= changed
         config = {key: value for key, value in config.items() if key not in changed}
@@ -54,33 +59,18 @@ def check(run_config: Mapping[str, Any], *, defaults: Mapping[str, Any], given: 
     findings.refuse()
 
 
-def _find_given(config: Mapping[str, Any], given: Sequence[str], findings: checks.Findings) -> None:
-    for key in given:
-        table = key.partition(".")[0] if "." in key else ""
-        if table in METHODS and table != config["method"] and config["method"] in METHODS:
-            findings.lines.append(
-                f"{key}={config[key]!r}: is not read by method={config['method']!r}; set method={table} with it"
-            )
-
-
 def _try(config: Mapping[str, Any], *, built: bool) -> None:
-    run = run_of(config) if built else Run.of(config)
-    if not built:
-        _find_data(run)
+    run = Run.of(config, own_model=built)
+    folder = run.settings.data_dir
+    # A folder that does not exist is refused in the task's words; what is in it, or how it is filled, is seen later.
+    if not built and not re.match("[a-z]{2,}:", folder):
+        missing = not Path(folder).expanduser().is_dir() if folder else "data-dir" in module_of(run.settings.task).NEEDS
+        if missing:
+            run.task()
     names = run.settings.client_names()
     strategy = run.strategy(lambda: dict.fromkeys(names, _MANY_RECORDS))
     if run.settings.num_rounds:
         _check_target(strategy.rules, len(names))
-
-
-def _find_data(run: Run) -> None:
-    """Refuse a folder that does not exist, in the task's words; what is in it is read later."""
-    folder = run.settings.data_dir
-    if re.match("[a-z]{2,}:", folder):
-        return  # which says how it is filled
-    missing = not Path(folder).expanduser().is_dir() if folder else "data-dir" in module_of(run.settings.task).NEEDS
-    if missing:
-        run.task()
 
 
 def _check_target(rules: Any, num_clients: int) -> None:
@@ -98,29 +88,18 @@ def _check_target(rules: Any, num_clients: int) -> None:
         return
     cost = accounting.epsilon(event, delta=rules.about.delta, relation=relation, grid=_GRID).epsilon
     if cost - 2 * _GRID > rules.target_epsilon:
-        raise ValueError(
-            f"target_epsilon={rules.target_epsilon:g}: one round alone costs epsilon={digits_in_words(cost, 3)}; "
-            "more noise costs less"
-        )
+        why = f"one round alone costs epsilon={digits_in_words(cost, 3)}; more noise costs less"
+        raise checks.refusal("target_epsilon", rules.target_epsilon, why)
 
 
-def _key_of(line: str, config: Mapping[str, Any]) -> str | None:
-    """Return the setting that a line names first, as a setting or as an argument."""
-    name = _name(line).replace("_", "-")
+def _key_of(error: ValueError, config: Mapping[str, Any]) -> str | None:
+    """Return the setting that an error is of, which may name the argument."""
+    field, method = getattr(error, "field", ""), METHODS.get(config["method"])
+    name = key_of(method.renamed.get(field, field) if method else field)
     return next((key for key in (f"{config['method']}.{name}", name) if key in config), None)
 
 
-def _in_keys(line: str, config: Mapping[str, Any]) -> str:
-    """Return a line that names a setting, where it named the argument."""
-    key = _key_of(line, config)
-    return line if key is None else key + line[len(_name(line)) :]
-
-
-def _name(line: str) -> str:
-    return re.split(r"[^\w.-]", line, maxsplit=1)[0]
-
-
-def _speaks_of(key: str, line: str) -> bool:
-    """Tell whether a line names a setting; what it lists after a semicolon is no reason."""
-    named = re.findall(r"[\w-]+", line.partition(";")[0].replace("_", "-"))
-    return key.rpartition(".")[2] in named
+def _in_keys(error: ValueError, config: Mapping[str, Any]) -> ValueError:
+    """Return an error that names the setting where it named the argument."""
+    key = _key_of(error, config)
+    return ValueError(key + str(error).removeprefix(error.field)) if key and isinstance(error, checks.BadValue) else error

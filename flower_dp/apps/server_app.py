@@ -12,7 +12,7 @@ from torch import nn
 
 from flower_dp.apps.client_parts import training_of
 from flower_dp.apps.methods import Run
-from flower_dp.apps.records import Config, config_of, deal, records_to_test_with
+from flower_dp.apps.records import config_of, deal, records_to_test_with, sizes_of
 from flower_dp.apps.settings import Settings
 from flower_dp.apps.tasks.models import loss_of, predictions
 from flower_dp.clients import TensorRecords, model_arrays
@@ -30,8 +30,10 @@ def main(grid: Grid, context: Context) -> None:
     run = Run.of(context.run_config)
     settings, config = run.settings, config_of(context.run_config)
     training_of(settings)
-    strategy = run.strategy(lambda: _public_sizes(config))
-    public = _public_records(run, config)
+    strategy = run.strategy(sizes_of(context.run_config))
+    validation = deal(config).validation if settings.validation_ratio else None
+    test = records_to_test_with(run, config)
+    public = {"": test} | ({} if validation is None else {"validation-": validation})
     log.info("task %s: %s", settings.task, run.task().source)
     model = run.model()
     result = record_run(
@@ -41,24 +43,13 @@ def main(grid: Grid, context: Context) -> None:
         num_rounds=settings.num_rounds,
         config=context.run_config,
         name=settings.run_name,
-        path=settings.output_path(),
+        path=settings.path_of("output_dir"),
         evaluate_fn=_evaluation(settings, model, public),
         not_covered=_left_out(settings),
         resume=settings.resume,
         timeout=settings.round_timeout,
     )
-    _warn_of_one_class(result.evaluate_metrics_serverapp, records_to_test_with(run, config))
-
-
-def _public_sizes(config: Config) -> dict[str, int]:
-    """Return every client's number of records to train on, dealt as the clients deal them."""
-    return {name: len(records) for name, records in deal(config).clients.items()}
-
-
-def _public_records(run: Run, config: Config) -> dict[str, TensorRecords]:
-    """Return the records that the server tests models with, by what stands before the names of their metrics."""
-    validation = deal(config).validation if run.settings.validation_ratio else None
-    return {"": records_to_test_with(run, config)} | ({"validation-": validation} if validation is not None else {})
+    _warn_of_one_class(result.evaluate_metrics_serverapp, test)
 
 
 def _left_out(settings: Settings) -> tuple[str, ...]:
@@ -72,7 +63,7 @@ def _left_out(settings: Settings) -> tuple[str, ...]:
 def _evaluation(
     settings: Settings, model: nn.Module, public: Mapping[str, TensorRecords]
 ) -> Callable[[int, ArrayRecord], MetricRecord | None]:
-    """Return an evaluate_fn that tests the model on public records."""
+    """Return an evaluate_fn that tests the model on public records, by what stands before the names of their metrics."""
     everywhere = {prefix: records.batch(torch.arange(len(records)), torch.device("cpu")) for prefix, records in public.items()}
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:

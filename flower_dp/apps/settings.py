@@ -1,39 +1,90 @@
 """The run-config's common settings, read and checked once; every method has its own table (`flower_dp.apps.methods`).
 
-Every key has a documented default in `[tool.flwr.app.config]` of pyproject.toml; TOML knows no null, so 0 and "" mean "not set"
-where it says so there.
+TOML knows no null, so 0 and "" mean "not set" where the documentation says so.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flower_dp.apps.evaluation import Evaluation
 from flower_dp.apps.tasks import MODELS, TASKS, module_of
 from flower_dp.apps.tasks.partitions import PARTITIONS
-from flower_dp.core import checks
+from flower_dp.core.checks import BadValue, Findings, bad, integer, number, one_of, refusal
 
 T = TypeVar("T")
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
-ENGINES = ("auto", "batched", "one-by-one")
-# The server and every node hold the names of all of them.
-_MOST_CLIENTS = 10**8
-_MOST_SEED = 2**63 - 1  # of torch, and of a number in a message
-# Values that turn a setting off, where that is not the default.
-_OFF = {"momentum": 0.0, "learning_rate_decay": 0.0, "sampling_rate": 0.0}
-_BOUNDS: dict[str, dict[str, float]] = {
-    "learning_rate": {"above": 0},
-    "learning_rate_decay": {"at_least": 0, "below": 1},
-    "momentum": {"at_least": 0, "below": 1},
-    "weight_decay": {"at_least": 0},
-    "proximal": {"at_least": 0},
-    "blur_strength": {"at_least": 0},
-    "blur_bound": {"at_least": 0},
-    "update_keep_ratio": {"above": 0, "at_most": 1},
-}
+# What the app's clients compute of the global model and their own records.
+METRICS = ("loss", "accuracy")
+# What names an app's functions, as "module:function"; they are no settings of flower-dp's own app.
+FUNCTIONS = ("model-fn", "data-fn", "evaluate-fn")
+# What decides which records a client has, where they are dealt from a task's data.
+DEALT = (
+    *("task", "data-dir", "partition", "dirichlet-alpha", "classes-per-client", "records-per-client"),
+    *("validation-ratio", "test-ratio", "seed"),
+)
 # Settings of some samplings alone.
 SAMPLED = {"sampling_rate": ("poisson",), "cohort_size": ("fixed-size", "round-robin")}
+# Values that turn a setting off, where that is not the default.
+_OFF = {"momentum": 0.0, "learning_rate_decay": 0.0, "sampling_rate": 0.0}
+
+
+def _checked(default: T, check: Callable[..., Any], **bounds: Any) -> T:
+    """Define a setting: its default, and the check of its value."""
+    made: T = field(default=default, metadata={"check": partial(check, **bounds)})
+    return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Private evaluation on the clients: the table `evaluation`."""
+
+    every: int = _checked(0, integer, at_least=0)
+    metrics: str = "accuracy=1"
+    noise_multiplier: float = _checked(4.0, number, at_least=0)
+    sampling_rate: float = _checked(0.0, number, at_least=0, at_most=1)
+    epsilon: float = _checked(0.0, number, at_least=0)
+
+    def check(self, findings: Findings) -> None:
+        """Find values that make no sense."""
+        before = len(findings.errors)
+        _check_each(self, findings, "evaluation.")
+        with findings.noted():
+            self.bounds()
+        if not self.every and len(findings.errors) == before:
+            for one in fields(self):
+                with findings.noted():
+                    self.refuse(one.name, "is read with evaluation.every above 0 only")
+
+    def refuse(self, name: str, why: str) -> None:
+        """Refuse a setting that somebody has set and nobody reads.
+
+        Raises:
+            BadValue: if it has another value than its default.
+        """
+        if (value := getattr(self, name)) != default_of(self, name):
+            raise refusal(f"evaluation.{key_of(name)}", value, why)
+
+    def bounds(self) -> dict[str, float]:
+        """Return the public upper bound of every metric by name.
+
+        Raises:
+            BadValue: if the text is no list of metrics of the app's clients, each with a bound.
+        """
+        found: dict[str, float] = {}
+        for part in self.metrics.split(","):
+            name, _, text = (word.strip() for word in part.partition("="))
+            try:
+                bound = float(text)
+            except ValueError:
+                bound = math.nan
+            if name not in METRICS or name in found or not 0 < bound < math.inf:
+                wanted = "metrics with their upper bounds above 0, each once, with commas between them, as 'loss=5,accuracy=1'"
+                raise bad("evaluation.metrics", self.metrics, f"{wanted}; there are {', '.join(METRICS)}")
+            found[name] = bound
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,87 +96,63 @@ class Settings:
     model: str = "logistic"
     model_bias: bool = True
     data_dir: str = ""
-    num_clients: int = 1000
-    partition: str = "iid"
+    num_clients: int = _checked(1000, integer, at_least=1, at_most=10**8)  # the server and every node hold the names of all
+    partition: str = _checked("iid", one_of, valid=PARTITIONS)
     dirichlet_alpha: float = 0.3
     classes_per_client: int = 2
     records_per_client: int = 0
-    validation_ratio: float = 0.0
-    test_ratio: float = 0.0
-    num_rounds: int = 150
+    validation_ratio: float = _checked(0.0, number, at_least=0, below=1)
+    test_ratio: float = _checked(0.0, number, at_least=0, below=1)
+    num_rounds: int = _checked(150, integer, at_least=0)
     sampling: str = ""
     sampling_rate: float = 0.1
     cohort_size: int = 0
-    local_epochs: int = 1
-    batch_size: int = 4
-    learning_rate: float = 0.15
-    learning_rate_decay: float = 0.0005
-    momentum: float = 0.5
-    weight_decay: float = 0.0
-    proximal: float = 0.0
-    blur_strength: float = 0.0
-    blur_bound: float = 0.0
-    update_keep_ratio: float = 1.0
+    local_epochs: int = _checked(1, integer, at_least=1)
+    batch_size: int = _checked(4, integer, at_least=1)
+    learning_rate: float = _checked(0.15, number, above=0)
+    learning_rate_decay: float = _checked(0.0005, number, at_least=0, below=1)
+    momentum: float = _checked(0.5, number, at_least=0, below=1)
+    weight_decay: float = _checked(0.0, number, at_least=0)
+    proximal: float = _checked(0.0, number, at_least=0)
+    blur_strength: float = _checked(0.0, number, at_least=0)
+    blur_bound: float = _checked(0.0, number, at_least=0)
+    update_keep_ratio: float = _checked(1.0, number, above=0, at_most=1)
     optimizer: str = "sgd"
-    engine: str = "auto"
+    engine: str = _checked("auto", one_of, valid=("auto", "batched", "one-by-one"))
     report_client_metrics: bool = False
-    evaluate_every: int = 1
-    round_timeout: float = 600.0
-    seed: int = 0
+    evaluate_every: int = _checked(1, integer, at_least=0)
+    round_timeout: float = _checked(600.0, number, above=0)
+    seed: int = _checked(0, integer, at_least=0, at_most=2**63 - 1)  # of torch, and of a number in a message
     output_dir: str = ""
     resume: bool = False
     server_ledger: str = ""
     evaluation: Evaluation = field(default_factory=Evaluation)
 
-    def check(self, findings: checks.Findings) -> None:
+    def check(self, findings: Findings) -> None:
         """Find values that are invalid for every method."""
+        _check_each(self, findings)
         with findings.noted():
-            checks.one_of("task", self.task, TASKS)
-            if self.model not in (fit := module_of(self.task).MODELS):
-                checks.one_of("model", self.model, MODELS)
-                raise ValueError(f"model={self.model!r}: does not fit task={self.task!r}, which has {', '.join(fit)}")
-        for name, valid in (("partition", PARTITIONS), ("engine", ENGINES)):
-            with findings.noted():
-                checks.one_of(name, getattr(self, name), valid)
+            one_of("model", self.model, MODELS)
         with findings.noted():
-            checks.integer("num-clients", self.num_clients, at_least=1, at_most=_MOST_CLIENTS)
-        for name, most in (("num_rounds", None), ("evaluate_every", None), ("seed", _MOST_SEED)):
-            with findings.noted():
-                checks.integer(key_of(name), getattr(self, name), at_least=0, at_most=most)
-        self._check_training(findings)
-        with findings.noted():
-            checks.number("round-timeout", self.round_timeout, above=0)
-        with findings.noted():
-            self._check_split()
-        self.evaluation.check(findings)
-        if 0 < self.num_rounds < self.evaluation.every:
-            findings.lines.append(f"evaluation.every={self.evaluation.every}: num-rounds={self.num_rounds} has no such round")
-
-    def _check_training(self, findings: checks.Findings) -> None:
-        """Find settings of local training that make no sense; the recipe checks them again, when torch is there."""
-        for name in ("local_epochs", "batch_size"):
-            with findings.noted():
-                checks.integer(key_of(name), getattr(self, name), at_least=1)
-        for name, bounds in _BOUNDS.items():
-            with findings.noted():
-                checks.number(key_of(name), getattr(self, name), **bounds)
-        if bool(self.blur_strength) != bool(self.blur_bound) and self.blur_strength >= 0:
+            one_of("task", self.task, TASKS)
+            if self.model in MODELS and self.model not in (fit := module_of(self.task).MODELS):
+                raise refusal("model", self.model, f"does not fit task={self.task!r}, which has {', '.join(fit)}")
+        if bool(self.blur_strength) != bool(self.blur_bound) and min(self.blur_strength, self.blur_bound) >= 0:
             wanted = "must be above 0 with blur-strength" if self.blur_strength else "is read with blur-strength above 0 only"
-            findings.lines.append(f"blur-bound={self.blur_bound:g}: {wanted}")
-
-    def _check_split(self) -> None:
-        """Check the settings of held-out records: they are not protected, so no client may train on another's."""
-        checks.number("validation-ratio", self.validation_ratio, at_least=0, below=1)
-        checks.number("test-ratio", self.test_ratio, at_least=0, below=1)
-        if self.validation_ratio + self.test_ratio >= 1:
-            raise ValueError(
-                f"validation-ratio={self.validation_ratio}: with test-ratio={self.test_ratio} leaves nothing to train on"
-            )
+            findings.errors.append(refusal("blur-bound", self.blur_bound, wanted))
+        # Held-out records are not protected, so no client may train on another's.
+        if self.validation_ratio < 1 and self.test_ratio < 1 <= self.validation_ratio + self.test_ratio:
+            why = f"with test-ratio={self.test_ratio} leaves nothing to train on"
+            findings.errors.append(refusal("validation-ratio", self.validation_ratio, why))
         if self.partition == "sample" and self.holds_out:
-            raise ValueError(
-                f"partition='sample': clients share records; with validation-ratio={self.validation_ratio} or "
-                f"test-ratio={self.test_ratio} one would train on what another has held out"
+            why = (
+                f"clients share records; with validation-ratio={self.validation_ratio} or test-ratio={self.test_ratio} one "
+                "would train on what another has held out"
             )
+            findings.errors.append(refusal("partition", self.partition, why))
+        self.evaluation.check(findings)
+        if 0 < self.num_rounds < (every := self.evaluation.every):
+            findings.errors.append(refusal("evaluation.every", every, f"num-rounds={self.num_rounds} has no such round"))
 
     @property
     def holds_out(self) -> bool:
@@ -147,16 +174,12 @@ class Settings:
         width = len(str(self.num_clients - 1))
         return [f"client-{index:0{width}d}" for index in range(self.num_clients)]
 
-    def output_path(self) -> Path | None:
-        """The run's folder; None for a new one in the default place."""
-        return Path(self.output_dir).expanduser() if self.output_dir else None
-
-    def ledger_path(self) -> Path | None:
-        """The server's ledger, which several runs share; None for none."""
-        return Path(self.server_ledger).expanduser() if self.server_ledger else None
+    def path_of(self, name: str) -> Path | None:
+        """Return a setting that is a path; None where it is not set."""
+        return Path(path).expanduser() if (path := getattr(self, name)) else None
 
 
-def sampled(settings: Settings, samplings: tuple[str, ...], findings: checks.Findings) -> Settings:
+def sampled(settings: Settings, samplings: tuple[str, ...], findings: Findings) -> Settings:
     """Return settings whose sampling is one of a method's: its first one if none was chosen. Find what that does not read.
 
     A cohort of round-robin sampling whose size was not set has all clients.
@@ -164,12 +187,12 @@ def sampled(settings: Settings, samplings: tuple[str, ...], findings: checks.Fin
     sampling = settings.sampling or samplings[0]
     if sampling not in samplings:
         with findings.noted():
-            checks.one_of("sampling", sampling, samplings)
+            one_of("sampling", sampling, samplings)
         sampling = samplings[0]
     for name, readers in SAMPLED.items():
         if settings.is_set(name) and sampling not in readers:
-            value, others = getattr(settings, name), " or ".join(readers)
-            findings.lines.append(f"{key_of(name)}={value!r}: is not read with sampling={sampling!r}, but with {others}")
+            why = f"is not read with sampling={sampling!r}, but with {' or '.join(readers)}"
+            findings.errors.append(refusal(key_of(name), getattr(settings, name), why))
     size = settings.cohort_size or (settings.num_clients if sampling == "round-robin" else 0)
     return replace(settings, sampling=sampling, cohort_size=size)
 
@@ -184,29 +207,34 @@ def key_of(name: str) -> str:
     return name.replace("_", "-")
 
 
-def read(kind: type[T], table: Mapping[str, Any], findings: checks.Findings, prefix: str = "") -> T:
+def _check_each(own: Any, findings: Findings, prefix: str = "") -> None:
+    for one in fields(own):
+        with findings.noted():
+            if "check" in one.metadata:
+                one.metadata["check"](prefix + key_of(one.name), getattr(own, one.name))
+
+
+def read(kind: type[T], table: Mapping[str, Any], findings: Findings, prefix: str = "") -> T:
     """Return a dataclass of settings from a table with one entry a field; a field that is a table itself has its default.
 
     An unknown or missing key or a value of the wrong kind is a finding, and the field has its default then.
     """
     known = {key_of(field.name): field.type for field in fields(kind) if not is_dataclass(field.type)}  # type: ignore[arg-type]
-    for key in table:
-        if key not in known:
-            findings.lines.append(f"{prefix}{key}={table[key]!r}: unknown key; known are {', '.join(sorted(known))}")
+    for key in [key for key in table if key not in known]:
+        findings.errors.append(refusal(prefix + key, table[key], f"unknown key; known are {', '.join(sorted(known))}"))
     values = {}
     for key, wanted in known.items():
-        if key not in table:
-            findings.lines.append(f"{prefix}{key}: is missing from the run-config")
-            continue
         with findings.noted():
+            if key not in table:
+                raise BadValue(prefix + key, f"{prefix}{key}: is missing from the run-config")
             values[key.replace("-", "_")] = _typed(prefix + key, table[key], wanted)
     return kind(**values)
 
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
     """Return the value as its key's type; a whole number is also a float."""
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        raise ValueError(f"{key}={value!r}: must be of type {kind.__name__}")
+        raise bad(key, value, f"of type {kind.__name__}")
     return value

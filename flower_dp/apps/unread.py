@@ -1,13 +1,47 @@
-"""Which settings of a run-config nothing reads: `flower-dp compare` names none of them."""
+"""Which settings of a run-config nothing reads: by its method, sampling, task, and what else is set."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from flower_dp.apps.evaluation import Evaluation
-from flower_dp.apps.settings import SAMPLED, key_of
+from flower_dp.apps.settings import SAMPLED, Evaluation, key_of
 from flower_dp.apps.tasks import TASKS
 from flower_dp.apps.tasks.partitions import WITH_CLASSES
 from flower_dp.methods import METHODS, TRAINING
+
+_SAMPLING = ("sampling", "sampling-rate", "cohort-size")
+_STEPS = ("learning-rate", "learning-rate-decay")
+_ADAPTIVE = ("clip-learning-rate", "clip-count-noise-std", "smallest-clip-norm", "largest-clip-norm")
+
+
+def by_others(method: str | None, sampling: str | None) -> Callable[[str], bool]:
+    """Return whether other methods or samplings alone read a setting; None or a name that is not known reads all."""
+    keys, tables = set(), list[str]()
+    if method is not None and method in METHODS:
+        keys = {key_of(name) for name in TRAINING if name not in METHODS[method].reads}
+        tables = [f"{other}." for other in METHODS if other != method]
+    keys |= {key_of(name) for name, readers in SAMPLED.items() if sampling and sampling not in readers}
+    return lambda key: key in keys or key.startswith(tuple(tables))
+
+
+def with_method(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a preset's settings with another method: those of the task, and of the others what that method reads.
+
+    The sampling stays if the method can account for it, the step size if the method trains as the preset's does.
+
+    Example:
+        >>> from flower_dp.apps.unread import with_method
+        >>> preset = {"method": "dp-fedavg", "task": "mnist", "momentum": 0.9, "batch-size": 8, "dp-fedavg.clip-norm": 1.0}
+        >>> with_method(preset, "dp-fedpaq")
+        {'method': 'dp-fedpaq', 'task': 'mnist', 'batch-size': 8}
+    """
+    if name not in METHODS or preset["method"] not in METHODS:
+        return {**preset, "method": name}  # which is refused when it is read
+    before, after = METHODS[preset["method"]], METHODS[name]
+    sampling, unread_by = preset.get("sampling") or before.samplings[0], by_others(name, None)
+    dropped = {*(_SAMPLING if sampling not in after.samplings else ()), *(_STEPS if before.reads != after.reads else ())}
+    kept = {key: value for key, value in preset.items() if key not in dropped and not unread_by(key)}
+    explicit = {"sampling": sampling} if set(_SAMPLING) & kept.keys() else {}
+    return {**kept, **explicit, "method": name}
 
 
 def made_unread(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
@@ -30,24 +64,22 @@ def unread(run_config: Mapping[str, Any]) -> set[str]:
 
     A key that flower-dp's app does not have is an app's own, and counts as read; so do all keys of a method that is not known.
     """
-    method = str(run_config.get("method"))
+    method, task = str(run_config.get("method")), run_config.get("task")
     if method not in METHODS:
         return set()
-    sampling = METHODS[method].samplings[0] if run_config.get("sampling") == "" else run_config.get("sampling")
-    kinds = {"sampling": sampling, "partition": run_config.get("partition")}
-    readers = {key_of(name): ("sampling", samplings) for name, samplings in SAMPLED.items()}
-    readers |= {"dirichlet-alpha": ("partition", ("dirichlet",)), "classes-per-client": ("partition", WITH_CLASSES)}
-    found = {key_of(name) for name in TRAINING if name not in METHODS[method].reads}
-    found |= {key for key, (kind, values) in readers.items() if kinds[kind] is not None and kinds[kind] not in values}
-    others = {*METHODS, *TASKS} - {method, run_config.get("task")}
-    found |= {key for key in run_config if key.partition(".")[0] in others and "." in key}
-    if not run_config.get("evaluation.every"):
-        found |= {f"evaluation.{key_of(name)}" for name in Evaluation.__dataclass_fields__ if name != "every"}
-    if not run_config.get("blur-strength"):
-        found.add("blur-bound")
-    if not run_config.get(f"{method}.clip-quantile"):
-        adaptive = ("clip-learning-rate", "clip-count-noise-std", "smallest-clip-norm", "largest-clip-norm")
-        found |= {f"{method}.{name}" for name in adaptive}
-    if run_config.get("fed-smp.mask") != "top-k":
-        found.add("fed-smp.random-ratio")
-    return found & run_config.keys()
+    sampling = run_config.get("sampling")
+    others, partition = (
+        by_others(method, METHODS[method].samplings[0] if sampling == "" else sampling),
+        run_config.get("partition"),
+    )
+    read_beside = {
+        "dirichlet-alpha": partition in (None, "dirichlet"),
+        "classes-per-client": partition in (None, *WITH_CLASSES),
+        "blur-bound": run_config.get("blur-strength"),
+        "fed-smp.random-ratio": run_config.get("fed-smp.mask") == "top-k",
+        **{f"{method}.{name}": run_config.get(f"{method}.clip-quantile") for name in _ADAPTIVE},
+        **{f"evaluation.{key_of(name)}": run_config.get("evaluation.every") for name in Evaluation.__dataclass_fields__},
+        "evaluation.every": True,
+    }
+    tables = tuple(f"{other}." for other in TASKS if other != task)
+    return {key for key in run_config if others(key) or key.startswith(tables) or not read_beside.get(key, True)}

@@ -158,8 +158,7 @@ def presets() -> None:
     """List the presets of flower-dp's app."""
     from flower_dp.running import apps
 
-    with refusing():
-        found = apps.own_app().presets()
+    found = apps.presets()
     width = max(map(len, found), default=0)
     for name, path in found.items():
         typer.echo(f"{name:<{width}}  {apps.description(path)}".rstrip())

@@ -16,7 +16,13 @@ MOST_COUNT = 2**53
 
 
 class SettingsError(ValueError):
-    """All that is wrong with some settings, a line each; nothing was started or spent."""
+    """All that is wrong with some settings, a line each; nothing was started or spent.
+
+    Attributes:
+        errors: what is wrong, one by one, where that is known.
+    """
+
+    errors: tuple[ValueError, ...] = ()
 
 
 class BadValue(ValueError):  # noqa: N818 - raised by the name of what is bad
@@ -39,7 +45,12 @@ def bad(field: str, value: object, wanted: str) -> BadValue:
         >>> bad("delta", 2.0, "a finite number < 1")
         BadValue('delta=2.0: must be a finite number < 1')
     """
-    return BadValue(field, f"{field}={_shown(value)}: must be {wanted}")
+    return refusal(field, value, f"must be {wanted}")
+
+
+def refusal(field: str, value: object, why: str) -> BadValue:
+    """Return the error that a field's value is refused, with the reason, to be raised."""
+    return BadValue(field, f"{field}={_shown(value)}: {why}")
 
 
 class Findings:
@@ -52,20 +63,20 @@ class Findings:
         ...     integer("num-rounds", -1, at_least=0)
         >>> with findings.noted():
         ...     number("delta", 2.0, below=1)
-        >>> findings.lines
+        >>> [str(error) for error in findings.errors]
         ['num-rounds=-1: must be a whole number >= 0', 'delta=2.0: must be a finite number < 1']
     """
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self.errors: list[ValueError] = []
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the ValueError that ends the block, if any."""
+        """Note the ValueError that ends the block, if any, or all those of a `SettingsError`."""
         try:
             yield
         except ValueError as error:
-            self.lines += str(error).splitlines()
+            self.errors += getattr(error, "errors", ()) or [error]
 
     def refuse(self) -> None:
         """Raise what was found.
@@ -73,8 +84,11 @@ class Findings:
         Raises:
             SettingsError: if anything was, each once.
         """
-        if self.lines:
-            raise SettingsError("\n".join(dict.fromkeys(self.lines)))
+        if self.errors:
+            lines = [line for error in self.errors for line in str(error).splitlines()]
+            refused = SettingsError("\n".join(dict.fromkeys(lines)))
+            refused.errors = tuple(self.errors)
+            raise refused
 
 
 def number(

@@ -87,7 +87,7 @@ class FedPAQSteps:
             if self.sensitivity == owner:
                 checks.number(field, value, above=0)
             elif value is not None:
-                raise ValueError(f"{field}={value!r}: is read with sensitivity={owner!r} only; must be None")
+                raise checks.refusal(field, value, f"is read with sensitivity={owner!r} only; must be None")
         longest = self.num_local_steps * self.learning_rate * self.clip_norm
         if self.update_clip_norm is not None and self.update_clip_norm > longest * (1 + 1e-9):
             most = f"num_local_steps x learning_rate x clip_norm = {longest:g}, which no update is longer than"

@@ -88,9 +88,9 @@ def gradient_terms(
     checks.integer("num_replies", num_replies, at_least=1)
     if mechanism == "laplace":
         if delta != 0:
-            raise ValueError(f"delta={delta!r}: Laplace noise gives pure differential privacy; must be 0")
+            raise checks.refusal("delta", delta, "Laplace noise gives pure differential privacy; must be 0")
         if sampling_rate != 1:
-            raise ValueError(f"sampling_rate={sampling_rate!r}: must be 1 for mechanism='laplace', which uses all records")
+            raise checks.bad("sampling_rate", sampling_rate, "1 for mechanism='laplace', which uses all records")
     else:
         checks.number("delta", delta, above=0, below=1)
         checks.number("sampling_rate", sampling_rate, above=0, at_most=1)

@@ -16,9 +16,7 @@ from flower_dp.running.modules import InFolder
 from flower_dp.running.values import Value
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# The folder of the app's pyproject.toml in an installed wheel; a checkout has none here.
-_INSTALLED = _PACKAGE / "_app"
-_PRESETS = ("flower_dp", "apps", "presets")
+PRESETS = _PACKAGE / "apps" / "presets"
 # The module that makes an app from functions that the run-config names.
 _FROM_CONFIG = "flower_dp.from_config"
 
@@ -30,7 +28,7 @@ _OF_NOISE = ("noise-multiplier", "target-epsilon", "paper-epsilon")
 class App:
     """A Flower app on disk: its absolute folder, its name and the run-config defaults by flat key.
 
-    `pilot`, `check` and `public_test` are functions that the app's pyproject.toml names under [tool.flower-dp], as
+    `pilot`, `check`, `cost` and `public_test` are functions that the app's pyproject.toml names under [tool.flower-dp], as
     "module:function"; empty if there is none. `flower-dp plan --estimate-from` calls `pilot` for the keys of a planning problem.
     `flower-dp run` calls `check` with the run-config before it starts Flower; it raises ValueError for invalid settings.
     `flower-dp epsilon` and `flower-dp calibrate` call `cost` with it, for the statement that the run will end with.
@@ -88,11 +86,6 @@ class App:
         """Return every setting that the app takes, with its default."""
         return {**(own_app().defaults if self.built else {}), **self.defaults}
 
-    def presets(self) -> dict[str, Path]:
-        """Return the presets of flower-dp's own app by name."""
-        folder = _PACKAGE.parent if self.folder == _INSTALLED else self.folder
-        return {path.stem: path for path in sorted(folder.joinpath(*_PRESETS).glob("*.toml"))}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -118,6 +111,7 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
     Args:
         target: None for flower-dp's own app, a folder of a Flower app, or else the name of one of flower-dp's presets or tasks.
             If the settings choose another method than the preset's, what the other method needed is left out of the preset.
+            Of a checkout of flower-dp, what its pyproject.toml sets otherwise than the package is taken as a preset.
         settings: `key=value` texts, which take precedence over the preset and the app's file. `key=` gives a setting of
             flower-dp's own apps its default. Relative paths (keys that end in `-dir`) are relative to the working directory,
             those in a preset to the app's folder.
@@ -132,17 +126,18 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
         if sign:
             given[key.strip()] = text.strip()
         else:
-            findings.lines.append(f"--set {setting}: must be key=value")
+            findings.errors.append(ValueError(f"--set {setting}: must be key=value"))
     if target is not None and (app := read_app(Path(target).expanduser())) is not None:
-        preset: Mapping[str, Any] = {}
-        name = app.name
+        name, preset = app.name, dict[str, Any]()
+        if app.own:
+            file, app = app.defaults, own_app()
+            preset = {key: value for key, value in file.items() if value != app.defaults.get(key)}
     else:
         app = own_app()
-        name = target or app.name
-        preset = _preset(app, target) if target is not None else {}
+        name, preset = target or app.name, {} if target is None else _preset(target)
         method = given.get("method", "").strip("'\"")
         if method and preset and method != preset.get("method", app.defaults.get("method")):
-            preset = own_module("combination").with_method({"method": app.defaults.get("method"), **preset}, method)
+            preset = own_module("unread").with_method({"method": app.defaults.get("method"), **preset}, method)
     known, overrides = app.settings(), {}
     method = given.get("method") or str({**known, **preset}.get("method", ""))
     for key, value in preset.items():
@@ -201,54 +196,48 @@ def with_values(target: Target, more: Mapping[str, Any]) -> dict[str, Value]:
     return {**target.config, **own}
 
 
-def _preset(app: App, target: str) -> Mapping[str, Any]:
+def presets() -> dict[str, Path]:
+    """Return the presets of flower-dp's own app by name."""
+    return {path.stem: path for path in sorted(PRESETS.glob("*.toml"))}
+
+
+def _preset(target: str) -> dict[str, Any]:
     """Return the settings of a preset, or what a task needs."""
-    presets = app.presets()
-    if target in presets:
-        return flatten(_read_toml(presets[target]))
-    needed: Mapping[str, Any] | None = own_module("combination").of_task(target)
-    if needed is None:
-        tasks: tuple[str, ...] = own_module("tasks").TASKS
-        hint = f"`flower-dp presets` lists the presets; tasks are {', '.join(tasks)}"
-        for close in difflib.get_close_matches(target, [*presets, *tasks], n=1):
-            hint = f"did you mean {close}?"
+    known = presets()
+    if target in known:
+        return flatten(_read_toml(known[target]))
+    of_tasks = own_module("tasks")
+    tasks: tuple[str, ...] = of_tasks.TASKS
+    if target not in tasks:
+        close = difflib.get_close_matches(target, [*known, *tasks], n=1)
+        hint = f"did you mean {close[0]}?" if close else f"`flower-dp presets` lists the presets; tasks are {', '.join(tasks)}"
         raise ValueError(f"{target}: is neither a folder of a Flower app, nor a preset, nor a task; {hint}")
-    return needed
+    return {"task": target, **of_tasks.module_of(target).NEEDS}
 
 
 def _default(app: App, known: Mapping[str, Value], key: str, method: str) -> Value:
     if key in known:
         return known[key]
-    hint = f"they are in {app.folder / 'pyproject.toml'}." if known else f"{app.name} has no settings."
-    if close := values.suggested(key, known, method):
-        hint = f"did you mean {close}?"
+    close = values.suggested(key, known, method)
+    where = f"they are in {app.folder / 'pyproject.toml'}" if known else f"{app.name} has no settings"
+    where = "docs/settings.md lists them" if app.own else where
+    hint = f"did you mean {close}?" if close else f"{where}."
     if not (app.own or app.built):
         hint += " Flower passes those only that are listed under [tool.flwr.app.config] of its pyproject.toml."
     raise ValueError(f"{key}: unknown setting of {app.name}; {hint.rstrip('.')}")
 
 
 def own_app() -> App:
-    """Return flower-dp's own app, from the checkout around the working directory or else from the running package.
-
-    Raises:
-        ValueError: the package is neither in a checkout nor completely installed.
-    """
-    return running_app(Path.cwd(), *Path.cwd().parents)
-
-
-def running_app(*first: Path) -> App:
-    """Return flower-dp's own app as the running package has it, wherever the working directory is.
-
-    Args:
-        first: folders in which another one may be, which is taken instead.
-
-    Raises:
-        ValueError: the package is neither in a checkout or bundle nor completely installed.
-    """
-    for folder in (*first, _PACKAGE.parent, _INSTALLED):
-        if (app := read_app(folder)) is not None and app.own:
-            return app
-    raise ValueError(f"flower-dp's app is missing in {_INSTALLED}: install flower-dp again, or name an app's folder")
+    """Return flower-dp's own app, as the running package has it: its settings' defaults are in the code, and in no file."""
+    return App(
+        folder=_PACKAGE.parent,
+        name="flower-dp",
+        defaults=own_module("methods").defaults(),
+        pilot="flower_dp.apps.pilot:pilot",
+        check="flower_dp.apps.commands:check",
+        cost="flower_dp.apps.commands:cost",
+        public_test="flower_dp.apps.commands:public_test",
+    )
 
 
 def own_module(name: str) -> ModuleType:

@@ -4,10 +4,10 @@ A client of one run is not known to be any client of another one: another seed m
 is that of a client, or record, that was the most expensive one in every run.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,18 @@ from flower_dp.privacy.charges import Charges, Scope
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
-from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_JSON, STATEMENT_TEXT, read_metrics, write_whole
+from flower_dp.running.run_folder import CHECKPOINT, read_metrics
 
 _LEDGER = "ledger.sqlite"
-NOT_COVERED = (
+CHOOSING = (
     "choosing among the runs: whoever looks at several runs and publishes one, or takes over its settings, has used all of them; "
-    "the epsilon of one run does not cover that",
-    "other runs on the same clients or records: this counts the runs in the sweep's folder alone",
+    "the epsilon of one run does not cover that"
 )
-_TEST_RECORDS = "metrics on test or validation records that are not public: only private evaluations are charged"
+NOT_COVERED = (
+    CHOOSING,
+    "other runs on the same clients or records: this counts the runs in the sweep's folder alone",
+    "metrics on test or validation records that are not public: only private evaluations are charged",
+)
 Events = Mapping[dp.DpEvent, int]
 
 
@@ -58,31 +61,37 @@ class Together:
         scope: what it is proved for.
         num_runs: how many were composed.
         num_others: runs of this scope without a finite epsilon.
-        epsilon: of the composition.
-        delta: at which it holds.
-        how: which accountant.
+        cost: of the composition.
     """
 
     scope: Scope
     num_runs: int
     num_others: int
-    epsilon: float
-    delta: float
-    how: str
+    cost: Cost
 
     def __str__(self) -> str:
-        epsilon = epsilon_in_words(self.epsilon)
+        scope, cost = self.scope, self.cost
         others = f"{_runs(self.num_others)} without a finite epsilon"
         if not self.num_runs:
-            return f"{others} for a {self.scope.unit} ({self.scope.relation}): not private"
+            return f"{others} for a {scope.unit} ({scope.relation}): not private"
         runs = "The one private run costs" if self.num_runs == 1 else f"All {self.num_runs} private runs together cost"
         text = (
-            f"{runs} a {self.scope.unit} that was in each of them epsilon {epsilon} at delta {delta_in_words(self.delta)}, "
-            f"at most ({self.scope.relation}; accountant {self.how})"
+            f"{runs} a {scope.unit} that was in each of them epsilon {epsilon_in_words(cost.epsilon)} at delta "
+            f"{delta_in_words(cost.delta)}, at most ({scope.relation}; accountant {cost.accountant})"
         )
-        if not self.num_others:
-            return text
-        return f"{text}; {others}: with them epsilon is infinite"
+        return f"{text}; {others}: with them epsilon is infinite" if self.num_others else text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values; null: infinite."""
+        return {
+            "unit": self.scope.unit,
+            "relation": self.scope.relation,
+            "runs": self.num_runs,
+            "runs not private": self.num_others,
+            "epsilon": self.cost.epsilon if math.isfinite(self.cost.epsilon) else None,
+            "delta": self.cost.delta,
+            "accountant": self.cost.accountant,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,29 +108,13 @@ class SweepStatement:
     together: tuple[Together, ...]
     without: tuple[str, ...]
 
-    @property
-    def not_covered(self) -> tuple[str, ...]:
-        """What no epsilon of the sweep covers."""
-        return (*NOT_COVERED, _TEST_RECORDS)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the statement as JSON values; null: infinite."""
         return {
             "runs": self.num_runs,
-            "together": [
-                {
-                    "unit": one.scope.unit,
-                    "relation": one.scope.relation,
-                    "runs": one.num_runs,
-                    "runs not private": one.num_others,
-                    "epsilon": one.epsilon if math.isfinite(one.epsilon) else None,
-                    "delta": one.delta,
-                    "accountant": one.how,
-                }
-                for one in self.together
-            ],
+            "together": [one.to_dict() for one in self.together],
             "without account": list(self.without),
-            "not covered": list(self.not_covered),
+            "not covered": list(NOT_COVERED),
         }
 
     def __str__(self) -> str:
@@ -130,52 +123,37 @@ class SweepStatement:
         if len(self.together) > 1:
             lines.append("Apart: no accountant adds up costs of different units or relations")
         lines += [f"Without account: {one}" for one in self.without]
-        lines += [f"Not covered: {one}" for one in self.not_covered]
+        lines += [f"Not covered: {one}" for one in NOT_COVERED]
         return "\n".join(lines)
-
-    def write(self, folder: Path) -> None:
-        """Write it into the sweep's folder."""
-        write_whole(folder / STATEMENT_JSON, (json.dumps(self.to_dict(), indent=2) + "\n").encode())
-        write_whole(folder / STATEMENT_TEXT, f"{self}\n".encode())
 
 
 def statement_of(folders: Sequence[Path]) -> SweepStatement:
     """Return what the runs in some folders together cost, from the ledgers beside their checkpoints."""
     found: dict[Scope, list[tuple[Charged, float]]] = {}
-    without, num_runs = [], 0
+    without = []
     for folder in folders:
         ledger = folder / CHECKPOINT / _LEDGER
         if not ledger.is_file():
             without.append(f"{folder.name}: no ledger in its folder (its charges are in the server's ledger, if it has one)")
             continue
-        num_runs += 1
         for scope, charged, delta in _charged(ledger):
             found.setdefault(scope, []).append((charged, delta))
     together = []
     for scope, runs in found.items():
         private = [charged for charged, _ in runs if charged.private]
-        others = len(runs) - len(private)
         # The least delta of all: for a larger one, epsilon is no larger. That of a pure epsilon is 0, and it holds for any.
         delta = min((delta for _, delta in runs if delta), default=0.0)
         cost = _least(private, delta, scope)
-        together.append(
-            Together(
-                scope=scope,
-                num_runs=len(private),
-                num_others=others,
-                epsilon=math.inf if cost is None else cost.epsilon,
-                delta=delta,
-                how="none" if cost is None else cost.accountant,
-            )
-        )
-    return SweepStatement(num_runs=num_runs, together=tuple(together), without=tuple(without))
+        together.append(Together(scope=scope, num_runs=len(private), num_others=len(runs) - len(private), cost=cost))
+    return SweepStatement(num_runs=len(folders) - len(without), together=tuple(together), without=tuple(without))
 
 
-def _least(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost | None:
-    try:
-        return compose(runs, delta, scope) if runs else None
-    except UnsupportedEventError:
-        return None
+def _least(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
+    """Return what runs together cost; infinite where no accountant can tell."""
+    with suppress(UnsupportedEventError):
+        if runs:
+            return compose(runs, delta, scope)
+    return Cost(epsilon=math.inf, delta=delta, relation=scope.relation, accountant="none")
 
 
 def compose(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
@@ -185,23 +163,18 @@ def compose(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
     gets its part of delta, and the largest epsilons of the runs add up.
     """
     checks.number("delta", delta, at_least=0, below=1)
-    worst = [run.worst for run in runs]
-    known = [one for one in worst if one is not None]
-    if len(known) == len(runs):
+    worst = [one for run in runs if (one := run.worst) is not None]
+    if len(worst) == len(runs):
         total: Counter[dp.DpEvent] = Counter()
-        for one in known:
+        for one in worst:
             total.update(one)
         return accounting.epsilon(_event(total), delta=delta, relation=scope.relation)
     part = delta / len(runs)
     costs = [
-        max(
-            (accounting.epsilon(_event(one), delta=part, relation=scope.relation) for one in run.histories),
-            key=lambda cost: cost.epsilon,
-        )
-        for run in runs
+        max(accounting.epsilon(_event(one), delta=part, relation=scope.relation).epsilon for one in run.histories) for run in runs
     ]
     how = f"sum of the runs' epsilons at delta / {len(runs)}"
-    return Cost(epsilon=sum(cost.epsilon for cost in costs), delta=delta, relation=scope.relation, accountant=how)
+    return Cost(epsilon=sum(costs), delta=delta, relation=scope.relation, accountant=how)
 
 
 def has_charges(folder: Path) -> bool:
@@ -224,7 +197,7 @@ def _charged(ledger: Path) -> Iterable[tuple[Scope, Charged, float]]:
             for scope in dict.fromkeys(charge.scope for charge in charges.last.values()):
                 histories = histories_of(charges, scope)
                 alone = _least([Charged(histories=histories, private=True)], run.delta, scope)
-                private = run.private and alone is not None and math.isfinite(alone.epsilon)
+                private = math.isfinite(alone.epsilon)  # noise from a fixed seed counts as none
                 yield scope, Charged(histories=histories, private=private), run.delta
 
 

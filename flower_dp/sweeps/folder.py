@@ -4,7 +4,7 @@ import csv
 import os
 import shutil
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -78,16 +78,13 @@ class SweepFolder:
             os.close(descriptor)
 
     def _make(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"--output-dir={self.path}: is a file; must be a folder")
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--output-dir={self.path}: can't be made: {error.strerror}; take another folder") from None
-        held = sorted(entry.name for entry in self.path.iterdir() if entry.name not in (LOCK, RUNS))
-        if held and not (self.path / FILE).is_file():
-            raise ValueError(f"--output-dir={self.path}: already holds {held[0]}; must be new, empty, or the folder of a sweep")
-        try:
+            held = sorted(entry.name for entry in self.path.iterdir() if entry.name not in (LOCK, RUNS))
+            if held and not (self.path / FILE).is_file():
+                raise ValueError(
+                    f"--output-dir={self.path}: already holds {held[0]}; must be new, empty, or the folder of a sweep"
+                )
             (self.path / RUNS).mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ValueError(f"--output-dir={self.path}: can't be written: {error.strerror}; take another folder") from None
@@ -114,7 +111,9 @@ class SweepFolder:
                     if not is_finished(folder):
                         self._check_readable(folder)
             elif is_finished(folder):
-                findings.lines.append(f"{folder}: was made with {_nearest(folder, runs)}: put that back, or take another folder")
+                findings.errors.append(
+                    ValueError(f"{folder}: was made with {_nearest(folder, runs)}: put that back, or take another folder")
+                )
         findings.refuse()
 
     def keep(self, file: Path) -> None:
@@ -123,7 +122,7 @@ class SweepFolder:
 
     def _check_same(self, folder: Path, run: PlannedRun) -> None:
         """Refuse a run whose folder has one with other settings: of an app that has changed, or with other nodes."""
-        if differing := _differing(_config(folder), run.config):
+        if differing := _differing(folder, run):
             key, before, now = differing[0]
             raise ValueError(f"{folder}: was made with {key}={before!r}, now {now!r}: take another folder")
         app = run.target.app
@@ -153,17 +152,16 @@ class SweepFolder:
                 continue
             kept = CheckpointFolder(folder / CHECKPOINT)
             goes_on = not (kept.is_empty or kept.why_stuck())
-            if not goes_on:
+            if goes_on:
+                before = Launched.read(folder)
+                run = replace(run, launched=replace(before, workers=run.launched.workers))  # noqa: PLW2901
+            else:
                 if has_charges(folder) or not kept.is_empty:  # of a loop of its own, which would begin anew
                     folder.rename(self._aside(folder))
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(mode=0o700)
                 run.launched.write(folder)
-                found.append((run, folder, False))
-                continue
-            before = Launched.read(folder)
-            went = replace(run, launched=replace(before, workers=run.launched.workers))
-            found.append((went, folder, True))
+            found.append((run, folder, goes_on))
         return found
 
     def _aside(self, folder: Path) -> Path:
@@ -172,19 +170,15 @@ class SweepFolder:
         return next(place for place in places if not place.exists())
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    return tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return what has another value now; a newer release may have more settings."""
+def _differing(folder: Path, run: PlannedRun) -> list[tuple[str, Any, Any]]:
+    """Return what has another value now than in a run's folder; a newer release may have more settings."""
+    before, now = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")), run.config
     return [(key, value, now[key]) for key, value in before.items() if key in now and now[key] != value and key not in _FREE]
 
 
 def _nearest(folder: Path, runs: Sequence[PlannedRun]) -> str:
     """Return in what a run differs from that of the plan that is most like it."""
-    config = _config(folder)
-    differing = min((_differing(config, run.config) for run in runs), key=len)
+    differing = min((_differing(folder, run) for run in runs), key=len)
     return ", ".join(f"{key}={before!r} (now {now!r})" for key, before, now in differing) or "another app"
 
 

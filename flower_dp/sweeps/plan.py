@@ -4,7 +4,8 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +70,9 @@ def planned(file: SweepFile, cores: int) -> tuple[PlannedRun, ...]:
             with findings.of(label):
                 runs.append(_run(file, point, seed, label, preflight.workers_of(workers, file.gpus_per_worker)))
     if findings:  # then all that is wrong, also with the other points
-        _check_settings(runs, findings)
+        for run in _of_one_seed(runs):
+            with findings.of(run.label):
+                preflight.check_settings(run.target)
     findings.refuse()
     known: dict[str, PlannedRun] = {}
     for run in runs:
@@ -88,29 +91,25 @@ def check(runs: Iterable[PlannedRun], *, forecast: bool = False) -> None:
     Raises:
         SettingsError: with all that is wrong, a line each.
     """
-    runs = list(runs)
-    findings = Findings(len({run.label for run in runs}))
-    for run in _check_settings(runs, findings):
+    some = _of_one_seed(runs)
+    findings = Findings(len(some))
+    for run in some:
         app = run.target.app
         functions = [app.check] if app.check and run.target.overrides else []  # the defaults are valid
         with findings.of(run.label):
+            preflight.check_settings(run.target)
             for name in [*functions, *([app.cost] if forecast and app.cost else [])]:
                 with plugins.loaded(app, name) as of_app:
                     of_app(run.config)
     findings.refuse()
 
 
-def _check_settings(runs: Sequence[PlannedRun], findings: "Findings") -> list[PlannedRun]:
-    """Find what is wrong with the settings of the points; return a run of each of the others."""
-    sound: list[PlannedRun] = []
+def _of_one_seed(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
+    """Return one run a point."""
     first: dict[str, PlannedRun] = {}
     for run in runs:
         first.setdefault(run.label, run)
-    for run in first.values():
-        with findings.of(run.label):
-            preflight.check_settings(run.target)
-            sound.append(run)
-    return sound
+    return list(first.values())
 
 
 class Findings:
@@ -122,19 +121,19 @@ class Findings:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._labels: dict[str, dict[str, None]] = {}
+        self._labels: dict[str, list[str]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._labels)
 
-    def of(self, label: str) -> "_Noted":
-        """Note the ValueError that ends the block, if any."""
-        return _Noted(self, label)
-
-    def add(self, label: str, error: ValueError) -> None:
-        """Note an error of a point."""
-        for line in str(error).splitlines():
-            self._labels.setdefault(line, {})[label] = None
+    @contextmanager
+    def of(self, label: str) -> Iterator[None]:
+        """Note the ValueError of a point that ends the block, if any."""
+        try:
+            yield
+        except ValueError as error:
+            for line in str(error).splitlines():
+                self._labels.setdefault(line, []).append(label)
 
     def refuse(self) -> None:
         """Raise what was found.
@@ -143,27 +142,12 @@ class Findings:
             SettingsError: if anything was.
         """
         lines = []
-        for line, labels in self._labels.items():
-            first, more = next(iter(labels)), len(labels) - 1
-            others = f", and {more} other points" if more else ""
-            lines.append(line if len(labels) == self._count else f"{line} (point {first}{others})")
+        for line, of in self._labels.items():
+            labels = list(dict.fromkeys(of))
+            others = f", and {len(labels) - 1} other points" if len(labels) > 1 else ""
+            lines.append(line if len(labels) == self._count else f"{line} (point {labels[0]}{others})")
         if lines:
             raise checks.SettingsError("\n".join(lines))
-
-
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    findings: Findings
-    label: str
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, ValueError):
-            self.findings.add(self.label, error)
-            return True
-        return False
 
 
 def _run(file: SweepFile, point: Point, seed: int, label: str, workers: int) -> PlannedRun:

@@ -17,7 +17,7 @@ from flower_dp.core.words import epsilon_in_words, spent_in_words
 from flower_dp.privacy import selection
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.selection import NumberOfRuns, Poisson
-from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.privacy.statement import Adversary, PrivacyStatement
 from flower_dp.reporting.past_run import PastRun, read_past_run
 from flower_dp.running.planned import outside_of
 from flower_dp.running.preflight import default_workers
@@ -25,7 +25,7 @@ from flower_dp.running.run_folder import STATEMENT_JSON, is_finished, write_whol
 from flower_dp.running.signals import Signals
 from flower_dp.sweeps import plan
 from flower_dp.sweeps.drawn import MARK, Drawn, Mark, Trial
-from flower_dp.sweeps.file import Choice, PrivateChoice, SweepFile, read
+from flower_dp.sweeps.file import Choice, SweepFile, read
 from flower_dp.sweeps.folder import FILE, RUNS, SweepFolder
 from flower_dp.sweeps.plan import PlannedRun
 from flower_dp.sweeps.pool import Pool
@@ -61,9 +61,9 @@ class Candidate:
     statement: PrivacyStatement
 
     @property
-    def epsilon(self) -> float:
-        """Of one run, against those who are no clients."""
-        return next((one.epsilon for one in self.statement.adversaries if one.name == "outsiders"), math.inf)
+    def outsiders(self) -> Adversary:
+        """What one run costs against those who are no clients."""
+        return next(one for one in self.statement.adversaries if one.name == "outsiders")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,7 @@ class PrivateSweep:
         path: of the file.
         file: its content.
         candidates: one a point.
+        choice: by what runs are compared.
         number: the law of the number of runs.
         cost: of the choice.
     """
@@ -81,6 +82,7 @@ class PrivateSweep:
     path: Path
     file: SweepFile
     candidates: tuple[Candidate, ...]
+    choice: Choice
     number: NumberOfRuns
     cost: Cost
 
@@ -92,8 +94,8 @@ class PrivateSweep:
             ValueError: with all that is wrong, a line each; or if the choice has no finite epsilon.
         """
         file = read(path)
-        private = _checked(file)
-        workers = file.workers or max(1, default_workers() // math.ceil(private.number.mean))
+        choice, number = _checked(file)
+        workers = file.workers or max(1, default_workers() // math.ceil(number.mean))
         # Neither workers nor anything else that a run shows depends on K.
         file = replace(file, workers=workers)
         candidates, findings = [], plan.Findings(len(file.points))
@@ -108,28 +110,21 @@ class PrivateSweep:
         for key in ("unit", "relation", "delta"):
             if len({getattr(one.statement, key) for one in candidates}) > 1:
                 raise ValueError(f"points: differ in {key}; a choice has one epsilon, for one {key}")
-        cost = selection.epsilon([one.event for one in candidates], private.number, delta=first.delta, relation=first.relation)
+        cost = selection.epsilon([one.event for one in candidates], number, delta=first.delta, relation=first.relation)
         if not math.isfinite(cost.epsilon):
             raise ValueError("points: one of them is not private, so no choice among them is")
-        return cls(path=path, file=file, candidates=tuple(candidates), number=private.number, cost=cost)
+        return cls(path=path, file=file, candidates=tuple(candidates), choice=choice, number=number, cost=cost)
 
     @property
     def told(self) -> str:
         """What is known before the first run, in words."""
         points = f"{len(self.candidates)} points" if len(self.candidates) > 1 else "1 point"
-        most = max(one.epsilon for one in self.candidates)
+        most = max(one.outsiders.epsilon for one in self.candidates)
         return (
             f"The best of K runs by {self.choice.metric} ({self.choice.mode}), each with one of {points}, drawn anew; K is "
             f"{law_in_words(self.number)}. It costs {spent_in_words(self.cost.epsilon, self.cost.delta)} "
             f"({self.cost.relation}), against those who see the chosen run alone; one run costs at most {epsilon_in_words(most)}."
         )
-
-    @property
-    def choice(self) -> Choice:
-        """By what runs are compared."""
-        if self.file.choice is None:
-            raise ValueError("select: is missing")
-        return self.file.choice
 
     def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> None:
         """Make the runs, and leave the chosen one and the statement in the folder; nothing is told of any run.
@@ -188,11 +183,11 @@ class PrivateSweep:
         """Leave the chosen run and its statement; after an interruption the same ones again."""
         shutil.rmtree(folder.path / RUNS, ignore_errors=True)
         if best is None:
-            statement = self._statement(self.candidates[0].statement, {}, chosen=False)
+            statement = self._statement(self.candidates[0], {}, chosen=False)
             (folder.path / RUNS).mkdir(mode=0o700)
         else:
             run = read_past_run(place.path / RUNS / best.name)
-            statement = self._statement(self.candidates[best.point].statement, run.statement, chosen=True)
+            statement = self._statement(self.candidates[best.point], run.statement, chosen=True)
             publish(run, statement, folder.path / RUNS / CHOSEN)
         write(statement, folder.path)
 
@@ -216,14 +211,14 @@ class PrivateSweep:
 
     def _as_planned(self, run: PastRun, candidate: Candidate) -> bool:
         """Return whether a run has cost no more than its plan, for the same unit, relation and delta."""
-        told, planned = run.statement, candidate.statement
+        told, most = run.statement, candidate.outsiders.epsilon * (1 + _ROUNDING)
         epsilon = next((one["epsilon"] for one in told.get("adversaries", ()) if one["name"] == "outsiders"), None)
-        same = all(told.get(key) == getattr(planned, key) for key in ("unit", "relation", "delta"))
-        return same and told.get("private") is True and epsilon is not None and epsilon <= candidate.epsilon * (1 + _ROUNDING)
+        same = all(told.get(key) == getattr(candidate.statement, key) for key in ("unit", "relation", "delta"))
+        return same and told.get("private") is True and epsilon is not None and epsilon <= most
 
-    def _statement(self, planned: PrivacyStatement, run: Mapping[str, Any], *, chosen: bool) -> PrivacyStatement:
+    def _statement(self, candidate: Candidate, run: Mapping[str, Any], *, chosen: bool) -> PrivacyStatement:
         """Return the statement of the choice: of the run's plan, with what happened in the run."""
-        outsiders = next(one for one in planned.adversaries if one.name == "outsiders")
+        planned, outsiders = candidate.statement, candidate.outsiders
         sees = f"of the chosen run {outsiders.sees}; nothing of any other run, nor how many there were"
         return replace(
             planned,
@@ -267,26 +262,25 @@ def columns_private(metric: str) -> bool:
     return metric.startswith("private-")
 
 
-def _checked(file: SweepFile) -> PrivateChoice:
-    """Return how the choice is made.
+def _checked(file: SweepFile) -> tuple[Choice, NumberOfRuns]:
+    """Return how the choice is made, and the law of the number of runs.
 
     Raises:
         ValueError: if the file does not say it, or by something that no epsilon covers.
     """
-    if file.private is None:
+    choice, private = file.select, file.private_selection
+    if private is None:
         raise ValueError("private-selection: is missing; --private-selection needs [private-selection] with a mean")
-    if file.choice is None:
+    if choice is None:
         raise ValueError("select: is missing; --private-selection needs the metric by which a run is chosen")
     if len(file.seeds) > 1:
         raise ValueError("seeds: with --private-selection every run has a seed of its own; leave them out")
-    metric = file.choice.metric
-    if columns_private(metric):
-        return file.private
-    if columns.own(metric):
-        raise ValueError(f"select.metric={metric}: is no result that a run may be chosen by")
-    if not file.private.public_test_data:
+    private_metric = columns_private(choice.metric)
+    if columns.own(choice.metric) and not private_metric:
+        raise ValueError(f"select.metric={choice.metric}: is no result that a run may be chosen by")
+    if not (private_metric or private.public_test_data):
         raise ValueError(
-            f"select.metric={metric}: is on test records; choose by a private evaluation (private-accuracy), or say "
+            f"select.metric={choice.metric}: is on test records; choose by a private evaluation (private-accuracy), or say "
             "private-selection.public-test-data = true if these records are public"
         )
-    return file.private
+    return choice, private.number

@@ -15,7 +15,7 @@ from flower_dp.reporting import compare, tables
 from flower_dp.reporting.compare import Curve
 from flower_dp.reporting.past_run import PastRun, read_past_run
 from flower_dp.running.run_folder import CONFIG, write_whole
-from flower_dp.sweeps.cost import NOT_COVERED
+from flower_dp.sweeps.cost import CHOOSING
 from flower_dp.sweeps.file import Choice
 from flower_dp.sweeps.folder import RESULTS, SweepFolder
 from flower_dp.sweeps.plan import PlannedRun
@@ -108,7 +108,7 @@ class Results:
         lines += [best] if best else []
         lines += [
             "Mean ± standard deviation (n - 1) over seeds; epsilon of one run, the largest of its seeds.",
-            f"Not covered: {NOT_COVERED[0]}.",
+            f"Not covered: {CHOOSING}.",
         ]
         lines.append("Commands, each with the first seed; all are in commands.txt:")
         first = {run.label: run for run in reversed(self.runs)}

@@ -9,6 +9,7 @@ from pathlib import Path
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.reporting.past_run import PastRun
 from flower_dp.running.run_folder import CONFIG, METRICS, MODEL, MODEL_JSON, STATEMENT_JSON, STATEMENT_TEXT, write_whole
+from flower_dp.sweeps.cost import SweepStatement
 
 # A run's own epsilons, which don't count the choice, and its times.
 _HIDDEN = ("epsilon", "seconds", "elapsed")
@@ -27,7 +28,7 @@ def publish(run: PastRun, statement: PrivacyStatement, folder: Path) -> None:
     write(statement, folder)
 
 
-def write(statement: PrivacyStatement, folder: Path) -> None:
+def write(statement: PrivacyStatement | SweepStatement, folder: Path) -> None:
     """Write a statement into a folder."""
     write_whole(folder / STATEMENT_JSON, (json.dumps(statement.to_dict(), indent=2, allow_nan=False) + "\n").encode())
     write_whole(folder / STATEMENT_TEXT, f"{statement}\n".encode())

@@ -7,18 +7,20 @@ from pathlib import Path
 
 from flower_dp.core import checks
 from flower_dp.running import flower_log, preflight
+from flower_dp.running.launched import Launched
 from flower_dp.running.preflight import default_workers
 from flower_dp.running.progress import clock, quantities, round_text
 from flower_dp.running.run_folder import LOG, forget_statement, is_finished, read_metrics
 from flower_dp.running.signals import Signals
 from flower_dp.simulation.workers import unused_gpus
 from flower_dp.sweeps import plan
-from flower_dp.sweeps.cost import NOT_COVERED, statement_of
+from flower_dp.sweeps.cost import CHOOSING, statement_of
 from flower_dp.sweeps.file import SweepFile, read
 from flower_dp.sweeps.folder import SweepFolder
 from flower_dp.sweeps.plan import PlannedRun
 from flower_dp.sweeps.pool import Ended, Pool
 from flower_dp.sweeps.results import Results
+from flower_dp.sweeps.shown import write
 
 Tell = Callable[[str], None]
 # Seconds without a line after which the sweep says how far it is.
@@ -49,7 +51,7 @@ class Sweep:
             ValueError: with all that is wrong, a line each.
         """
         file = read(path)
-        if file.private is not None:
+        if file.private_selection is not None:
             raise ValueError("private-selection: such a file shows one run alone, with --private-selection")
         return cls(path=path, file=file, runs=plan.planned(file, default_workers()))
 
@@ -64,8 +66,8 @@ class Sweep:
         findings = checks.Findings()
         with findings.noted():
             plan.check(self.runs, forecast=True)
-        with findings.noted():
-            if folder is not None:
+        if folder is not None:
+            with findings.noted():
                 folder.check(self.runs)
         findings.refuse()
 
@@ -84,38 +86,36 @@ class Sweep:
             ValueError: if settings are refused, or the folder is that of other runs; nothing was started then.
             Interrupted: a signal came; no process is left.
         """
-        results = Results(folder=folder, runs=self.runs, metric=self.file.metric)
+        results = self._results(folder)
         with folder.locked() as lock:
             folder.check(self.runs)
             left = [run for run in self.runs if not is_finished(folder.of(run))]
             if done := len(self.runs) - len(left):
                 tell(f"{done} of {len(self.runs)} runs have finished before")
-            progress = _Progress(tell, results, len(self.runs), len(left))
+            progress = _Progress(tell, results, len(left))
             if left:
                 self._make(left, folder, lock, at_once or self.file.at_once, progress)
             else:
                 self._write(results)
         return progress.failed
 
+    def _results(self, folder: SweepFolder) -> Results:
+        return Results(folder=folder, runs=self.runs, metric=self.file.metric)
+
     def unknown(self, folder: SweepFolder) -> list[str]:
         """Return a line for each metric of the file that no finished run has, while there are finished runs."""
-        results = Results(folder=folder, runs=self.runs, metric=self.file.metric)
-        chosen_by = () if self.file.choice is None else (self.file.choice.metric,)
-        return results.unknown((self.file.metric, *chosen_by))
+        chosen_by = () if self.file.select is None else (self.file.select.metric,)
+        return self._results(folder).unknown((self.file.metric, *chosen_by))
 
     def warned(self, folder: SweepFolder) -> list[str]:
         """Return a line for each run with warnings in its log. For the screen: what others see has none of it, as of the log."""
-        found = ((run, folder.of(run) / LOG) for run in self.runs)
-        return [
-            f"{run.told}: {flower_log.num_warnings(warnings)}, in {log}"
-            for run, log in found
-            if (warnings := flower_log.warnings_of(log))
-        ]
+        found = ((run.told, log, flower_log.warnings_of(log)) for run in self.runs for log in [folder.of(run) / LOG])
+        return [f"{told}: {flower_log.num_warnings(warnings)}, in {log}" for told, log, warnings in found if warnings]
 
     def _make(
         self, left: Sequence[PlannedRun], folder: SweepFolder, lock: Path, at_once: int | None, progress: "_Progress"
     ) -> None:
-        one, begun = left[0].launched, False
+        begun = False
         try:
             with Signals() as signals, Pool(left, at_once, lock, signals) as pool:
                 plan.check(left)  # while they start
@@ -123,9 +123,7 @@ class Sweep:
                 folder.keep(self.path)
                 forget_statement(folder.path)  # which the runs are about to outgrow, and a kill would leave it
                 made, begun = folder.left(left), True
-                progress.begin(pool.count, one.workers, sum(goes_on for _, _, goes_on in made))
-                if not one.gpus_per_worker:
-                    progress.tell_unused_gpus()
+                progress.begin(pool.count, left[0].launched, sum(goes_on for _, _, goes_on in made))
                 pool.make(made, progress.ended, progress.running)
         finally:
             if begun:
@@ -133,7 +131,7 @@ class Sweep:
 
     def _write(self, results: Results) -> None:
         if begun := results.folder.runs():  # first: what is charged is known, even if no table can be made
-            statement_of(begun).write(results.folder.path)
+            write(statement_of(begun), results.folder.path)
         results.write_rows()
         curves = results.curves()
         results.write_table(curves, self.best(results))
@@ -144,7 +142,7 @@ class Sweep:
 
         If no finished run has the metric of the choice, that is said instead.
         """
-        choice = self.file.choice
+        choice = self.file.select
         if choice is None:
             return ""
         if (best := results.best(choice)) is None:
@@ -153,7 +151,7 @@ class Sweep:
         lines = [
             f"Best by {choice.metric} ({choice.mode}), {best.mean:.4g} {of}: {best.run.label or 'the only point'}.",
             f"{best.run.command}",
-            f"Not covered: {NOT_COVERED[0]}.",
+            f"Not covered: {CHOOSING}.",
         ]
         if choice.metric in _OF_TEST:
             lines.append(f"{choice.metric} is of the test records: chosen by it, the best point's own result is too good.")
@@ -163,22 +161,19 @@ class Sweep:
 class _Progress:
     """A line for each run that has ended, with what is left."""
 
-    def __init__(self, tell: Tell, results: Results, num_runs: int, num_left: int) -> None:
-        self._tell, self.results = tell, results
-        self._num_runs, self._left = num_runs, num_left
+    def __init__(self, tell: Tell, results: Results, num_left: int) -> None:
+        self._tell, self.results, self._left = tell, results, num_left
         self._began, self._ended = time.monotonic(), 0
         self._told = self._began
         self.failed: list[Ended] = []
 
-    def begin(self, count: int, workers: int, going_on: int) -> None:
-        """Say how the runs are made."""
+    def begin(self, count: int, one: Launched, going_on: int) -> None:
+        """Say how the runs are made, and whether they leave this machine's GPUs alone, if it has any."""
         more = f"; {going_on} of them from a checkpoint" if going_on else ""
-        each = "1 worker" if workers == 1 else f"{workers} workers"
+        each = "1 worker" if one.workers == 1 else f"{one.workers} workers"
         self._tell(f"{self._left} runs to make, {count} at once, {each} each{more}")
-
-    def tell_unused_gpus(self) -> None:
-        """Say that the runs leave this machine's GPUs alone, if it has any."""
-        if line := unused_gpus(preflight.num_gpus() or 0, "gpus-per-worker = 1 to its file", user="sweep"):
+        gpus = 0 if one.gpus_per_worker else preflight.num_gpus() or 0
+        if line := unused_gpus(gpus, "gpus-per-worker = 1 to its file", user="sweep"):
             self._tell(line)
 
     def running(self, runs: Sequence[PlannedRun]) -> None:
@@ -204,20 +199,16 @@ class _Progress:
         if ended.status == "completed" and not is_finished(folder):
             ended = Ended(run=ended.run, status="failed", details="the app has recorded no run", seconds=ended.seconds)
         if ended.status == "completed":
-            numbers: dict[str, object] = {}
-            for row in read_metrics(folder):
-                numbers.update(row)
+            numbers = {key: value for row in read_metrics(folder) for key, value in row.items()}
             warnings = flower_log.warnings_of(folder / LOG)
-            told = ", ".join(
-                [*quantities(numbers), *([flower_log.num_warnings(warnings)] if warnings else []), clock(ended.seconds)]
-            )
+            warned = [flower_log.num_warnings(warnings)] if warnings else []
+            told = ", ".join([*quantities(numbers), *warned, clock(ended.seconds)])
         else:
             self.failed.append(ended)
             why = ended.details.strip().splitlines() or ["no reason given"]
             told = f"{ended.status.upper()}: {why[-1]}; its log is {folder / LOG}"
-        rest = "none left"
-        if self._left:
-            seconds = (time.monotonic() - self._began) / self._ended * self._left
-            rest = f"{self._left} left, about {clock(seconds)}"
-        self._tell(f"[{self._num_runs - self._left}/{self._num_runs}] {ended.run.told}: {told}; {rest}")
+        seconds = (time.monotonic() - self._began) / self._ended * self._left
+        rest = f"{self._left} left, about {clock(seconds)}" if self._left else "none left"
+        num_runs = len(self.results.runs)
+        self._tell(f"[{num_runs - self._left}/{num_runs}] {ended.run.told}: {told}; {rest}")
         self.results.write_rows()

@@ -14,7 +14,7 @@ from torch import nn
 
 from flower_dp.apps import own_model
 from flower_dp.apps.device import own_settings
-from flower_dp.apps.own_config import NOT_READ
+from flower_dp.apps.methods import NOT_READ
 from flower_dp.clients import LocalDPClient
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.methods import METHODS

@@ -11,9 +11,9 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from flower_dp.apps import client_app, own_model
-from flower_dp.apps.device import DEALT, FUNCTIONS, own_settings
+from flower_dp.apps.device import own_settings
 from flower_dp.apps.methods import table_of
-from flower_dp.apps.settings import Settings, key_of
+from flower_dp.apps.settings import DEALT, FUNCTIONS, Settings, key_of
 from flower_dp.methods import METHODS
 from tests.apps.test_methods import DEFAULTS
 

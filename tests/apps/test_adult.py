@@ -1,6 +1,5 @@
 """The task adult: what is read of its files, and what is refused."""
 
-import json
 import os
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 
 from flower_dp.apps.tasks import load_task
 from flower_dp.apps.tasks.adult import Own, load, num_features
-from tests.app_runs import PRESETS, play
 
 FULL = os.environ.get("FLOWER_DP_TEST_DATA", "")
 needs_full = pytest.mark.skipif(not FULL, reason="FLOWER_DP_TEST_DATA does not name a folder with adult/adult.data")
@@ -59,33 +57,15 @@ def test_no_record_changes_another(folder):
     ("old", "new", "message"),
     [
         ("State-gov", "Gov", "workclass='Gov': must be one of Private, "),
-        ("White", "?", r"race='\?': must be one of White, "),
         ("39,", "39.5,", "age='39.5': must be a whole number from 0 to 100"),
-        ("39,", "-1,", "age='-1': must be a whole number"),
         ("2174", "100000", "capital-gain='100000': must be a whole number from 0 to 99999"),
         ("<=50K", "50K", "the label is '50K', must be <=50K or >50K"),
         (", 40", "", "has 14 fields, must have 15"),
-        ("<=50K", "<=50K, 1", "has 16 fields, must have 15"),
     ],
 )
 def test_a_bad_line_is_named(folder, old, new, message):
     (folder / "adult.data").write_text(f"{SECOND}\n{FIRST.replace(old, new)}\n")
     with pytest.raises(ValueError, match=rf"adult\.data, line 2: {message}"):
-        load(str(folder), Own())
-
-
-def test_a_comment_is_for_the_first_line(folder):
-    (folder / "adult.test").write_text(f"{FIRST}\n|1x3 Cross validator\n")
-    with pytest.raises(ValueError, match=r"adult\.test, line 2: has 1 fields"):
-        load(str(folder), Own())
-
-
-def test_files_without_records(folder):
-    (folder / "adult.data").write_text("\n")
-    with pytest.raises(ValueError, match=r"adult\.data: holds no record"):
-        load(str(folder), Own())
-    (folder / "adult.data").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"adult\.data: cannot be read"):
         load(str(folder), Own())
 
 
@@ -114,15 +94,3 @@ def test_the_published_files():
     assert round(counts.std()) == 2911
     assert (counts.min(), counts.max()) == (51, 10_501)
     assert load_task("adult", FULL, Own(features="all")).train_inputs.shape == (32_561, 108)
-
-
-@needs_full
-@pytest.mark.slow
-def test_the_preset_of_dp_pasgd_learns(tmp_path, caplog):
-    """76 % of the people have the smaller income. Half of the rounds, with the noise of the whole run."""
-    half = {"num-rounds": 5, "dp-pasgd.num-steps": 500}
-    folder = play(tmp_path / "run", {**PRESETS["adult-dp-pasgd"], **half, "data-dir": FULL})
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["accuracy"] > 0.79  # 0.815 in a run by hand
-    assert last["epsilon"] <= 10.0
-    assert "the model has learnt nothing" not in caplog.text

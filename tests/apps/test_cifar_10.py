@@ -1,19 +1,14 @@
 """The task cifar-10 and the model resnet18: made-up pictures in the data set's own files, and rounds of training on them."""
 
 import hashlib
-import json
 import pickle
 
 import numpy as np
 import pytest
 import torch
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 
 from flower_dp.apps.tasks import cifar_10, load_task, models, vision
 from flower_dp.apps.tasks.cifar_10 import Own, load
-from flower_dp.privacy import accounting
-from flower_dp.reporting.past_run import read_past_run
-from tests.app_runs import play
 
 PER_BATCH, TEST = 8, 10
 
@@ -90,12 +85,6 @@ def test_files_that_are_not_the_published_ones_are_not_unpickled(small_cifar):
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("data_dir", ["", "/here/NEEDED"])
-def test_missing_files_are_told_with_their_source(data_dir):
-    with pytest.raises(ValueError, match=r"needs cifar-10-batches-py.*https://www\.cs\.toronto\.edu.*torchvision:FOLDER"):
-        load_task("cifar-10", data_dir)
-
-
 def test_what_is_asked_of_torchvision(tmp_path, monkeypatch):
     calls = []
 
@@ -114,17 +103,6 @@ def test_what_is_asked_of_torchvision(tmp_path, monkeypatch):
         load("torchvision:", Own())
 
 
-def test_without_torchvision(tmp_path, monkeypatch):
-    def absent():
-        raise ImportError("No module named 'torchvision'")
-
-    monkeypatch.setattr(vision, "import_torchvision", absent)
-    with pytest.raises(ValueError, match=r"task='cifar-10': needs torchvision.*pip install 'flower-dp\[vision\]'"):
-        load(str(tmp_path), Own())
-    with pytest.raises(ValueError, match=r"model='resnet18': needs torchvision.*pip install 'flower-dp\[vision\]'"):
-        models.make("resnet18", seed=0, num_features=3072)
-
-
 def test_resnet18_has_group_normalisation():
     model = models.make("resnet18", seed=0, num_features=3072)
     # By hand: 11,689,512 of torchvision's with 1,000 classes, less 990 rows of 512 weights and a bias.
@@ -139,56 +117,3 @@ def test_resnet18_has_group_normalisation():
         models.make("resnet18", seed=0)
     with pytest.raises(ValueError, match="model-bias=False: must be True for model='resnet18'"):
         models.make("resnet18", seed=0, num_features=3072, bias=False)
-
-
-@pytest.fixture
-def narrow(monkeypatch):
-    """torchvision's ResNet-18 with all its layers, and a quarter of the channels in each block."""
-    theirs = vision.import_torchvision().models.resnet
-
-    class Narrow(theirs.ResNet):
-        def _make_layer(self, block, planes, *rest, **keywords):
-            return super()._make_layer(block, planes // 4, *rest, **keywords)
-
-    def resnet18(*, norm_layer, num_classes):
-        made = Narrow(theirs.BasicBlock, [2, 2, 2, 2], norm_layer=norm_layer)
-        made.fc = torch.nn.Linear(512 // 4, num_classes)
-        return made
-
-    monkeypatch.setattr(vision.import_torchvision().models, "resnet18", resnet18)
-    monkeypatch.setattr(models, "_NUM_GROUPS", 16)
-
-
-@pytest.mark.usefixtures("narrow")
-def test_two_rounds_on_a_processor(small_cifar, tmp_path):
-    """DP-FedSAM-top_k, as in the paper, on a narrow ResNet-18, in small: it is charged, and every layer moves."""
-    folder, _ = small_cifar
-    settings = {
-        "task": "cifar-10",
-        "model": "resnet18",
-        "data-dir": str(folder),
-        "num-clients": 10,
-        "sampling-rate": 0.2,
-        "num-rounds": 2,
-        "batch-size": 4,
-        "engine": "one-by-one",
-        "evaluate-every": 0,
-        "dp-fedsam.placement": "central",
-        "dp-fedsam.keep-ratio": 0.4,
-        "dp-fedsam.noise-multiplier": 0.95,
-        "dp-fedsam.delta": 0.002,
-        "dp-fedsam.target-epsilon": 0.0,
-    }
-    run = play(tmp_path / "run", settings)
-    statement = json.loads((run / "statement.json").read_text())
-    event = SelfComposedDpEvent(PoissonSampledDpEvent(0.2, GaussianDpEvent(0.95)), 2)
-    expected = accounting.epsilon(event, delta=0.002, relation="add-or-remove-one").epsilon
-    assert statement["epsilon"] == pytest.approx(expected, rel=1e-6)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["round"] for line in lines][-2:] == [1, 2]
-    assert 0 <= lines[-1]["accuracy"] <= 1
-    before, after = models.make("resnet18", seed=0, num_features=3072).state_dict(), read_past_run(run).model()
-    changed = [(after[name] != values.numpy()).reshape(-1) for name, values in before.items()]
-    assert all(one.any() for one in changed)  # every layer moves
-    # Two rounds of 40 % of the coordinates each: at least 0.4, at most 0.8 of them are others.
-    assert 0.399 < np.concatenate(changed).mean() < 0.801

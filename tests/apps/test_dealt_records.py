@@ -1,22 +1,15 @@
 """Who holds which records: what clients train on, and what they hold out, which nobody protects."""
 
-import tomllib
-from dataclasses import replace
-from pathlib import Path
-
 import numpy as np
 import pytest
-import torch
 
 import flower_dp.apps.records
 from flower_dp.apps.methods import Run
-from flower_dp.apps.pilot import pilot
 from flower_dp.apps.records import config_of, deal, records_to_test_with, split
 from flower_dp.apps.settings import Settings
 from flower_dp.apps.tasks.partitions import Sampled, partition
-from flower_dp.running.apps import flatten
+from tests.app_runs import DEFAULTS
 
-DEFAULTS = flatten(tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
 CANCER = {"task": "breast-cancer", "num-clients": 12}
 
 
@@ -47,7 +40,7 @@ def test_runs_that_deal_alike_share_the_deal_and_others_do_not(monkeypatch):
     assert len(few.clients) == 6
 
 
-@pytest.mark.parametrize("partition", ["iid", "dirichlet", "pathological", "label-shards", "het-mnist"])
+@pytest.mark.parametrize("partition", ["iid", "dirichlet", "label-shards"])
 def test_nobody_trains_on_a_record_that_anybody_holds_out(partition):
     ratios = {"validation_ratio": 0.1, "test_ratio": 0.2}
     whole, held = deal(config(partition=partition)), deal(config(partition=partition, **ratios))
@@ -68,15 +61,6 @@ def test_paper_split_of_every_device():
     assert [[len(part) for part in parts] for parts in (train, validation, test)] == [[80, 5, 3], [10, 1, 0], [10, 1, 0]]
 
 
-def test_the_seed_decides_who_is_held_out():
-    dealt = [np.arange(100)]
-    settings = Settings(test_ratio=0.1)
-    again, other = (split(dealt, replace(settings, seed=seed))[2][0] for seed in (0, 1))
-    assert np.array_equal(split(dealt, settings)[2][0], again)
-    assert not np.array_equal(again, other)
-    assert np.ptp(again) > 50  # not the first of the file, nor the last
-
-
 def test_without_ratios_nothing_is_held_out():
     dealt = deal(config())
     assert (dealt.validation, dealt.test) == (None, None)
@@ -95,25 +79,7 @@ def test_nobody_is_left_without_records():
         split([np.arange(4)], Settings(test_ratio=0.1))
 
 
-def test_records_are_what_the_model_takes():
-    run = Run.of(dict(config()))
-    inputs, labels = next(iter(deal(config()).clients.values())).batch(torch.arange(5), torch.device("cpu"))
-    assert run.model()(inputs).shape == (5, 2)
-    assert set(labels.tolist()) <= {0, 1}
-
-
 # the pilot
-
-
-@pytest.mark.slow
-def test_the_pilot_of_a_task_with_two_classes():
-    own = {"method": "fedsgd-dpc", "sampling": "round-robin", "cohort-size": 4}
-    values = pilot("fedsgd-dpc", {**DEFAULTS, **CANCER, **own, "num-clients": 4, "fedsgd-dpc.epsilon": 2.0}).values
-    assert values["dimension"] == 62
-    assert values["num_records"] == 114
-    held_out = {"validation-ratio": 0.1, "test-ratio": 0.1}
-    values = pilot("fedsgd-dpc", {**DEFAULTS, **CANCER, **own, **held_out, "num-clients": 4}).values
-    assert values["num_records"] == 114 - 11 - 11
 
 
 def test_many_clients_are_dealt_without_drawing_for_each(monkeypatch):
@@ -137,12 +103,3 @@ def test_every_client_lives_on_one_node():
     parts = [whole.part(part, 3) for part in range(3)]
     assert sorted(name for part in parts for name in part) == sorted(whole)
     assert all(rows(part[name]) == rows(whole[name]) for part in parts for name in part)
-
-
-def test_all_clients_share_the_tensors_of_their_task():
-    """So a GPU reads the records of a round with one lookup."""
-    clients = deal(config(seed=3)).clients
-    first, *others = clients.on(torch.device("cpu")).part(1, 3).values()
-    assert all(one.inputs is first.inputs and one.targets is first.targets for one in others)
-    moved = clients.on(torch.device("cpu"))
-    assert [rows(one) for one in moved.values()] == [rows(one) for one in clients.values()]

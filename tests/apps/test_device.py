@@ -8,10 +8,9 @@ from flwr.app import Context, RecordDict
 import flower_dp
 from flower_dp.apps import client_app, own_model
 from flower_dp.apps.device import own_settings
-from flower_dp.apps.evaluation import Evaluation
 from flower_dp.apps.methods import table_of
 from flower_dp.apps.server_app import app as server_app
-from flower_dp.apps.settings import key_of
+from flower_dp.apps.settings import Evaluation, key_of
 from flower_dp.methods import METHODS
 from tests.apps.test_methods import DEFAULTS
 from tests.apps.test_own_model import load_records, make_model

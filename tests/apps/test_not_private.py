@@ -8,7 +8,7 @@ import pytest
 from flower_dp.apps.methods import Run
 from flower_dp.cli import main as cli
 from flower_dp.clients import ProximalTerm
-from flower_dp.running.apps import description, own_app
+from flower_dp.running.apps import description, presets
 from tests.app_runs import DEFAULTS, PRESETS, play
 
 NOT_PRIVATE = [name for name in sorted(PRESETS) if name.endswith("-not-private")]
@@ -24,7 +24,7 @@ def test_a_preset_is_called_not_private_if_and_only_if_it_is(name):
     own = run_of(name).own
     private = own.noise_multiplier > 0 if hasattr(own, "noise_multiplier") else math.isfinite(own.epsilon)
     assert private == (name not in NOT_PRIVATE)
-    assert private == ("NOT PRIVATE" not in description(own_app().presets()[name]))
+    assert private == ("NOT PRIVATE" not in description(presets()[name]))
 
 
 def test_they_are_listed_as_not_private(capsys):

@@ -16,12 +16,12 @@ from torch import nn
 
 import flower_dp
 from flower_dp.apps import app_functions, own_model
-from flower_dp.apps.own_model import client_of, run_of
+from flower_dp.apps.own_model import client_of
 from flower_dp.clients import model_arrays
 from flower_dp.clients.training.engines import batched
 from flower_dp.methods import METHODS
 from flower_dp.reporting import compare
-from flower_dp.running.apps import flatten, read_app
+from flower_dp.running.apps import flatten
 from tests.grids import LocalGrid
 
 APP = Path(__file__).parents[1] / "foreign" / "five-lines"
@@ -126,23 +126,13 @@ def test_evaluate_fn_is_told_round_and_epsilon_where_it_takes_them(tmp_path, pri
     assert [line.get("rmse") for line in lines] == [None, 0.5, 0.5]
 
 
-class Evaluates:
-    def __call__(self, model, round):  # noqa: A002
-        return {}
-
-
 @pytest.mark.parametrize(
     ("evaluate_fn", "taken"),
     [
-        (lambda model: {}, []),
         (lambda round: {}, []),  # noqa: A006  (the model, by whatever name)
-        (lambda model, round: {}, ["round"]),  # noqa: A006
-        (lambda model, epsilon=0.0: {}, ["epsilon"]),
         (lambda model, round, /: {}, []),  # noqa: A006
-        (lambda model, *rest: {}, []),
         (lambda model, seed=0, **more: {}, ["round", "epsilon"]),
         (functools.partial(lambda batch, model, epsilon: {}, 8), ["epsilon"]),
-        (Evaluates(), ["round"]),
         (dict, []),  # has no signature
     ],
 )
@@ -232,7 +222,7 @@ def test_functions_may_stand_in_the_run_config(tmp_path, folder):
         "posix:_exit",
         "builtins:print",
         "flower_dp.simulation.attempt:attempt",
-        "flower_dp.apps.check:check",
+        "flower_dp.apps.commands:check",
         "tests.grids:LocalGrid",
         "pytest:main",
         "torch.nn:Linear",
@@ -287,13 +277,14 @@ def test_a_package_among_the_installed_ones_is_no_app(folder, monkeypatch):
         app_functions.named("data-fn", "my_functions:load_records", trusted=False)
 
 
-def test_what_a_device_names_itself_wins(folder):
-    def made(run, **node):
-        context = Context(
-            1, 1, {"partition-id": 0, "num-partitions": 4, **node}, RecordDict(), {"num-clients": 4, **PRIVATE, **run}
-        )
-        return client_of(None, None, nn.functional.cross_entropy, context)
+def made(run, **node):
+    """A device's client, by the names of a run-config and of the device's own."""
+    node_config = {"partition-id": 0, "num-partitions": 4, **node}
+    context = Context(1, 1, node_config, RecordDict(), {"num-clients": 4, **PRIVATE, **run})
+    return client_of(None, None, nn.functional.cross_entropy, context)
 
+
+def test_what_a_device_names_itself_wins(folder):
     mine = {"data-fn": f"{__name__}:load_records", "model-fn": f"{__name__}:make_model"}
     for run in (NAMES, {**NAMES, "data-fn": "os:getpid", "model-fn": "os:getpid", "evaluate-fn": "os:getpid"}):
         assert len(made(run, **mine).clients["client-0"]) == 20
@@ -302,13 +293,7 @@ def test_what_a_device_names_itself_wins(folder):
 
 
 def test_a_device_with_settings_of_its_own_takes_the_functions_that_its_app_names(folder):
-    def made(run, **node):
-        context = Context(
-            1, 1, {"partition-id": 0, "num-partitions": 4, **node}, RecordDict(), {"num-clients": 4, **PRIVATE, **run}
-        )
-        return client_of(make_model, None, nn.functional.cross_entropy, context)
-
-    own = {"dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3}
+    own = {"dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3, "model-fn": f"{__name__}:make_model"}
     assert len(made(NAMES, **own).clients["client-0"]) == 20
     assert len(made({**NAMES, "data-fn": "my_functions:load_others"}).clients["client-0"]) == 20
     with pytest.raises(ValueError, match=r"data-fn='my_functions:load_others': this device has settings of its own, and its app"):
@@ -360,55 +345,21 @@ def test_clients_insist_on_the_settings_of_their_own_run_config(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"model": "cnn"}, "model='cnn': an app with its own model and data does not use this setting"),
-        ({"partition": "dirichlet"}, "partition='dirichlet'"),
-        ({"methd": "dp-fedavg"}, "methd='dp-fedavg': unknown key"),
-        ({"method": "fedavg"}, "method='fedavg'"),
-    ],
-)
-def test_settings_that_make_no_sense_are_named(config, named):
-    with pytest.raises(ValueError, match=named):
-        run_of(config)
-
-
-def test_what_functions_return_is_checked(tmp_path):
-    for arguments, named in (
-        ({"model_fn": lambda: "model", "data_fn": load_records}, "model_fn: returned a str"),
-        ({"model_fn": lambda: nn.BatchNorm1d(3), "data_fn": load_records}, "BatchNorm"),
-    ):
-        with pytest.raises((ValueError, RuntimeError), match=named):
-            play(flower_dp.app(**arguments), tmp_path / named[:5], **PRIVATE)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("functions", "named"),
     [
         ({"model_fn": make_model()}, r"model_fn: is a Linear: must be a function \(\) -> torch.nn.Module"),
         ({"data_fn": [1]}, r"data_fn: is a list: must be a function \(client, num_clients\)"),
-        ({"evaluate_fn": {"accuracy": 0.5}}, "evaluate_fn: is a dict: must be a function"),
+        ({"model_fn": lambda: "model"}, "model_fn: returned a str"),
+        ({"model_fn": lambda: nn.BatchNorm1d(3)}, "BatchNorm"),
+        ({"evaluate_fn": lambda model: 0.5}, "ValueError: it returned a float: must be a dict of numbers by name, or None"),
+        ({"evaluate_fn": lambda model: {3: 0.5}}, "ValueError: its metric 3: the name must be a string"),
+        ({"evaluate_fn": lambda model: {"each": torch.zeros(2)}}, "its metric 'each' is a Tensor: must be one number"),
     ],
 )
-def test_what_is_no_function_is_refused_at_once(arguments, named):
+def test_functions_that_are_or_return_something_else_are_named(functions, named, tmp_path):
     """A model in place of a function was called without inputs, and the error was of its `forward`."""
-    with pytest.raises(ValueError, match=named):
-        flower_dp.app(**{"model_fn": make_model, "data_fn": load_records} | arguments)
-
-
-@pytest.mark.parametrize(
-    ("metrics", "named"),
-    [
-        (0.5, "it returned a float: must be a dict of numbers by name, or None"),
-        ({3: 0.5}, "its metric 3: the name must be a string"),
-        ({"accuracy": "good"}, "its metric 'accuracy' is a str: must be one number"),
-        ({"each": torch.zeros(2)}, "its metric 'each' is a Tensor: must be one number"),
-    ],
-)
-def test_what_evaluate_fn_returns_is_named_if_it_is_no_metrics(metrics, named, tmp_path):
-    app = flower_dp.app(model_fn=make_model, data_fn=load_records, evaluate_fn=lambda model: metrics)
-    with pytest.raises(RuntimeError, match=f"evaluate_fn failed on the initial model, before any charge: ValueError: {named}"):
-        play(app, tmp_path / "run", **PRIVATE)
+    with pytest.raises((ValueError, RuntimeError), match=named):
+        play(flower_dp.app(**{"model_fn": make_model, "data_fn": load_records} | functions), tmp_path / "run", **PRIVATE)
 
 
 def test_the_model_follows_from_the_seed_and_leaves_torchs_own_state_alone(tmp_path):
@@ -422,16 +373,3 @@ def test_the_model_follows_from_the_seed_and_leaves_torchs_own_state_alone(tmp_p
         made.append(load_file(tmp_path / name / "model.safetensors")["weight"].tolist())
     assert made[0] == made[1] != made[2]
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_five_lines_are_an_app(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(APP))
-    for name in ("my_app", "my_model"):  # other tests have apps of these names
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    from my_app import app
-
-    assert read_app(APP).name == "five-lines"
-    play(app, tmp_path / "run", **{key: value for key, value in CONFIG.items() if key not in ("num-clients", "num-rounds")})
-    assert list(compare.read_run(tmp_path / "run", "perplexity").values) == [0, 1, 2]
-    for name in ("my_app", "my_model"):
-        sys.modules.pop(name)

@@ -63,24 +63,6 @@ def test_iid_sizes_differ_by_one_at_most(num_clients, sizes):
     assert {len(records) for records in deal("iid", num_clients=num_clients)} == sizes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_clients", [20, 30])
-def test_iid_clients_are_those_of_flwr_datasets(num_clients):
-    from datasets import Dataset
-    from flwr_datasets.partitioner import IidPartitioner
-
-    partitioner = IidPartitioner(num_clients)
-    partitioner.dataset = Dataset.from_dict({"index": np.random.default_rng(3).permutation(len(LABELS))})
-    theirs = [partitioner.load_partition(client)["index"][:] for client in range(num_clients)]
-    assert [records.tolist() for records in deal("iid", num_clients=num_clients, seed=3)] == theirs
-
-
-def test_iid_mixes_classes():
-    # 200 records of 10 even classes: hypergeometric, mean 20, sd 4.1; 5 sd over 200 counts fails by chance in 1e-4.
-    counts = np.array([np.bincount(LABELS[records], minlength=CLASSES) for records in deal("iid")])
-    assert np.abs(counts - 20).max() < 5 * 4.1
-
-
 def test_dirichlet_differs_more_as_alpha_falls():
     def distance(alpha):  # mean total variation between a client's classes and everyone's
         shares = [np.bincount(LABELS[r], minlength=CLASSES) / len(r) for r in deal("dirichlet", dirichlet_alpha=alpha)]
@@ -108,31 +90,12 @@ def test_label_shards_class_count_and_sizes(num_clients, classes):
     assert np.mean(held) > 0.8 * classes
 
 
-def test_label_shards_leave_out_random_leftovers():
-    clients = deal("label-shards", num_clients=300, classes_per_client=2)  # 600 shards of 6: 400 records are left
-    dealt = np.concatenate(clients)
-    assert {len(records) for records in clients} == {12}
-    assert len(set(dealt.tolist())) == 3600
-    # Hypergeometric: 360 of a class are expected, sd 5.7.
-    assert np.abs(np.bincount(LABELS[dealt]) - 360).max() < 5 * 5.7
-
-
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "pathological", "label-shards"])
 def test_trimming_keeps_part_of_each_clients_own_records(kind):
     settings = {"dirichlet_alpha": 100.0, "labels": FEW}
     whole, trimmed = deal(kind, **settings), deal(kind, records_per_client=10, **settings)
     assert {len(records) for records in trimmed} == {10}
     assert all(set(part.tolist()) <= set(full.tolist()) for part, full in zip(trimmed, whole, strict=True))
-
-
-def test_trimming_needs_enough_records():
-    with pytest.raises(ValueError, match=r"records-per-client=5: client 0 gets only 4 of the 4000 .*num-clients=1000"):
-        deal("iid", num_clients=1000, records_per_client=5)
-
-
-def test_a_sampled_client_does_not_depend_on_how_many_there_are():
-    few, many = deal("sample", num_clients=3), deal("sample", num_clients=30)
-    assert all(np.array_equal(a, b) for a, b in zip(few, many, strict=False))
 
 
 def test_samples_are_uniform_and_overlap():
@@ -163,20 +126,16 @@ def test_a_sample_costs_what_it_holds_however_many_records_there_are():
             {},
             "partition='random': must be one of iid, dirichlet, pathological, label-shards, het-mnist, sample, natural",
         ),
-        ("iid", {"num_clients": 0}, "num-clients=0: must be >= 1"),
         ("iid", {"num_clients": 4001}, "num-clients=4001: must be at most the number of training records, 4000"),
-        ("iid", {"seed": -1}, "seed=-1: must be >= 0"),
-        ("iid", {"records_per_client": -1}, "records-per-client=-1: must be 0 to 4000"),
         ("sample", {"records_per_client": 0}, "records-per-client=0: must be 1 to 4000"),
-        ("sample", {"records_per_client": 4001}, "records-per-client=4001: must be 1 to 4000"),
         ("dirichlet", {"dirichlet_alpha": 0.0}, "dirichlet-alpha=0.0: must be a finite number > 0"),
-        ("dirichlet", {"dirichlet_alpha": float("nan")}, "dirichlet-alpha=nan: must be a finite number > 0"),
         ("dirichlet", {"num_clients": 75, "labels": LABELS[:100]}, "num-clients=75: 100 records cannot be dealt"),
         ("pathological", {"classes_per_client": 11}, "classes-per-client=11: must be 1 to 10"),
-        ("pathological", {"num_clients": 98, "labels": LABELS[:100]}, "num-clients=98: 100 records cannot be dealt"),
-        ("label-shards", {"classes_per_client": 0}, "classes-per-client=0: must be 1 to 10"),
+        ("iid", {"num_clients": 1000, "records_per_client": 5}, "records-per-client=5: client 0 gets only 4 of the 4000 .*=1000"),
+        ("het-mnist", {"num_clients": 3000}, "num-clients=3000: client 0 gets only 0 of the 4000 records"),
+        ("natural", {"num_clients": 19}, "num-clients=19: must be 20 with partition='natural'"),
+        ("natural", {"groups": None}, "partition='natural': the data of this task name no devices"),
         ("label-shards", {"num_clients": 2001}, "num-clients=2001: with classes-per-client=2 needs 4002 shards"),
-        ("iid", {"labels": np.zeros((2, 2), dtype=np.int64)}, "labels: must be a non-empty row of integers"),
         ("iid", {"labels": np.zeros(3)}, "labels: must be a non-empty row of integers"),
     ],
 )
@@ -188,7 +147,7 @@ def test_bad_input(kind, changes, message):
 # HET_MNIST
 
 
-@pytest.mark.parametrize("classes_per_client", range(1, 11))
+@pytest.mark.parametrize("classes_per_client", [1, 3, 10])
 def test_het_mnist_clients_have_equally_many_of_each_of_their_classes(classes_per_client):
     clients = deal("het-mnist", num_clients=100, classes_per_client=classes_per_client)
     # 100 n shares among 10 classes of 400 records: 400 / (10 n), rounded down.
@@ -211,23 +170,9 @@ def test_het_mnist_of_labels_that_do_not_start_at_zero():
     assert [np.bincount(labels[records] + 1).tolist() for records in clients] == [[10, 0, 10]] * 3
 
 
-def test_het_mnist_leaves_nobody_without_records():
-    with pytest.raises(ValueError, match="num-clients=3000: client 0 gets only 0 of the 4000 records"):
-        deal("het-mnist", num_clients=3000)
-    with pytest.raises(ValueError, match="classes-per-client=11: must be 1 to 10"):
-        deal("het-mnist", classes_per_client=11)
-
-
 # Natural clients
 
 
 def test_natural_clients_are_the_devices_in_the_data():
     clients = deal("natural")
     assert all(set(GROUPS[records].tolist()) == {device} for device, records in enumerate(clients))
-
-
-def test_natural_clients_are_as_many_as_devices():
-    with pytest.raises(ValueError, match="num-clients=19: must be 20 with partition='natural'"):
-        deal("natural", num_clients=19)
-    with pytest.raises(ValueError, match="partition='natural': the data of this task name no devices"):
-        deal("natural", groups=None)

@@ -3,14 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from flower_dp.apps.combination import of_task, with_method
 from flower_dp.apps.methods import Run
 from flower_dp.apps.parts import sampler_of
 from flower_dp.apps.refusals import check
 from flower_dp.apps.settings import SAMPLINGS, key_of
-from flower_dp.apps.tasks import TASKS
+from flower_dp.apps.tasks import TASKS, module_of
 from flower_dp.apps.tasks.models import _KINDS, MODELS
-from flower_dp.apps.unread import unread
+from flower_dp.apps.unread import unread, with_method
 from flower_dp.core.checks import SettingsError
 from flower_dp.methods import METHODS, TRAINING
 from flower_dp.running.apps import flatten, own_app
@@ -60,6 +59,12 @@ def test_all_problems_are_told_at_once():
     assert sorted(line.partition(":")[0].partition("=")[0] for line in lines) == sorted(name.partition("=")[0] for name in named)
 
 
+def test_an_argument_of_another_name_is_told_by_its_setting():
+    """By the error's field: it was told as `sampling-rate`, which is another setting."""
+    (line,) = refused({"method": "fedsgd-dpc", "fedsgd-dpc.record-sampling-rate": 0.5})
+    assert line.startswith("fedsgd-dpc.record-sampling-rate=0.5: must be 1 for mechanism='laplace'")
+
+
 def test_a_seed_that_torch_can_not_take_is_refused():
     lines = refused({"seed": 2**63})
     assert lines == ["seed=9223372036854775808: must be a whole number >= 0 and <= 9223372036854775807"]
@@ -69,6 +74,8 @@ def test_a_seed_that_torch_can_not_take_is_refused():
 def test_what_follows_from_a_refused_setting_is_no_news():
     lines = refused({"blur-strength": -1.0, "blur-bound": 0.5})
     assert lines == ["blur-strength=-1.0: must be a finite number >= 0"]
+    assert [line.partition("=")[0] for line in refused({"task": "foo", "model": "bar"})] == ["model", "task"]
+    assert len(refused({"num-clients": -1, "method": "dp-pasgd", "dp-pasgd.client-epsilons": "1,2"})) == 1
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -140,7 +147,7 @@ def test_a_preset_combines_with_another_method():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_runs_with_what_it_needs(task):
-    config = of_task(task)
+    config = {"task": task, **module_of(task).NEEDS}
     if "data-dir" in config:
         assert "data-dir" in refused(config)[0]
         config["data-dir"] = str(ROOT)

@@ -2,22 +2,15 @@
 
 import json
 import os
-import tomllib
-from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
 
-from flower_dp.apps.client_app import app as client_app
 from flower_dp.apps.records import config_of, deal
-from flower_dp.apps.server_app import app as server_app
 from flower_dp.apps.tasks import load_task
 from flower_dp.apps.tasks.vehicle import Own, load
-from flower_dp.running.apps import flatten
-from tests.grids import LocalGrid
+from tests.app_runs import DEFAULTS, PRESETS, play
 
-ROOT = Path(__file__).parents[2]
 FULL = os.environ.get("FLOWER_DP_TEST_DATA", "")
 needs_full = pytest.mark.skipif(not FULL, reason="FLOWER_DP_TEST_DATA does not name a folder with vehicle/vehicle.json")
 
@@ -54,19 +47,11 @@ def test_sensors_are_the_natural_clients(folder):
     assert task.test_inputs.shape == (0, 100)
 
 
-def test_labels_may_be_plain_numbers(folder):
-    values = content()
-    flat = {user: {**data, "y": [label for (label,) in data["y"]]} for user, data in values["user_data"].items()}
-    assert load(folder({**values, "user_data": flat}), Own()).train_labels.shape == (62,)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda v: "[1, 2", r"vehicle\.json: is not JSON: .*line 1"),
-        (lambda v: "[]", "must be a JSON object with the list 'users'"),
         (lambda v: {**v, "user_data": []}, "with the dict 'user_data'"),
-        (lambda v: {**v, "users": []}, "names 0 users, 3 num_samples and 3 user_data"),
         (lambda v: {**v, "users": ["a", "b", "c"]}, "must be the same"),
         (lambda v: {**v, "num_samples": [20, 12, 31]}, "f_00002: has 30 x and 30 y where num_samples says 31"),
         (lambda v: {**v, "user_data": {**v["user_data"], "f_00001": {"x": []}}}, "f_00001: must have the lists 'x' and 'y'"),
@@ -81,13 +66,8 @@ def test_a_file_of_another_format_is_named(folder, change, message):
     ("key", "value", "message"),
     [
         ("x", [0.0] * 99, "x must be 100 finite numbers"),
-        ("x", [0.0] * 99 + ["1"], "x must be 100 finite numbers"),
-        ("x", [0.0] * 99 + [float("nan")], "x must be 100 finite numbers"),
         ("x", [0.0] * 99 + [1e39], "x must be 100 finite numbers"),  # infinite in float32
-        ("x", 1.0, "x must be 100 finite numbers"),
         ("y", [0], r"y is \[0\], must be -1 or 1"),
-        ("y", [1, 1], r"y is \[1, 1\], must be -1 or 1"),
-        ("y", "1", "y is '1', must be -1 or 1"),
     ],
 )
 def test_a_bad_record_is_named(folder, key, value, message):
@@ -95,12 +75,6 @@ def test_a_bad_record_is_named(folder, key, value, message):
     values["user_data"]["f_00001"][key][7] = value
     with pytest.raises(ValueError, match=rf"vehicle\.json, f_00001, record 7: {message}"):
         load(folder(values), Own())
-
-
-@pytest.mark.parametrize("data_dir", ["", "/here/NEEDED", "/nowhere"])
-def test_a_missing_file_is_named_with_its_source(data_dir):
-    with pytest.raises(ValueError, match=r"data-dir.*vehicle\.json.* https://github\.com/litian96/ditto"):
-        load(data_dir, Own())
 
 
 @needs_full
@@ -112,31 +86,17 @@ def test_the_real_file():
     assert np.bincount(task.train_labels + 1).tolist() == [837, 0, 1023]
 
 
-def settings(**changes):
-    defaults = flatten(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
-    preset = flatten(tomllib.loads((ROOT / "flower_dp" / "apps" / "presets" / "vehicle-fedsgd-dpc.toml").read_text()))
-    return {**defaults, **preset, **{key.replace("_", "-"): value for key, value in changes.items()}}
-
-
-def run(config):
-    grid = LocalGrid(client_app, 2, **config)
-    server_app(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
-    folder = Path(config["output-dir"])
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return lines, json.loads((folder / "statement.json").read_text())
+def settings(data_dir, **changes):
+    of_data = {"data-dir": data_dir, "num-clients": 3, "cohort-size": 3}
+    return PRESETS["vehicle-fedsgd-dpc"] | of_data | {key.replace("_", "-"): value for key, value in changes.items()}
 
 
 def test_a_run_learns_and_tells_that_held_out_records_are_public(folder, tmp_path):
-    config = settings(
-        data_dir=folder(content()),
-        num_clients=3,
-        cohort_size=3,
-        num_rounds=10,
-        output_dir=str(tmp_path / "run"),
-        learning_rate=0.05,
-    )
     # Noise so small that the result does not hang on it.
-    lines, statement = run({**config, "fedsgd-dpc.epsilon": 100.0})
+    config = settings(folder(content()), num_rounds=10, learning_rate=0.05) | {"fedsgd-dpc.epsilon": 100.0}
+    run = play(tmp_path / "run", config)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    statement = json.loads((run / "statement.json").read_text())
     assert lines[0]["accuracy"] < 0.9
     assert (lines[-1]["accuracy"], lines[-1]["validation-accuracy"]) == (1.0, 1.0)
     assert 0 < lines[-1]["loss"] < lines[0]["loss"]
@@ -147,14 +107,13 @@ def test_a_run_learns_and_tells_that_held_out_records_are_public(folder, tmp_pat
 
 
 def test_the_server_needs_something_to_test_with(folder, tmp_path):
-    config = settings(data_dir=folder(content()), num_clients=3, cohort_size=3, test_ratio=0.0, output_dir=str(tmp_path / "run"))
     with pytest.raises(ValueError, match=r"test-ratio=0\.0: task='vehicle' has no test set of its own"):
-        run(config)
+        play(tmp_path / "run", settings(folder(content()), test_ratio=0.0))
     assert not (tmp_path / "run").exists()
 
 
 def test_each_sensor_keeps_its_own_records(folder):
-    config = settings(data_dir=folder(content()), num_clients=3, cohort_size=3)
+    config = DEFAULTS | settings(folder(content()))
     task, dealt = load_task("vehicle", config["data-dir"]), deal(config_of(config))
     for device, records in enumerate(dealt.clients.values()):
         assert set(task.groups[records.indices.numpy()].tolist()) == {device}

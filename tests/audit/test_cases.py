@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from flower_dp.apps.cost import cost
+from flower_dp.apps.commands import cost
 from flower_dp.audit import CASES, Claim, audit
 from flower_dp.audit.audit import estimator_of
 from flower_dp.audit.case import Case, Trials, quiet

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import flower_dp
 from flower_dp.cli import launch
 from flower_dp.core.environment import RUN_FOLDER
 from flower_dp.running import apps, preflight, progress
+from flower_dp.running import launched as launched_run
 from flower_dp.running.launched import Launched
 from flower_dp.running.run_folder import RunFolder
 from flower_dp.running.signals import Interrupted
@@ -234,10 +236,7 @@ def test_a_plan(answer, call, problem, tmp_path):
 # targets
 
 
-PYPROJECT = """
-[project]
-name = "flower-dp"
-[tool.flwr.app.config]
+SETTINGS = """
 num-rounds = 50
 clip-norm = 0.3
 verbose = false
@@ -251,9 +250,13 @@ nested.depth = 1
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    presets = tmp_path / "flower_dp" / "apps" / "presets"
-    presets.mkdir(parents=True)
-    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    """Another app in the place of flower-dp's own."""
+    presets = tmp_path / "presets"
+    presets.mkdir()
+    defaults = apps.flatten(tomllib.loads(SETTINGS))
+    for module in (apps, launched_run):
+        monkeypatch.setattr(module, "own_app", lambda: apps.App(folder=tmp_path, name="flower-dp", defaults=defaults))
+    monkeypatch.setattr(apps, "PRESETS", presets)
     (presets / "quick.toml").write_text('# Three rounds to look at.\nnum-rounds = 3\nclip-norm = 1\ndata-dir = "d"\n')
     (presets / "odd.toml").write_text("num-round = 3\n")
     (presets / "wrong.toml").write_text('num-rounds = "3"\n')
@@ -267,6 +270,17 @@ def test_no_target_is_flower_dps_app_with_its_defaults(checkout):
     target = apps.resolve(None, [])
     assert (target.app.folder, target.name, target.overrides) == (checkout, "flower-dp", {})
     assert target.app.defaults["nested.depth"] == 1
+
+
+def test_of_a_checkout_of_flower_dp_what_differs_is_a_preset(checkout):
+    text = '[project]\nname = "flower-dp"\n[tool.flwr.app.config]\nnum-rounds = 7\nclip-norm = 0.3\n'
+    (checkout / "pyproject.toml").write_text(text)
+    target = apps.resolve(str(checkout), [])
+    assert (target.app, target.name, target.overrides) == (apps.own_app(), "flower-dp", {"num-rounds": 7})
+    assert apps.resolve(None, []).overrides == {}  # no file is read that nobody has named
+    (checkout / "pyproject.toml").write_text(text + "num-round = 3\n")
+    with pytest.raises(ValueError, match="num-round: unknown setting of flower-dp; did you mean num-rounds"):
+        apps.resolve(str(checkout), [])
 
 
 def test_a_preset_changes_settings_and_set_wins(checkout):

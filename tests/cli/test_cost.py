@@ -110,11 +110,11 @@ def test_an_app_around_ones_own_model_is_told_as_well(call, tmp_path):
         (("calibrate", "dp-fedavg", "--epsilon", "8", "--num-rounds", "9"), "--num-rounds: dp-fedavg has settings of its own"),
         (
             ("calibrate", "dp-fedavg", "--epsilon", "8", "--set", "dp-fedavg.noise-multiplier=2"),
-            "noise-multiplier=2: epsilon=8 determines it",
+            "noise-multiplier=2.0: epsilon=8 determines it",
         ),
         (
             ("calibrate", "dp-fedavg", "--epsilon", "8", "--set", "dp-fedavg.target-epsilon=9"),
-            "target-epsilon=9: epsilon=8 determines it",
+            "target-epsilon=9.0: epsilon=8 determines it",
         ),
         (("calibrate", "nbafl", "--epsilon", "8", "--set", "nbafl.paper-epsilon=9", "--set", "sampling=full"), "paper-epsilon=9"),
         (

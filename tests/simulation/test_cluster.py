@@ -81,7 +81,7 @@ def test_what_is_no_address_is_refused(address, monkeypatch):
 
 def test_an_address_that_nobody_answers_is_refused_before_anything_starts(nobody):
     with pytest.raises(ConnectionError, match=f"Ray cluster '{nobody}': none answers at {nobody}"):
-        flower_dp.simulate(own_app().folder, ray_address=nobody, progress=False)
+        flower_dp.simulate("mnist", ray_address=nobody, progress=False)
     with pytest.raises(ConnectionError, match="none answers at"):
         cluster.address_of("127.0.0.1:99999")
 

@@ -2,7 +2,6 @@
 
 import shlex
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 
@@ -63,11 +62,6 @@ def test_the_command_makes_the_same_run(write, monkeypatch):
     assert run.config["learning-rate"] == 1.0
 
 
-def test_texts_that_begin_with_a_quote(write, own_app):
-    (run,) = planned(write("app = 'mine'\n[settings]\nmodel = \"'quoted'\""))
-    assert run.config["model"] == "'quoted'"
-
-
 def test_workers_of_a_run(write):
     assert [run.launched.workers for run in planned(write("seeds = 3"), cores=2)] == [1, 1, 1]
     assert [run.launched.workers for run in planned(write("seeds = 3"), cores=13)] == [4, 4, 4]
@@ -123,27 +117,6 @@ def test_a_label_has_nothing_that_its_method_tells(write):
     ]
 
 
-def test_what_is_wrong_with_one_point_hides_nothing_of_another(write):
-    """Keys, values, and what a run refuses when it begins: all in one answer."""
-    text = """
-        [[points]]
-        method = "dp-fedavg"
-        dp-fedavg.nosuch = 1
-        [[points]]
-        method = "dp-fedsam"
-        batch-size = 0
-        [[points]]
-        method = "dp-fedavg"
-        dp-fedavg.target-epsilon = 0.001
-    """
-    with pytest.raises(SettingsError) as caught:
-        planned(write(text))
-    said = str(caught.value)
-    assert "dp-fedavg.nosuch: unknown setting" in said
-    assert "batch-size=0: " in said
-    assert "target-epsilon=0.001: one round alone costs" in said
-
-
 def test_a_forecast_refuses_what_a_run_refuses_when_it_begins(write, monkeypatch):
     runs = planned(write("[settings]\nmethod = 'dp-fedavg'\n[grid]\nbatch-size = [0, 4]"))
 
@@ -157,38 +130,3 @@ def test_a_forecast_refuses_what_a_run_refuses_when_it_begins(write, monkeypatch
     first, second = str(caught.value).splitlines()
     assert first.startswith("batch-size=0: ")
     assert second == "num-rounds=150: no round can be run (point batch-size=4)"
-
-
-@pytest.mark.slow
-def test_the_sweep_of_five_methods_is_refused_by_none():
-    runs = planned(Path(__file__).parents[2] / "examples" / "five-methods.toml")
-    plan.check(runs, forecast=True)
-    methods = ("dp-fedsam", "dp-fedpaq", "dp-pasgd", "fedsgd-dpc", "nbafl")
-    assert [run.label for run in runs if run.seed == 0] == [f"epsilon={of}, {name}" for name in methods for of in (2.0, 8.0)]
-
-
-def test_the_app_checks_every_point(write, monkeypatch):
-    runs = planned(write("[settings]\nvalidation-ratio = 0.9\ntest-ratio = 0.9"))
-    with pytest.raises(SettingsError, match="ratio"):
-        plan.check(runs)
-
-
-def test_a_line_names_the_points_that_it_is_of():
-    findings = plan.Findings(3)
-    for label in ("a", "b"):
-        with findings.of(label):
-            raise ValueError("x=1: wrong\ny=2: wrong")
-    with findings.of("a"):
-        raise ValueError("z=3: wrong")
-    with findings.of("c"):
-        pass
-    with pytest.raises(SettingsError) as caught:
-        findings.refuse()
-    assert str(caught.value).splitlines() == [
-        "x=1: wrong (point a, and 1 other points)",
-        "y=2: wrong (point a, and 1 other points)",
-        "z=3: wrong (point a)",
-    ]
-    plan.Findings(3).refuse()
-    with pytest.raises(KeyError), findings.of("a"):
-        raise KeyError

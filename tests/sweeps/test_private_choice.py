@@ -329,13 +329,11 @@ PRIVATE = "[private-selection]\nmean = 4"
         (PRIVATE, "", "private-selection: is missing"),
         ("mean = 4", "shape = 1", "private-selection.mean: is missing"),
         ("mean = 4", "mean = 0.5", "private-selection.mean=0.5"),
-        ("mean = 4", "mean = 4\nshape = -1", "private-selection.shape=-1"),
         ("mean = 4", "mean = 4\nk = 2", "private-selection.k: is no key"),
-        ("mean = 4", 'mean = 4\npublic-test-data = "yes"', "must be true or false"),
+        ("mean = 4", 'mean = 4\npublic-test-data = "yes"', "must be True or False"),
         ('select = {metric = "private-accuracy", mode = "max"}', "", "select: is missing"),
         ("private-accuracy", "accuracy", "is on test records"),
         ("private-accuracy", "client-train-loss", "is no result"),
-        ("private-accuracy", "cohort-size", "is no result"),
         ('app = "', 'seeds = 2\napp = "', "every run has a seed of its own"),
         ("num-rounds = 2", 'num-rounds = 2\nserver-ledger = "/tmp/ledger.sqlite"', "would tell how many runs"),
         ("learning-rate = [0.1, 0.2, 0.3]", "num-clients = [200, 300]", "is in"),
@@ -360,7 +358,7 @@ def test_public_test_data_and_another_law_are_taken_at_their_word(write):
     )
     sweep = PrivateSweep.read(write(text))
     assert sweep.number == Poisson(mean=4)
-    assert "on test records that are public" in str(sweep._statement(sweep.candidates[0].statement, {}, chosen=True))
+    assert "on test records that are public" in str(sweep._statement(sweep.candidates[0], {}, chosen=True))
 
 
 def test_the_smallest_score_may_be_the_best(write):
@@ -375,11 +373,6 @@ def test_the_smallest_score_may_be_the_best(write):
     assert sweep.score(place.path / "one", trial, place) == -0.25
 
 
-def test_the_two_kinds_of_sweep_are_not_mixed_up(write):
-    with pytest.raises(ValueError, match="shows one run alone"):
-        Sweep.read(write(FILE))
-
-
 def test_a_dry_run_tells_the_cost_and_starts_nothing(write, tmp_path):
     result = CliRunner().invoke(
         app, ["sweep", str(write(FILE)), "--private-selection", "--output-dir", str(tmp_path / "out"), "--dry-run"]
@@ -387,33 +380,6 @@ def test_a_dry_run_tells_the_cost_and_starts_nothing(write, tmp_path):
     assert result.exit_code == 0
     assert result.stdout.startswith("The best of K runs by private-accuracy (max), each with one of 3 points")
     assert result.stdout.count("flower-dp run mnist-dp-fedavg") == 3
-    assert (
-        CliRunner().invoke(app, ["sweep", str(tmp_path / "sweep.toml"), "--private-selection", "--dry-run"]).stdout
-        == result.stdout
-    )
+    with pytest.raises(ValueError, match="shows one run alone"):
+        Sweep.read(tmp_path / "sweep.toml")
     assert not (tmp_path / "out").exists()
-
-
-def test_an_interruption_names_the_command_and_no_run(write, tmp_path, monkeypatch):
-    def interrupted(*_, **__):
-        raise Interrupted(15)
-
-    monkeypatch.setattr(PrivateSweep, "make", interrupted)
-    file, folder = write(FILE), tmp_path / "out"
-    result = CliRunner().invoke(app, ["sweep", str(file), "--private-selection", "--output-dir", str(folder)])
-    assert result.exit_code == 128 + 15
-    assert f"It goes on with: flower-dp sweep {file} --output-dir {folder} --private-selection" in result.output
-    assert "the runs so far" not in result.output
-
-
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (TruncatedNegativeBinomial(mean=3, shape=0), "logarithmic with mean 3"),
-        (TruncatedNegativeBinomial(mean=3), "geometric with mean 3"),
-        (TruncatedNegativeBinomial(mean=3, shape=0.5), "truncated negative binomial with shape 0.5 and mean 3"),
-        (Poisson(mean=3), "Poisson with mean 3"),
-    ],
-)
-def test_laws_in_words(number, words):
-    assert private_choice.law_in_words(number) == words

@@ -2,17 +2,15 @@
 
 import csv
 import json
-import math
 import re
 from dataclasses import replace
 
 import pytest
 
-from flower_dp.reporting.past_run import read_past_run
 from flower_dp.sweeps import plan
 from flower_dp.sweeps.file import Choice, read
 from flower_dp.sweeps.folder import SweepFolder
-from flower_dp.sweeps.results import Results, last_metrics
+from flower_dp.sweeps.results import Results
 from flower_dp.sweeps.sweep import Sweep
 from tests.sweeps.conftest import finish
 
@@ -120,14 +118,3 @@ def test_what_choosing_costs_is_said(made, write, metric):
     assert ("is of the test records" in said) is (metric == "accuracy")
     assert re.match(rf"Best by {metric} \(max\), 0\.\d+ of its one seed: ", sweep.best(replace(made, runs=made.runs[:1])))
     assert Sweep.read(write(GRID)).best(made) == ""
-
-
-def test_last_values(tmp_path):
-    past = read_past_run(finish(tmp_path / "a", {}, 0.4, loss=2.0))
-    assert last_metrics(past, "loss") == {"loss": 2.0, "accuracy": 0.4}
-    assert last_metrics(past, "none") == {"loss": 2.0, "accuracy": 0.4}
-    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"round": 2, "accuracy": None, "other": None}) + "\n")
-    diverged = last_metrics(read_past_run(tmp_path / "a"), "loss")
-    assert list(diverged) == ["loss", "accuracy"]
-    assert (diverged["loss"], math.isnan(diverged["accuracy"])) == (2.0, True)

@@ -6,32 +6,35 @@ common setting gives. Its module here makes the arguments that several settings 
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from flower_dp.apps.evaluation import Evaluation
 from flower_dp.apps.parts import Sizes
-from flower_dp.apps.settings import Settings, key_of, read, sampled
+from flower_dp.apps.settings import DEALT, FUNCTIONS, Evaluation, Settings, key_of, read, sampled
 from flower_dp.apps.tasks import TASKS, load_task
 from flower_dp.apps.tasks import module_of as task_module
 from flower_dp.core import checks
 from flower_dp.methods import METHODS, TRAINING, Method
 from flower_dp.planning.planner import Data, Inputs
+from flower_dp.running.values import Value
 from flower_dp.strategies import DPStrategy
 
 if TYPE_CHECKING:
     from torch import nn
 
     from flower_dp.apps.tasks import Task
-    from flower_dp.clients import Records
+    from flower_dp.clients import FlatModel, Records
     from flower_dp.clients.node_client import NodeClient
+    from flower_dp.clients.training.losses import Loss
 
 
 # Arguments that the data give.
 _OF_DATA = ("num_records", "min_records")
 _PLAIN = (float, int, str, bool)
+# Of flower-dp's own models and data; `seed` is somebody's own first model's, too.
+NOT_READ = ("model", "model-bias", *(key for key in DEALT if key != "seed"))
 
 
 class Parameter(NamedTuple):
@@ -52,15 +55,27 @@ class Run:
     of_task: Any
 
     @classmethod
-    def of(cls, run_config: Mapping[str, Any]) -> "Run":
+    def of(cls, run_config: Mapping[str, Any], *, own_model: bool = False) -> "Run":
         """Read a run-config.
 
         The tables of methods that were not chosen are not looked at.
+
+        Args:
+            run_config: every setting of the app.
+            own_model: whether it is that of an app around somebody's own model and data, and may leave out what has a default.
 
         Raises:
             SettingsError: for unknown or missing keys, values of the wrong kind, and settings that the method does not read, all
                 of them at once.
         """
+        findings = checks.Findings()
+        if own_model:
+            for key in NOT_READ:
+                if (value := run_config.get(key, defaults()[key])) != defaults()[key]:
+                    why = "an app with its own model and data does not use this setting; remove it"
+                    findings.errors.append(checks.refusal(key, value, why))
+            ignored = {*FUNCTIONS, *NOT_READ}
+            run_config = defaults() | {key: value for key, value in run_config.items() if key not in ignored}
         tables: dict[str, dict[str, Any]] = {name: {} for name in (*METHODS, *TASKS, "evaluation")}
         common = {}
         for key, value in run_config.items():
@@ -69,7 +84,6 @@ class Run:
                 tables[prefix][rest] = value
             else:
                 common[key] = value
-        findings = checks.Findings()
         evaluation = read(Evaluation, tables["evaluation"], findings, "evaluation.")
         settings = replace(read(Settings, common, findings), evaluation=evaluation)
         settings.check(findings)
@@ -83,8 +97,11 @@ class Run:
         own = read(table_of(name), tables[name], findings, f"{name}.")
         settings = sampled(settings, method.samplings, findings)
         _find_unread(settings, findings)
-        for other in TASKS:
-            _find_unread_of_task(other, tables[other], task, findings)
+        for key, value in run_config.items():
+            table, dot, _ = key.partition(".")
+            if dot and table in TASKS and table != task and value != defaults().get(key, value):
+                why = f"is not read by task={task!r}; settings of that are under {task}."
+                findings.errors.append(checks.refusal(key, value, why))
         findings.refuse()
         return cls(settings=settings, method=method, own=own, of_task=of_task)
 
@@ -114,21 +131,22 @@ class Run:
         strategy: DPStrategy = self.method.load("strategy")(
             **self._arguments(sizes),
             report_client_metrics=self.settings.report_client_metrics,
-            ledger=self.settings.ledger_path(),
+            ledger=self.settings.path_of("server_ledger"),
         )
         return strategy
 
-    def client(self, model: "nn.Module", clients: "Mapping[str, Records]", sizes: Sizes) -> "NodeClient":
-        """Return the client of one node, around the records of the clients that the node hosts."""
+    def client(
+        self, model: "FlatModel | nn.Module", clients: "Mapping[str, Records]", sizes: Sizes, loss: "Loss | None" = None
+    ) -> "NodeClient":
+        """Return the client of one node, around the records of the clients that the node hosts; `loss` is somebody's own."""
         from flower_dp.apps import client_parts  # noqa: PLC0415 - torch takes a second
 
         if self.method.recipe:
             arguments = self._arguments(sizes)
-            return client_parts.local_client(self.settings, self.method.load("recipe"), arguments, model, clients, sizes)
-        radius = getattr(self.own, "sam_radius", 0.0)
-        training = client_parts.training_of(self.settings, sam_radius=radius)
+            return client_parts.local_client(self.settings, self.method.load("recipe"), arguments, model, clients, sizes, loss)
         rules: Any = self.strategy(sizes).rules
-        return client_parts.client_level_client(self.settings, rules, training, model, clients)
+        radius = getattr(self.own, "sam_radius", 0.0)
+        return client_parts.client_level_client(self.settings, rules, model, clients, radius, loss)
 
     def _arguments(self, sizes: Sizes) -> dict[str, Any]:
         """Return the arguments of both sides."""
@@ -145,6 +163,19 @@ class Run:
         fill = getattr(self.method.load("settings"), "planning", None)
         inputs: Inputs = fill(self.settings, self.own, data, given) if fill else Inputs(values={})
         return inputs
+
+
+@cache
+def defaults() -> dict[str, Value]:
+    """Return every setting of the app, by run-config key, with its default; don't write to it."""
+    tables: dict[str, type[Any]] = {"": Settings, "evaluation.": Evaluation}
+    tables |= {f"{name}.": table_of(name) for name in METHODS} | {f"{name}.": task_module(name).Own for name in TASKS}
+    return {
+        prefix + key_of(one.name): one.default
+        for prefix, table in tables.items()
+        for one in fields(table)
+        if one.default is not MISSING
+    }
 
 
 @cache
@@ -188,16 +219,5 @@ def _find_unread(settings: Settings, findings: checks.Findings) -> None:
     for name in TRAINING:
         if settings.is_set(name) and name not in METHODS[settings.method].reads:
             readers = ", ".join(other for other, method in METHODS.items() if name in method.reads)
-            findings.lines.append(
-                f"{key_of(name)}={getattr(settings, name)!r}: is not read by method={settings.method!r}, but by {readers}"
-            )
-
-
-def _find_unread_of_task(name: str, table: Mapping[str, Any], chosen: str, findings: checks.Findings) -> None:
-    """Find settings of a task that is not the chosen one."""
-    for one in fields(task_module(name).Own) if name != chosen else ():
-        value = table.get(key_of(one.name), one.default)
-        if value != one.default:
-            findings.lines.append(
-                f"{name}.{key_of(one.name)}={value!r}: is not read by task={chosen!r}; settings of that are under {chosen}."
-            )
+            why = f"is not read by method={settings.method!r}, but by {readers}"
+            findings.errors.append(checks.refusal(key_of(name), getattr(settings, name), why))

@@ -12,10 +12,8 @@ def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
     """Return the arguments of strategy and recipe that several settings decide."""
     checks.integer("num-replies", own.num_replies, at_least=0)
     if settings.is_set("learning_rate_decay"):
-        raise ValueError(
-            f"learning-rate-decay={settings.learning_rate_decay:g}: is not read by method={settings.method!r}; "
-            f"set {settings.method}.decay-iterations"
-        )
+        why = f"is not read by method={settings.method!r}; set {settings.method}.decay-iterations"
+        raise checks.refusal("learning-rate-decay", settings.learning_rate_decay, why)
     checks.integer("quantization-levels", own.quantization_levels, at_least=0)
     cohort_size = settings.num_clients if settings.sampling == "full" else cohort_size_of(settings)
     replies = own.num_replies or expected_replies(

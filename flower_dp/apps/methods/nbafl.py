@@ -52,5 +52,5 @@ def _budget(settings: Settings, own: Any) -> dict[str, Any]:
         exposures = own.uplink_exposures or own.num_replies or rounds
         return {"epsilon": None, "uplink_exposures": exposures, "num_replies": own.num_replies or exposures}
     if own.paper_epsilon != default_of(own, "paper_epsilon"):
-        raise ValueError(f"paper-epsilon={own.paper_epsilon:g}: epsilon={own.epsilon:g} is given too; leave out one of them")
+        raise checks.refusal("paper-epsilon", own.paper_epsilon, f"epsilon={own.epsilon:g} is given too; leave out one of them")
     return {"paper_epsilon": None, "uplink_exposures": None, "num_replies": own.num_replies or rounds}

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from flower_dp.core import checks
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -46,6 +48,11 @@ class Task:
     prepare: "Callable[[Tensor], Tensor] | None" = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoSettings:
+    """The table of a task without settings of its own."""
+
+
 class TaskModule(Protocol):
     """The members of a task's module.
 
@@ -78,8 +85,7 @@ def module_of(name: str) -> TaskModule:
     Raises:
         ValueError: If there is no such task.
     """
-    if name not in TASKS:
-        raise ValueError(f"task={name!r}: must be one of {', '.join(TASKS)}")
+    checks.one_of("task", name, TASKS)
     module: Any = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     return module  # type: ignore[no-any-return]
 

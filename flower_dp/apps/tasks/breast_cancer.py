@@ -4,16 +4,17 @@ For methods that protect records: a first run on real data without any download.
 that the data set's description publishes; nothing is computed from the records.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from flower_dp.apps.tasks import Task
+from flower_dp.apps.tasks import NoSettings, Task
+from flower_dp.core.checks import bad
 
 MODELS = ("logistic", "mlp")
 CLASSES = (0, 1)  # malignant, benign
 NEEDS: dict[str, Any] = {"num-clients": 10}
+Own = NoSettings
 
 # Of the description's summary statistics: smallest and largest value, for the means, standard errors and worst values of radius,
 # texture, perimeter, area, smoothness, compactness, concavity, concave points, symmetry and fractal dimension.
@@ -30,17 +31,12 @@ _TEST_RATIO = 0.2
 _SPLIT_SEED = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
-    """No settings of its own."""
-
-
-def num_features(own: Own) -> int:
+def num_features(own: NoSettings) -> int:
     """Return the number of features."""
     return len(_RANGES)
 
 
-def load(data_dir: str, own: Own) -> Task:
+def load(data_dir: str, own: NoSettings) -> Task:
     """Load the records, split into 456 for training and 113 for testing with the classes equally often in both.
 
     Args:
@@ -51,7 +47,7 @@ def load(data_dir: str, own: Own) -> Task:
         ValueError: If `data_dir` is set, or scikit-learn is missing.
     """
     if data_dir:
-        raise ValueError(f"data-dir={data_dir!r}: must be '' for task='breast-cancer', whose records come with scikit-learn")
+        raise bad("data-dir", data_dir, "'' for task='breast-cancer', whose records come with scikit-learn")
     try:
         from sklearn.datasets import load_breast_cancer  # noqa: PLC0415 - takes a second
     except ImportError as error:

@@ -1,13 +1,13 @@
 """CIFAR-10: 50,000 + 10,000 colour pictures of 32 x 32 pixels from a folder, ten classes; torchvision reads them."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flower_dp.apps.tasks import Task, files, vision
-from flower_dp.apps.tasks.idx import DOWNLOAD_PREFIX
+from flower_dp.apps.tasks import NoSettings, Task, files, vision
+from flower_dp.apps.tasks.idx import DOWNLOAD_PREFIX, download_folder
+from flower_dp.core.checks import BadValue, refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,23 +15,19 @@ if TYPE_CHECKING:
 MODELS = ("logistic", "mlp", "resnet18")
 CLASSES = tuple(range(10))
 NEEDS: dict[str, Any] = {"data-dir": files.NEEDED}
+Own = NoSettings
 
 _SOURCE = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 # Mean and deviation of red, green and blue, as they are published with the data set's benchmarks.
 _MEANS, _STDS = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
-    """No settings of its own."""
-
-
-def num_features(own: Own) -> int:
+def num_features(own: NoSettings) -> int:
     """Return the number of pixels, those of each colour."""
     return 3 * 32 * 32
 
 
-def load(data_dir: str, own: Own) -> Task:
+def load(data_dir: str, own: NoSettings) -> Task:
     """Load the pictures.
 
     Args:
@@ -43,15 +39,11 @@ def load(data_dir: str, own: Own) -> Task:
         ValueError: If they cannot be read, or are not the published files: torchvision unpickles these alone.
     """
     if files.is_missing(data_dir):
-        raise ValueError(
-            f"data-dir: task='cifar-10' needs cifar-10-batches-py: --set data-dir=FOLDER with it (from {_SOURCE}), or "
+        raise files.missing(
+            f"task='cifar-10' needs cifar-10-batches-py: --set data-dir=FOLDER with it (from {_SOURCE}), or "
             f"data-dir={DOWNLOAD_PREFIX}FOLDER to download it there"
         )
-    asked = data_dir.startswith(DOWNLOAD_PREFIX)
-    folder = data_dir.removeprefix(DOWNLOAD_PREFIX)
-    if not folder:
-        raise ValueError(f"data-dir={data_dir!r}: must name a folder, as in '{DOWNLOAD_PREFIX}~/data'")
-    root = Path(folder).expanduser()
+    asked, root = data_dir.startswith(DOWNLOAD_PREFIX), download_folder(data_dir)
     train_inputs, train_labels = _read(root, data_dir, train=True, download=asked)
     test_inputs, test_labels = _read(root, data_dir, train=False, download=False)
     return Task(
@@ -76,14 +68,14 @@ def _read(root: Path, data_dir: str, *, train: bool, download: bool) -> tuple[np
     try:
         dataset = vision.import_torchvision().datasets.CIFAR10(str(root), train=train, download=download)
     except ImportError as error:
-        raise ValueError(
-            "task='cifar-10': needs torchvision, in the build that fits torch here (pip install 'flower-dp[vision]')"
-        ) from error
+        raise BadValue("task", f"task='cifar-10': {vision.NEEDED}") from error
     except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"data-dir={data_dir!r}: torchvision has no whole cifar-10-batches-py in {root.absolute()} ({reason}); must be "
-            f"a folder with it (from {_SOURCE}), or '{DOWNLOAD_PREFIX}' and a folder to download to"
+        raise refusal(
+            "data-dir",
+            data_dir,
+            f"torchvision has no whole cifar-10-batches-py in {root.absolute()} ({reason}); must be a folder with it (from "
+            f"{_SOURCE}), or '{DOWNLOAD_PREFIX}' and a folder to download to",
         ) from error
     # torchvision has the colours last, as pictures are drawn; torch's convolutions take them first.
     inputs = np.ascontiguousarray(dataset.data.transpose(0, 3, 1, 2))

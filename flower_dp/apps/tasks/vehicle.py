@@ -5,13 +5,12 @@ that goes around each sensor's records were standardised with their own mean and
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flower_dp.apps.tasks import Task, files
+from flower_dp.apps.tasks import NoSettings, Task, files
 
 MODELS = ("linear-svm",)
 CLASSES = (-1, 1)
@@ -23,6 +22,7 @@ NEEDS: dict[str, Any] = {
     "validation-ratio": 0.1,
     "test-ratio": 0.1,
 }
+Own = NoSettings
 
 FILE = "vehicle.json"
 _NUM_FEATURES = 100
@@ -33,17 +33,12 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
-    """No settings of its own."""
-
-
-def num_features(own: Own) -> int:
+def num_features(own: NoSettings) -> int:
     """Return the number of features."""
     return _NUM_FEATURES
 
 
-def load(data_dir: str, own: Own) -> Task:
+def load(data_dir: str, own: NoSettings) -> Task:
     """Load the records; the natural clients are the sensors, in the order of the file. There is no test set.
 
     Args:

@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any
 
 _MISSING_OPERATOR = "operator torchvision::nms does not exist"
+NEEDED = "needs torchvision, in the build that fits torch here (pip install 'flower-dp[vision]')"
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 

@@ -1,0 +1,71 @@
+"""What commands call of flower-dp's own app: `run` its check, `epsilon` and `calibrate` its cost, `figure landscape` its test."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flower_dp.apps.client_parts import training_of
+from flower_dp.apps.methods import Run
+from flower_dp.apps.records import config_of, records_to_test_with, sizes_of
+from flower_dp.apps.tasks.models import loss_of
+from flower_dp.core import dp
+from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.reporting.landscape import PublicTest
+from flower_dp.strategies.forecast import forecast, outside_event
+
+
+def check(run_config: Mapping[str, Any]) -> None:
+    """Read the data, and construct the server's objects from the settings.
+
+    Raises:
+        ValueError: naming the invalid setting.
+    """
+    run = Run.of(run_config)
+    training_of(run.settings)
+    run.task()
+    run.strategy(sizes_of(run_config))
+
+
+def cost(run_config: Mapping[str, Any], *, own_model: bool = False) -> PrivacyStatement:
+    """Return the statement that a run of these settings will end with.
+
+    Args:
+        run_config: the settings.
+        own_model: whether they are those of an app around somebody's own model and data (`flower_dp.app`).
+
+    Raises:
+        ValueError: naming the invalid setting, or if records are needed for their number and cannot be read.
+    """
+    return forecast(**_planned(run_config, own_model=own_model))
+
+
+def outside(run_config: Mapping[str, Any], *, own_model: bool = False) -> tuple[dp.DpEvent, PrivacyStatement]:
+    """Return what a run of these settings is charged with against those who are no clients, and its statement.
+
+    Raises:
+        ValueError: if every device has a ledger of its own; or as `cost`.
+    """
+    return outside_event(**_planned(run_config, own_model=own_model))
+
+
+def public_test(run_config: Mapping[str, Any]) -> PublicTest:
+    """Return the model, its loss and the public test records of a run.
+
+    Raises:
+        ValueError: naming the invalid setting, or if the records cannot be read.
+    """
+    run = Run.of(run_config)
+    records = records_to_test_with(run, config_of(run_config))
+    return PublicTest(module=run.model(), loss=loss_of(run.settings.model), records=records)
+
+
+def _planned(run_config: Mapping[str, Any], *, own_model: bool) -> dict[str, Any]:
+    run = Run.of(run_config, own_model=own_model)
+
+    def unknown() -> dict[str, int]:
+        raise ValueError(
+            f"method={run.settings.method}: epsilon follows from every client's number of records, and the app's data are not "
+            "read here; start the run"
+        )
+
+    strategy = run.strategy(unknown if own_model else sizes_of(run_config))
+    return {"strategy": strategy, "num_rounds": run.settings.num_rounds, "names": run.settings.client_names()}
