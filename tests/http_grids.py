@@ -20,7 +20,7 @@ class LocalHttpGrid(http_grid.HttpGrid):
     def __init__(self, local):
         super().__init__(token="made up")  # noqa: S106
         self.local, self.packed, self.objects = local, {}, {}
-        self._client, self._session = self, run_of(1)
+        self._client, self._run = self, run_of(1)
 
     def get_node_ids(self):
         return self.local.get_node_ids()

@@ -207,15 +207,13 @@ def _audited_run(target: str | None, settings: list[str], canaries: int, seed: i
     from flower_dp.audit.one_run_audit import audit_run
     from flower_dp.running import apps
 
-    try:
+    with refusing():
+        checks.integer("--canaries", canaries, at_least=2)
         run = apps.resolve(target, settings)
         if not run.app.own:
             raise ValueError(f"{target}: --canaries is for flower-dp's own presets and tasks")
         with quiet(logging.ERROR):  # absent canaries decline, a line each
             return audit_run(run.config, num_canaries=canaries, confidence=confidence, seed=seed)
-    except ValueError as error:
-        named = isinstance(error, checks.BadValue) and error.field == "num_canaries"
-        refuse(f"--canaries{str(error).removeprefix('num_canaries')}" if named else str(error))
 
 
 def text_of_run(audit: "OneRunAudit") -> str:

@@ -419,7 +419,7 @@ def test_a_name_that_is_no_printable_line_enters_nowhere(name):
     with pytest.raises(ValueError, match=r"must be one line of printable characters|Expected str, got|is not JSON"):
         wire.hosted_of(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), most_names=3)
     if isinstance(name, str):
-        answer = {"payload": {}, "seeded_noise": False, "payload_bytes": 0, "fresh": [], "refused": {}, "metrics": {name: 1.0}}
+        answer = {"payload": {}, "seeded_noise": False, "payload_bytes": 0, "fresh": [], "refused": [], "metrics": {name: 1.0}}
         with pytest.raises(ValueError, match=r"metric=.*must be one line|is not JSON"):
             wire.Answer.from_json(json.dumps({"protocol": wire.PROTOCOL, **answer}), ["a"])
 

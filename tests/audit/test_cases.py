@@ -18,6 +18,7 @@ from flower_dp.privacy.events import leaves_of
 from flower_dp.running import apps
 from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.releases import shared_noise
+from flower_dp.strategies.releases.noised_sum import SumState
 
 PRESETS = (
     "mnist-dp-fedsam-topk-paper",
@@ -69,13 +70,14 @@ def test_runs_share_nothing():
 def test_update_and_indicator_together_have_the_effect_that_is_claimed(monkeypatch):
     """Without noise: the squares of both effects, over the noise, add up to 1 / z^2, where the update alone has less."""
     case = CASES["dp-fedavg, adaptive clip"]
-    release = case.strategy().rules.training.next_release
+    training = case.strategy().rules.training
+    release = training.next_noise(SumState()).release
     deviation = release.noise_scale  # of every coordinate
     monkeypatch.setattr(noise, "gaussian", lambda like, std, step, rng: 0.0 * like)
     with quiet():
         runs = Trials(case)
         without, with_it = (runs.run(present=present) for present in (False, True))
-    asked = case.strategy().rules.training.indicator
+    asked = training.indicator(SumState())
     # One coordinate in the direction of what the unit adds, as long as update or indicator alone: their weights are their lengths.
     lengths = {"update": asked.clip_norm, "indicator": asked.scale / 2, "projection": asked.joint_norm}
     for name, length in lengths.items():

@@ -63,7 +63,7 @@ def test_a_table_that_is_no_data_set_is_named(shown):
     from flower_dp.clients import DatasetRecords
     from flower_dp.clients.training.dry_run import _example
 
-    dry_run._warn_once.cache_clear()
+    dry_run._log_once.cache_clear()
     out = shown(lambda: _example(DatasetRecords(dataset=[{"age": 3, "ill": 1}]), "cpu", public=False))
     assert out == "WARNING: dry run: a row of the data set is a dict\n"
 

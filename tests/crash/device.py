@@ -39,8 +39,8 @@ class ReplyingGrid(TellingGrid):
 
 def _heard(reply: Message, asked: list[str]) -> list[str]:
     (text,) = (record[wire.messages.KEY] for record in reply.content.config_records.values() if wire.messages.KEY in record)
-    refused = {place for places in json.loads(str(text))["refused"].values() for place in places}
-    return [name for place, name in enumerate(asked) if place not in refused]
+    refused = wire.Answer.from_json(str(text), asked).refused
+    return [name for name in asked if name not in refused]
 
 
 def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bool = False, often: bool = False) -> None:

@@ -38,7 +38,7 @@ def test_its_settings_are_those_of_a_run_with_the_stated_epsilon(folder):
     assert (type(own.server), type(own.client)) == (ServerApp, ClientApp)
     run = apps.own_module("methods").Run.of(apps.read_app(folder).defaults, own_model=True)
     strategy = run.strategy(lambda: {})
-    assert (strategy.num_clients, strategy.delta, strategy.rules.training.clip_norm) == (200, 0.002, 0.5)
+    assert (strategy.num_clients, strategy.delta, strategy.rules.release.clip_norm) == (200, 0.002, 0.5)
     assert strategy.delta < 1 / strategy.num_clients
 
 

@@ -40,5 +40,5 @@ def test_simulate_says_it_once_for_its_workers(there, gpus, lines, monkeypatch, 
 def test_a_sweep_says_it_once_of_all_its_runs(monkeypatch, num_gpus, lines):
     monkeypatch.setattr(preflight, "num_gpus", lambda: num_gpus)
     told = []
-    sweep._Progress(told.append, SimpleNamespace(), 2, 2).tell_unused_gpus()
-    assert told == ["2 GPUs are not used by this sweep: add gpus-per-worker = 1 to its file (docs: Run on a GPU)"][:lines]
+    sweep._Progress(told.append, SimpleNamespace(), 2).begin(1, SimpleNamespace(workers=1, gpus_per_worker=0.0), 0)
+    assert told[1:] == ["2 GPUs are not used by this sweep: add gpus-per-worker = 1 to its file (docs: Run on a GPU)"][:lines]

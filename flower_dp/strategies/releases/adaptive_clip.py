@@ -42,7 +42,7 @@ class AdaptiveClip:
         ...     num_clients=1000,
         ...     delta=1e-4,
         ... )
-        >>> strategy.rules.clip_norm
+        >>> strategy.rules.clip_norm(strategy.state)
         0.1
     """
 
