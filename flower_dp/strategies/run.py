@@ -210,6 +210,10 @@ def check_goes_on(rules: Rules, charges: Charges) -> None:
         last, kind = charges.last.get(("", release.name)), release.charge(Charges(), 1, ()).kind
         if last is not None and last.kind != kind:
             raise ValueError(f"state: what was charged for {release.name} is {last.kind}, and this strategy releases {kind}")
+    training = rules.releases[0].name
+    known = {release.name for release in rules.releases} | {wire.EVALUATION}
+    if (other := sorted(set(charges.numbers()) - known)) and not charges.number(training):
+        raise ValueError(f"state: {other[0]} was charged, and this strategy releases {training}: it would count as nothing here")
     if charges.number(wire.EVALUATION) and evaluation_of(rules) is None:
         raise ValueError("state: private evaluations were charged, and this strategy has none; give the same evaluation=...")
 

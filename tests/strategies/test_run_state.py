@@ -19,7 +19,16 @@ from flower_dp.core.stored import packed, same, stored, unpacked
 from flower_dp.privacy import accounting
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
-from flower_dp.strategies import DPPASGD, DPFedAvg, DPStrategy, EvaluationBudget, LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies import (
+    DPPASGD,
+    DPFedAvg,
+    DPFedSAM,
+    DPStrategy,
+    EvaluationBudget,
+    FedSGDDPC,
+    LocalEvaluation,
+    PrivateEvaluation,
+)
 from flower_dp.strategies.releases.noised_sum import SumState
 from tests.charges import charge
 from tests.grids import LocalGrid
@@ -115,6 +124,28 @@ def test_replies_keep_their_cost_a_run_goes_on_by_the_same_terms_alone():
         moved(DPPASGD(**arguments, evaluation=smaller), strategy.state)
     with pytest.raises(ValueError, match="private evaluations were charged, and this strategy has none"):
         moved(DPPASGD(**arguments), strategy.state)
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_what_another_method_was_charged_is_not_forgotten(evaluated):
+    """The statement had 0 rounds, and the next ones were told as if they were the first."""
+    plan = PrivateEvaluation(noise_multiplier=2.0, sampling=FullSampling())
+    strategy = DPFedAvg(**PRIVATE, evaluation=plan)
+    charge(strategy, ("a",) * 4)
+    if evaluated:
+        charge(strategy, ("a",) * 4, release=strategy.rules.evaluation)
+    local = {"mechanism": "laplace", "cohort_size": 4, "num_records": 50, "clip_norm": 1.0, "epsilon": 2.0, "learning_rate": 0.1}
+    others = (
+        [DPFedSAM(**PRIVATE, placement="central", evaluation=plan)]
+        if evaluated
+        else [DPFedSAM(**PRIVATE), FedSGDDPC(num_clients=4, **local)]
+    )
+    for other in others:
+        other.plan(3)
+        before = other.statement
+        with pytest.raises(ValueError, match="state: dp-fedavg was charged, and this strategy releases"):
+            moved(other, strategy.state)
+        assert other.statement == before
 
 
 def test_in_turn_the_next_cohort_follows_from_the_stored_state():
