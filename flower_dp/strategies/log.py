@@ -121,9 +121,8 @@ class MemoryLog:
         Raises:
             LedgerError: if it is not the next one of its release, or is of something else than the last one.
         """
-        after = self.charges.after(charge)
+        self.charges = self.charges.after(charge)  # first: after an interruption no other charge of this number is taken
         self.count(charge, self.run)
-        self.charges = after
         self._rounds.setdefault(charge.release, []).append(charge.server_round)
 
     def beyond(self, numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -140,6 +139,8 @@ class MemoryLog:
         if own and any(numbers.values()) and own != numbers:
             raise _other_state(own, numbers)
         if not own and any(numbers.values()):
+            if (has := charges.numbers()) != numbers:  # of a checkpoint, whose ledger has them
+                raise _other_state(numbers, has)
             self.unknown |= {self.run}
             self.charges = charges
 
@@ -224,16 +225,19 @@ class StoreLog:
         """Write a charge down."""
         if self._store is None:
             raise RuntimeError("ledger: the run has ended")
-        before = self.charges, self._all
+        before, memory = (self.charges, self._all), self.memory
+        of_runs = None if memory is None else memory.all
         # First: an interruption leaves no charge on the disk that the joint epsilon lacks.
-        if self.memory is not None:
-            self.memory.count(charge, self.run)
+        if memory is not None:
+            memory.count(charge, self.run)
         self.charges = self.charges.after(charge)
         self._all = self._all.after(charge, run=self.run, private=self._private)
         try:
             self._store.append(self.run, charge)
         except Exception:  # an interruption is none: then it may be on the disk
             self.charges, self._all = before
+            if memory is not None and of_runs is not None:
+                memory.all = of_runs  # else another charge of its number would not count
             raise
 
     def check_state(self, numbers: Mapping[str, int], charges: Charges) -> None:

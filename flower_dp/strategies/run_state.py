@@ -106,6 +106,7 @@ class RunState:
         own_evaluation: whether a round was run by a subclass that asks clients to evaluate, whose metrics are not private.
         changing_names: whether a round was charged by names of clients that change when their nodes start anew.
         num_known: the largest number of clients among which a cohort was drawn.
+        run: the id of the run that was charged; empty before its first charge, and where it is not told.
     """
 
     rounds: tuple[RoundReport, ...] = ()
@@ -129,6 +130,7 @@ class RunState:
     own_evaluation: bool = False
     changing_names: bool = False
     num_known: int = 0
+    run: str = ""
 
     def happened(self, incident: str) -> Self:
         """Return the state with one more incident."""

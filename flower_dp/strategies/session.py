@@ -111,6 +111,11 @@ class Session:
         """Open the ledger of the run, once: that of several runs, or else that beside its checkpoints."""
         if isinstance(self.log, StoreLog) or (path := self.ledger or self.writer.ledger()) is None:
             return
+        if charged := self.log.charges.numbers():
+            told = ", ".join(f"{number} x {name}" for name, number in charged.items())
+            raise LedgerError(
+                f"ledger {path}: this run was charged {told} elsewhere, and the ledger would lack it; begin() begins a new run"
+            )
         found, about = self.writer.found, self.rules.about
         self.log = StoreLog(
             path,
@@ -158,6 +163,11 @@ class Session:
         self._own = replace(self._own, names=known, planned_rounds=planned)
 
     @property
+    def _run(self) -> str:
+        """The id of the run, also of one that began elsewhere."""
+        return self._own.run or self.log.run
+
+    @property
     def current(self) -> RunState:
         """The state with the charges of the log, as steps take it."""
         return replace(self._own, charges=self.log.charges)
@@ -172,7 +182,7 @@ class Session:
             ValueError: if another strategy made the state: its charges would get another cost.
         """
         optimizer = None if self._optimizer is None else self._optimizer.state
-        return replace(self.current, optimizer=optimizer)
+        return replace(self.current, optimizer=optimizer, run=self._run if self.log.charges.last else "")
 
     @state.setter
     def state(self, state: RunState) -> None:
@@ -184,10 +194,17 @@ class Session:
         same = (state.names, state.planned_rounds) == (self._own.names, self._own.planned_rounds)
         rules = self.rules if same else self._rules.opened(state.names, state.planned_rounds)
         run.check_goes_on(rules, state.charges)
+        goes_on = bool(self.log.charges.last)
         self.log.check_state(state.charged, state.charges)
+        if goes_on and state.run not in ("", self._run):
+            raise LedgerError(
+                "state: it is of another run, which was charged as often as this one: the statement would be of one of them; "
+                "begin() begins a new run"
+            )
         self._set(state, rules)
         if not any(state.charged.values()) and isinstance(self.log, MemoryLog):  # a new run
             self.forget_charges()
+            self.finished = {}
 
     def _set(self, state: RunState, rules: Rules) -> None:
         self.rules, self._own = rules, replace(state, charges=Charges())

@@ -18,12 +18,12 @@ from flower_dp.clients import model_arrays
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting, store
 from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import EVERY_CLIENT
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPPASGD, DPFedAvg, EvaluationBudget, LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.log import StoreLog
+from flower_dp.strategies.log import MemoryLog, StoreLog
 from tests.charges import Kept, assert_charges_are_the_ledgers, charge
 from tests.contract_runs import SMALL, app_of, evaluating_stock_app
 from tests.contracts import METHODS, Words
@@ -232,6 +232,26 @@ def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_
         patch.setattr(Store, "append", interrupted)
         assert checkpointed(strategy, tmp_path / "a", 4) is None
     assert checkpointed(strategy, tmp_path / "b", 1).epsilon == together(3)
+
+
+def test_a_charge_that_could_not_be_written_does_not_stand_for_the_next_one_of_its_number(tmp_path, monkeypatch):
+    """The joint epsilon had the clients of the first cohort, who were not asked, and not those of the second."""
+    tmp_path.chmod(0o700)
+    Store.create(tmp_path / "ledger.sqlite")
+    scope, memory = Scope(unit="record", relation="replace-one"), MemoryLog(private=True)
+    log = StoreLog(tmp_path / "ledger.sqlite", method="m", delta=1e-3, private=True, memory=memory)
+    words = {"release": "m", "number": 1, "server_round": 1, "kind": "k", "scope": scope, "events": (GaussianDpEvent(1.0),)}
+
+    def full(self, run, one):
+        raise LedgerError("database or disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "append", full)
+        with pytest.raises(LedgerError, match="disk is full"):
+            log.append(Charge(owners=("a",), **words))
+    log.append(Charge(owners=("b",), **words))
+    log.close()
+    assert memory.all.owners(scope) == log.charges.owners(scope) == ["b"]
 
 
 class Interrupts:

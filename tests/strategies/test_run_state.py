@@ -17,6 +17,7 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.core.stored import packed, same, stored, unpacked
 from flower_dp.privacy import accounting
+from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
 from flower_dp.strategies import (
@@ -286,6 +287,57 @@ def test_a_state_of_another_run_does_not_take_the_place_of_what_this_run_has_rel
     rounds(strategy, MODEL, range(4, 5))
     assert strategy.statement.num_rounds == 4
     assert strategy.statement.joint.num_runs == 2
+
+
+def test_a_state_of_another_run_that_was_charged_as_often_is_refused():
+    """The statement of both, and of what went on, was that of one: their numbers of charges are equal."""
+    first, second = DPFedAvg(**PRIVATE), DPFedAvg(**PRIVATE)
+    for one in (first, second):
+        rounds(one, MODEL, range(1, 3))
+    with pytest.raises(LedgerError, match="it is of another run, which was charged as often as this one"):
+        moved(first, second.state)
+    moved(first, first.state)
+    taken = moved(DPFedAvg(**PRIVATE), second.state)
+    moved(taken, taken.state)
+    moved(taken, second.state)
+    with pytest.raises(LedgerError, match="it is of another run, which was charged as often as this one"):
+        moved(taken, first.state)
+    first.begin()
+    moved(first, second.state)
+    assert (first.statement.num_rounds, first.statement.joint.num_runs) == (2, 2)
+
+
+def test_a_state_without_its_charges_is_refused():
+    """That of a checkpoint has numbers alone; the statement had nothing, and the model of two rounds."""
+    strategy, other = DPFedAvg(**PRIVATE), DPFedAvg(**PRIVATE)
+    rounds(strategy, MODEL, range(1, 3))
+    with pytest.raises(LedgerError, match="was charged 2 x dp-fedavg, and the state has nothing: its statement would lack"):
+        moved(other, replace(strategy.state, charges=Charges()))
+    assert not other.rounds
+
+
+def test_what_was_charged_elsewhere_is_not_forgotten_where_a_ledger_is_opened(tmp_path):
+    """The run began anew on the ledger, was refused there, and its statement had no rounds."""
+    Store.create(tmp_path / "server.sqlite")
+    first = DPFedAvg(**PRIVATE)
+    rounds(first, MODEL, range(1, 3))
+    strategy = moved(DPFedAvg(**PRIVATE, ledger=tmp_path / "server.sqlite"), first.state)
+    with pytest.raises(LedgerError, match=r"ledger .*: this run was charged 2 x dp-fedavg elsewhere, and the ledger would lack"):
+        rounds(strategy, MODEL, range(3, 4))
+    assert strategy.statement.num_rounds == 2
+    strategy.begin()
+    rounds(strategy, MODEL, range(1, 2))
+    assert strategy.statement.num_rounds == 1
+
+
+def test_a_run_starts_after_a_state_that_begins_a_new_one():
+    strategy = DPFedAvg(**PRIVATE)
+    fresh = strategy.state
+    for num_runs in (None, 2):
+        strategy.state = fresh
+        strategy.start(grid_of_four(), MODEL, num_rounds=1)
+        joint = strategy.statement.joint
+        assert (None if joint is None else joint.num_runs) == num_runs
 
 
 def test_what_was_charged_elsewhere_is_in_the_joint_epsilon():
