@@ -203,6 +203,10 @@ class _Histories:
                 known.append(found)
             after.append(index[found])
         of[owners] = np.asarray(after, np.int64)[inverse.ravel()]
+        # Every client may have one of its own, and leaves it behind in every round: what nobody has is not kept for long.
+        used = np.unique(np.append(of, 0))
+        if len(known) > 2 * len(used):
+            known, of = [known[place] for place in used.tolist()], np.searchsorted(used, of)
         return _Histories(events=tuple(places), known=tuple(known), of=of)
 
     def counts(self, history: int) -> dict[dp.DpEvent, int]:

@@ -1,8 +1,10 @@
 """What an owner was charged with, and its cost."""
 
 import math
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from dp_accounting import (
     ComposedDpEvent,
@@ -16,6 +18,7 @@ from dp_accounting import (
 
 from flower_dp.privacy import accounting
 from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, History, Scope
+from tests.charges import charge_each
 
 STRONG = PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0))
 WEAK = PoissonSampledDpEvent(0.1, GaussianDpEvent(1.5))
@@ -85,3 +88,21 @@ def test_no_view_stands_for_the_strongest_adversary(how: str) -> None:
     words: Any = {"release": "r", "number": 1, "server_round": 1, "kind": "k", "owners": (EVERY_CLIENT,), "views": views}
     with pytest.raises(ValueError, match=r"scope=.*: `events` are the strongest adversary's"):
         Charge(**words, scope=scope, events=(GaussianDpEvent(1.0),))
+
+
+def test_histories_that_nobody_has_any_more_are_not_kept_and_change_no_count() -> None:
+    """With terms of its own, every client left one behind in every round: each round took longer than the one before."""
+    rng, counts, charges = np.random.default_rng(0), Counter[tuple[str, float]](), Charges()
+    scope, names = Scope(unit="record", relation="replace-one"), [f"c{place}" for place in range(6)]
+    for number in range(1, 60):
+        owners = [name for name in names if rng.random() < 0.6]
+        stds = {name: 1.0 + (names.index(name) if rng.random() < 0.9 else 7) for name in owners}
+        counts.update(stds.items())
+        events = {name: GaussianDpEvent(std) for name, std in stds.items()}
+        words = {"release": "own", "number": number, "server_round": number, "kind": "k", "scope": scope}
+        charges = charges.after(charge_each(events, **words))
+        for name in names:
+            expected = {GaussianDpEvent(std): count for (of, std), count in counts.items() if of == name}
+            assert charges.history(scope, name).counts == expected
+        assert len(charges._of(scope).known) <= 2 * (len(names) + 1)
+    assert charges.scopes == (scope,)
