@@ -84,7 +84,7 @@ class ClientLevelRules:
         )
         self._planned = self._plan_of()
         if self.target_epsilon is not None and self.release.mechanism.noise_multiplier == 0:
-            raise ValueError(f"noise_multiplier=0: target_epsilon={target_epsilon} needs noise; set noise_multiplier > 0")
+            raise checks.refusal("noise_multiplier", 0, f"target_epsilon={target_epsilon} needs noise; set noise_multiplier > 0")
 
     @property
     def releases(self) -> tuple[NoisedSum, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from flower_dp import wire
+from flower_dp.core import checks
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.charges import Charges
@@ -65,7 +66,7 @@ class SumEvaluation(NoisedSum):
             ValueError: if the plan is for methods with a ledger of every client.
         """
         if not isinstance(plan, PrivateEvaluation):
-            raise ValueError(f"evaluation: is a {type(plan).__name__}; {title} takes a PrivateEvaluation")
+            raise checks.BadValue("evaluation", f"evaluation: is a {type(plan).__name__}; {title} takes a PrivateEvaluation")
         own, mechanism = shared.release, Gaussian(noise_multiplier=plan.noise_multiplier)
         check_relation(own.relation, plan.sampling, own.num_clients)
         release = replace(own, clip_norm=1.0, mechanism=mechanism, sampler=plan.sampling)

@@ -47,11 +47,11 @@ class StepSizes:
         if self.learning_rate is not None:
             checks.number("learning_rate", self.learning_rate, above=0)
             if theory:
-                raise ValueError(
-                    f"learning_rate={self.learning_rate!r}: must be None with strong_convexity and smoothness, which set the step"
+                raise checks.bad(
+                    "learning_rate", self.learning_rate, "None with strong_convexity and smoothness, which set the step"
                 )
         elif not theory:
-            raise ValueError("learning_rate=None: must be given, or else strong_convexity and smoothness, which set the step")
+            raise checks.bad("learning_rate", None, "given, or else strong_convexity and smoothness, which set the step")
         else:
             mu = checks.number("strong_convexity", self.strong_convexity, above=0)
             checks.number("smoothness", self.smoothness, at_least=mu)

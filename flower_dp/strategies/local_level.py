@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from flower_dp import wire
-from flower_dp.core import dp
+from flower_dp.core import checks, dp
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
@@ -57,8 +57,9 @@ class OwnEvaluation(OwnReplies):
             ValueError: if it is for methods with one ledger for all clients, and not for the method of this title.
         """
         if not isinstance(plan, LocalEvaluation):
-            raise ValueError(
-                f"evaluation: is a {type(plan).__name__}; {title} takes a LocalEvaluation, with a budget of every client"
+            raise checks.BadValue(
+                "evaluation",
+                f"evaluation: is a {type(plan).__name__}; {title} takes a LocalEvaluation, with a budget of every client",
             )
         return plan
 

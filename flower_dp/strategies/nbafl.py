@@ -86,9 +86,10 @@ class NbAFLRules(LocalRules):
     ) -> None:
         self.paper_epsilon, self.uplink_exposures = paper_epsilon, uplink_exposures
         if epsilon is not None and len(set(values_in(population.num_replies))) > 1:
-            raise ValueError(
-                f"num_replies={population.num_replies}: with epsilon={epsilon} all clients add the same noise; must be one "
-                "number, or give paper_epsilon"
+            raise checks.refusal(
+                "num_replies",
+                population.num_replies,
+                f"with epsilon={epsilon} all clients add the same noise; must be one number, or give paper_epsilon",
             )
         least = min(values_in(population.num_records))
         self.min_records = least if min_records is None else checks.integer("min_records", min_records, at_least=1, at_most=least)

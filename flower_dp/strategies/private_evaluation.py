@@ -101,7 +101,7 @@ class LocalEvaluation:
 
     def __post_init__(self) -> None:
         if not isinstance(self.budget, EvaluationBudget):
-            raise ValueError(f"budget={self.budget!r}: must be an EvaluationBudget")
+            raise checks.bad("budget", self.budget, "an EvaluationBudget")
         check_sampler(self.sampling)
         MetricBounds(bounds=self.metrics)
         checks.integer("every", self.every, at_least=1)

@@ -80,9 +80,9 @@ def check_options(owner: str, options: Options) -> None:
     if (most := options.get("most_newcomers")) is not None:
         checks.integer("most_newcomers", most, at_least=0)
     if (on_round := options.get("on_round")) is not None and not callable(on_round):
-        raise ValueError(f"on_round={on_round!r}: must be a function of a round's numbers, such as TensorBoard(folder)")
+        raise checks.bad("on_round", on_round, "a function of a round's numbers, such as TensorBoard(folder)")
     if (ledger := options.get("ledger")) is not None and not (isinstance(ledger, str | os.PathLike) and os.fspath(ledger)):
-        raise ValueError(f"ledger={ledger!r}: must be the path of a server's ledger, or None")
+        raise checks.bad("ledger", ledger, "the path of a server's ledger, or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
