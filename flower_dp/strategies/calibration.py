@@ -11,8 +11,7 @@ from flower_dp.core.sampling import PoissonSampling
 from flower_dp.core.words import digits_in_words
 from flower_dp.privacy import accounting
 from flower_dp.privacy.release import Release
-from flower_dp.strategies.evaluation import SumEvaluation
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation, SumEvaluation
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.releases.shared_noise import SharedNoise
 

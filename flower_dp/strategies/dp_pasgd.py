@@ -25,8 +25,8 @@ from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.dp_pasgd import paper_epsilon, step_terms
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
+from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.local_level import NOISE_DEVIATIONS, LocalRules, counts_sampling, least_and_largest, local_statement
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
 from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected

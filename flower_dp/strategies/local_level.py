@@ -23,8 +23,8 @@ from flower_dp.privacy.charges import Charges, History
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement, delta_warning
+from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.not_covered import not_covered, seeded
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.own_replies import OwnReplies

@@ -21,8 +21,8 @@ from flower_dp.privacy.charges import Charge, Charges, History
 from flower_dp.privacy.client_terms import values_in
 from flower_dp.privacy.nbafl import downlink_noise_std, weights_terms
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement
+from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.local_level import LocalRules, local_statement
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population
 from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected

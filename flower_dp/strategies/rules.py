@@ -12,8 +12,7 @@ from flower_dp.core import checks
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.charges import Charge
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.evaluation import Evaluation
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.evaluation import Evaluation, LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.release import Release, Round
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.run_state import RunFacts, RunState
