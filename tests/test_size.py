@@ -1,7 +1,7 @@
-"""The size of the house: lines of code a package and a file, and circles of imports. Each may only become less.
+"""The size of the house: lines of code a package and a file, members of the spine, and no circle of imports.
 
-A line of code has a token that is neither a comment nor part of a docstring. Whoever makes a package smaller, or breaks a circle,
-lowers the number here. The goal is 18,500 lines and no circle; no file may be over 350 lines.
+A line of code has a token that is neither a comment nor part of a docstring. Whoever makes a package smaller lowers its number
+here. The goal is 18,500 lines; no file may be over 350 lines.
 """
 
 import ast
@@ -9,6 +9,11 @@ import io
 import tokenize
 from collections import Counter
 from pathlib import Path
+
+import pytest
+
+from flower_dp.strategies.releases.release import Release
+from flower_dp.strategies.rules import Rules
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "flower_dp").rglob("*.py"))
@@ -23,7 +28,7 @@ LIMITS = {
     "flower_dp/audit": 1053,
     "flower_dp/sweeps": 1301,
     "flower_dp/simulation": 1211,
-    "flower_dp/cli": 1249,
+    "flower_dp/cli": 1247,
     "flower_dp/core": 1011,
     "flower_dp/reporting": 968,
     "flower_dp/wire": 621,
@@ -32,8 +37,6 @@ LIMITS = {
 }
 
 LONGEST_FILE = 350
-# Goal: none. Circles of modules that import one another, those under TYPE_CHECKING and in functions counted.
-CIRCLES: list[str] = []
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -100,12 +103,14 @@ def test_no_file_is_too_long():
     assert {name: size for name, size in sizes.items() if size > LONGEST_FILE} == {}
 
 
-def test_there_is_no_new_circle_of_imports():
-    """A circle may become smaller: what is left of it is in one that is listed."""
-    known = [set(circle.split()) for circle in CIRCLES]
-    found = circles(import_graph())
-    assert [one for one in found if not any(set(one) <= circle for circle in known)] == []
-    assert len(found) <= len(known)
+def test_there_is_no_circle_of_imports():
+    """Those under TYPE_CHECKING and in functions counted."""
+    assert circles(import_graph()) == []
+
+
+@pytest.mark.parametrize("kind", [Rules, Release])
+def test_what_a_method_must_have_is_little(kind):
+    assert len([name for name in vars(kind) if not name.startswith("_")]) <= 8
 
 
 def test_code_lines_by_hand():

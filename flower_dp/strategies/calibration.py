@@ -11,8 +11,7 @@ from flower_dp.core.sampling import PoissonSampling
 from flower_dp.core.words import digits_in_words
 from flower_dp.privacy import accounting
 from flower_dp.privacy.release import Release
-from flower_dp.strategies.evaluation import SumEvaluation
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation, SumEvaluation
 from flower_dp.strategies.releases.noised_sum import NoisedSum
 from flower_dp.strategies.releases.shared_noise import SharedNoise
 
@@ -52,9 +51,11 @@ class Budget:
             ValueError: naming both numbers.
         """
         if num_rounds != self.num_rounds:
-            raise ValueError(
-                f"num_rounds={num_rounds}: the strategy was constructed with num_rounds={self.num_rounds}, for which "
-                f"epsilon={self.epsilon:g} gave the noise; give both the same number"
+            raise checks.refusal(
+                "num_rounds",
+                num_rounds,
+                f"the strategy was constructed with num_rounds={self.num_rounds}, for which "
+                f"epsilon={self.epsilon:g} gave the noise; give both the same number",
             )
 
     def noise_multiplier(self, shared_of: Callable[[float], SharedNoise], *, delta: float) -> float:
@@ -80,15 +81,17 @@ class Budget:
             evaluations = _events(evaluation.noise, count, self._likely)
             alone = accounting.epsilon(evaluations, delta=delta, relation=relation).epsilon
             if not alone < self.epsilon:
-                raise ValueError(
-                    f"epsilon={self.epsilon:g}: the {count} private evaluations alone cost {digits_in_words(alone, 4)}; give "
+                raise checks.refusal(
+                    "epsilon",
+                    self.epsilon,
+                    f"the {count} private evaluations alone cost {digits_in_words(alone, 4)}; give "
                     f"them more noise than noise_multiplier={evaluation.plan.noise_multiplier:g}, or evaluate in fewer rounds "
-                    f"than every={evaluation.plan.every}"
+                    f"than every={evaluation.plan.every}",
                 )
         try:
             return _rounded_up(accounting.calibrate(run, epsilon=self.epsilon, delta=delta, relation=relation))
         except ValueError as error:
-            raise ValueError(f"{error}, for num_rounds={self.num_rounds}") from error
+            raise checks.BadValue("epsilon", f"{error}, for num_rounds={self.num_rounds}") from error
 
     def _likely(self, shared: SharedNoise) -> Release:
         """Return what a round is charged at most, unless its cohort is smaller than almost any of the run."""
@@ -125,17 +128,20 @@ def noise_of(
     """
     if (noise_multiplier is None) == (epsilon is None):
         both = "neither is given" if epsilon is None else "both are given"
-        raise ValueError(
-            f"noise_multiplier={noise_multiplier}, epsilon={epsilon}: {both}; must be exactly one: epsilon calibrates the noise"
+        raise checks.BadValue(
+            "noise_multiplier",
+            f"noise_multiplier={noise_multiplier}, epsilon={epsilon}: {both}; must be exactly one: epsilon calibrates the noise",
         )
     if noise_multiplier is not None:
         if num_rounds is not None:
-            raise ValueError(f"num_rounds={num_rounds}: is read with epsilon only; with noise_multiplier, give it to start")
+            raise checks.refusal("num_rounds", num_rounds, "is read with epsilon only; with noise_multiplier, give it to start")
         return noise_multiplier
     if target_epsilon is not None:
-        raise ValueError(f"target_epsilon={target_epsilon}: epsilon={epsilon} is the run's target already; give one of them")
+        raise checks.refusal("target_epsilon", target_epsilon, f"epsilon={epsilon} is the run's target already; give one of them")
     if num_rounds is None or epsilon is None:
-        raise ValueError(f"num_rounds: is missing; epsilon={epsilon} needs the number of rounds, the same as start")
+        raise checks.BadValue(
+            "num_rounds", f"num_rounds: is missing; epsilon={epsilon} needs the number of rounds, the same as start"
+        )
     plan = evaluation if isinstance(evaluation, PrivateEvaluation) else None
     return Budget(epsilon=epsilon, num_rounds=num_rounds, evaluation=plan)
 

@@ -20,9 +20,8 @@ from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.calibration import Budget, run_event
-from flower_dp.strategies.evaluation import SumEvaluation
+from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation, SumEvaluation
 from flower_dp.strategies.not_covered import not_covered, seeded
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
 from flower_dp.strategies.releases.noised_sum import OUTSIDERS, NoisedSum, SumState
 from flower_dp.strategies.releases.planned_cost import PlannedCost
@@ -84,7 +83,7 @@ class ClientLevelRules:
         )
         self._planned = self._plan_of()
         if self.target_epsilon is not None and self.release.mechanism.noise_multiplier == 0:
-            raise ValueError(f"noise_multiplier=0: target_epsilon={target_epsilon} needs noise; set noise_multiplier > 0")
+            raise checks.refusal("noise_multiplier", 0, f"target_epsilon={target_epsilon} needs noise; set noise_multiplier > 0")
 
     @property
     def releases(self) -> tuple[NoisedSum, ...]:

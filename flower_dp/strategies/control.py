@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flower_dp.core import compression
+from flower_dp.core import checks, compression
 from flower_dp.core.clipping import l2_norms
 from flower_dp.core.stored import stored
 from flower_dp.strategies.releases.replies import Collected
@@ -91,9 +91,11 @@ class ControlVariate:
         """
         if self.quantization_levels is not None and compression.qsgd_variance(size, self.quantization_levels) >= 1:
             least = math.isqrt(size) + 1
-            raise ValueError(
-                f"quantization_levels={self.quantization_levels}: a message's error is part of the next one's control variate, "
-                f"and grows there unless its variance bound is below 1; must be at least {least} for {size} parameters, or None"
+            raise checks.refusal(
+                "quantization_levels",
+                self.quantization_levels,
+                "a message's error is part of the next one's control variate, and "
+                f"grows there unless its variance bound is below 1; must be at least {least} for {size} parameters, or None",
             )
         return state.at(size).astype(np.float32)
 

@@ -24,8 +24,8 @@ from flower_dp.privacy.dp_fedpaq import (
 )
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.control import ControlState, ControlVariate, Honest
+from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.local_level import LocalRules, counts_sampling, least_and_largest, local_statement, most_replies
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import HONEST_NORMS
@@ -72,10 +72,10 @@ class DPFedPAQRules(LocalRules):
     ) -> None:
         self.steps, self.control, self.calibration = steps, control, calibration
         if not isinstance(steps, FedPAQSteps):
-            raise ValueError(f"steps={steps!r}: must be a flower_dp.privacy.dp_fedpaq.FedPAQSteps")
+            raise checks.bad("steps", steps, "a flower_dp.privacy.dp_fedpaq.FedPAQSteps")
         if not isinstance(sampling, _SAMPLERS):
             kinds = ", ".join(kind.__name__ for kind in _SAMPLERS)
-            raise ValueError(f"sampling={sampling!r}: must be one of {kinds}; the server sees who takes part, so none amplifies")
+            raise checks.bad("sampling", sampling, f"one of {kinds}; the server sees who takes part, so none amplifies")
         self.quantization_levels = None if quantization_levels is None else compression.check_levels(quantization_levels)
         terms = partial(update_terms, steps=steps, delta=checks.number("delta", delta, above=0, below=1), calibration=calibration)
         for size in values_in(population.num_records):  # refuses impossible values, without a calibration

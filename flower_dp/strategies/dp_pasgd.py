@@ -25,8 +25,8 @@ from flower_dp.privacy.client_terms import Terms, values_in
 from flower_dp.privacy.dp_pasgd import paper_epsilon, step_terms
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
+from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.local_level import NOISE_DEVIATIONS, LocalRules, counts_sampling, least_and_largest, local_statement
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
 from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
@@ -43,7 +43,7 @@ def less_is_better(best_by: str) -> bool:
     """
     if isinstance(best_by, str) and best_by.endswith(("loss", "accuracy")):
         return best_by.endswith("loss")
-    raise ValueError(f"best_by={best_by!r}: must be the name of a metric that ends in loss or accuracy, such as validation-loss")
+    raise checks.bad("best_by", best_by, "the name of a metric that ends in loss or accuracy, such as validation-loss")
 
 
 @stored
@@ -124,7 +124,7 @@ class ResourceBudget:
         if self.max_cost is not None:
             checks.number("max_cost", self.max_cost, above=0)
             if not self.has_costs:
-                raise ValueError(f"max_cost={self.max_cost:g}: needs cost_per_aggregation or cost_per_step above 0")
+                raise checks.refusal("max_cost", self.max_cost, "needs cost_per_aggregation or cost_per_step above 0")
 
     @property
     def has_costs(self) -> bool:
@@ -159,7 +159,9 @@ class Resources:
 
     def __post_init__(self) -> None:
         if not self.budget.allows(num_rounds=1, num_steps=self.num_local_steps):
-            raise ValueError(f"max_cost={self.budget.max_cost}: must pay for one round, which costs a device {self.cost(1):g}")
+            raise checks.refusal(
+                "max_cost", self.budget.max_cost, f"must pay for one round, which costs a device {self.cost(1):g}"
+            )
 
     def cost(self, rounds: int) -> float:
         """Return what so many rounds cost a device."""
@@ -239,15 +241,13 @@ class DPPASGDRules(LocalRules):
             for budget in values_in(population.epsilon):
                 terms(epsilon=budget, batch_size=size, num_records=size)
         if batch_sampling == "poisson" and population.num_records is None:
-            raise ValueError("num_records=None: must be the public data sizes with batch_sampling='poisson'")
+            raise checks.bad("num_records", None, "the public data sizes with batch_sampling='poisson'")
 
         def terms_of(one: Member) -> Terms:
             return terms(epsilon=one.epsilon, batch_size=one.batch_size, num_records=one.num_records)
 
         if evaluation is not None and population.num_records is None:
-            raise ValueError(
-                "num_records=None: must be the public data sizes with an evaluation, which takes all records of a client"
-            )
+            raise checks.bad("num_records", None, "the public data sizes with an evaluation, which takes all records of a client")
         books = ClientBooks(
             replace(population, num_replies=num_steps // steps.num_local_steps),
             relation="replace-one",

@@ -87,7 +87,7 @@ class FedSMP(DPStrategy):
         if checks.one_of("mask", mask, ("rand-k", "top-k")) == "top-k":
             masks = LargestMasks(keep_ratio=keep_ratio, random_ratio=_RANDOM_RATIO if random_ratio is None else random_ratio)
         elif random_ratio is not None:
-            raise ValueError(f"random_ratio={random_ratio}: is read with mask='top-k' only; a rand-k mask is all random")
+            raise checks.refusal("random_ratio", random_ratio, "is read with mask='top-k' only; a rand-k mask is all random")
         noise = noise_of(
             noise_multiplier=noise_multiplier,
             epsilon=epsilon,

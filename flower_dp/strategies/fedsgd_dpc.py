@@ -17,8 +17,8 @@ from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import gaussian_noise_variance, gradient_terms
 from flower_dp.privacy.mechanisms import Laplace
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
+from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.local_level import LocalRules, counts_sampling, least_and_largest, local_statement, most_replies
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
 from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
@@ -47,11 +47,11 @@ class StepSizes:
         if self.learning_rate is not None:
             checks.number("learning_rate", self.learning_rate, above=0)
             if theory:
-                raise ValueError(
-                    f"learning_rate={self.learning_rate!r}: must be None with strong_convexity and smoothness, which set the step"
+                raise checks.bad(
+                    "learning_rate", self.learning_rate, "None with strong_convexity and smoothness, which set the step"
                 )
         elif not theory:
-            raise ValueError("learning_rate=None: must be given, or else strong_convexity and smoothness, which set the step")
+            raise checks.bad("learning_rate", None, "given, or else strong_convexity and smoothness, which set the step")
         else:
             mu = checks.number("strong_convexity", self.strong_convexity, above=0)
             checks.number("smoothness", self.smoothness, at_least=mu)

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from flower_dp import wire
-from flower_dp.core import dp
+from flower_dp.core import checks, dp
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
@@ -23,8 +23,8 @@ from flower_dp.privacy.charges import Charges, History
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.release import Release
 from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement, delta_warning
+from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.not_covered import not_covered, seeded
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.own_replies import OwnReplies
@@ -57,8 +57,9 @@ class OwnEvaluation(OwnReplies):
             ValueError: if it is for methods with one ledger for all clients, and not for the method of this title.
         """
         if not isinstance(plan, LocalEvaluation):
-            raise ValueError(
-                f"evaluation: is a {type(plan).__name__}; {title} takes a LocalEvaluation, with a budget of every client"
+            raise checks.BadValue(
+                "evaluation",
+                f"evaluation: is a {type(plan).__name__}; {title} takes a LocalEvaluation, with a budget of every client",
             )
         return plan
 

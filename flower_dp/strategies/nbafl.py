@@ -21,8 +21,8 @@ from flower_dp.privacy.charges import Charge, Charges, History
 from flower_dp.privacy.client_terms import values_in
 from flower_dp.privacy.nbafl import downlink_noise_std, weights_terms
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement
+from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.local_level import LocalRules, local_statement
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population
 from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
@@ -86,9 +86,10 @@ class NbAFLRules(LocalRules):
     ) -> None:
         self.paper_epsilon, self.uplink_exposures = paper_epsilon, uplink_exposures
         if epsilon is not None and len(set(values_in(population.num_replies))) > 1:
-            raise ValueError(
-                f"num_replies={population.num_replies}: with epsilon={epsilon} all clients add the same noise; must be one "
-                "number, or give paper_epsilon"
+            raise checks.refusal(
+                "num_replies",
+                population.num_replies,
+                f"with epsilon={epsilon} all clients add the same noise; must be one number, or give paper_epsilon",
             )
         least = min(values_in(population.num_records))
         self.min_records = least if min_records is None else checks.integer("min_records", min_records, at_least=1, at_most=least)

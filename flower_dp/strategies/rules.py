@@ -12,8 +12,7 @@ from flower_dp.core import checks
 from flower_dp.core.noise import Generator
 from flower_dp.privacy.charges import Charge
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.evaluation import Evaluation
-from flower_dp.strategies.private_evaluation import LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies.evaluation import Evaluation, LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.release import Release, Round
 from flower_dp.strategies.releases.replies import Collected
 from flower_dp.strategies.run_state import RunFacts, RunState
@@ -80,9 +79,9 @@ def check_options(owner: str, options: Options) -> None:
     if (most := options.get("most_newcomers")) is not None:
         checks.integer("most_newcomers", most, at_least=0)
     if (on_round := options.get("on_round")) is not None and not callable(on_round):
-        raise ValueError(f"on_round={on_round!r}: must be a function of a round's numbers, such as TensorBoard(folder)")
+        raise checks.bad("on_round", on_round, "a function of a round's numbers, such as TensorBoard(folder)")
     if (ledger := options.get("ledger")) is not None and not (isinstance(ledger, str | os.PathLike) and os.fspath(ledger)):
-        raise ValueError(f"ledger={ledger!r}: must be the path of a server's ledger, or None")
+        raise checks.bad("ledger", ledger, "the path of a server's ledger, or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ class ServerOptimizer:
 
     def __init__(self, strategy: Strategy) -> None:
         if not isinstance(strategy, Strategy):
-            raise ValueError(f"server_optimizer={strategy!r}: must be a Flower strategy such as flwr.serverapp.strategy.FedAdam")
+            raise checks.bad("server_optimizer", strategy, "a Flower strategy such as flwr.serverapp.strategy.FedAdam")
         self._fresh: Any = copy.deepcopy(strategy)
         # One pseudo-client represents all clients.
         for name, value in {"fraction_train": 1.0, "min_train_nodes": 1, "min_available_nodes": 1}.items():
@@ -98,10 +98,11 @@ class ServerOptimizer:
         except Exception as error:
             raise self._unfit("configure_train", error) from error
         if told:
-            raise ValueError(
+            raise checks.BadValue(
+                "server_optimizer",
                 f"server_optimizer={self.name}: tells clients {', '.join(map(repr, told))} in its messages, which never reach "
                 "them: use a strategy that only aggregates, such as FedAdam, and give clients their settings by train_config "
-                "(in the place of FedProx: ProximalTerm in the recipe of training)"
+                "(in the place of FedProx: ProximalTerm in the recipe of training)",
             )
         try:
             copied.step(1, layout, model, model)

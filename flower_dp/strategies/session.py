@@ -425,21 +425,17 @@ class Session:
 
     def _moved(self, now: Round, vector: np.ndarray) -> np.ndarray:
         """Return the next model [d], float32: the method's, or that of the server's optimiser."""
-        if self._optimizer is not None:
-            kept = self._optimizer.state
-            try:
-                vector = self._optimizer.step(now.server_round, now.layout, now.vector, vector)
-                self._check_range(now, vector)
-            except RoundLeftOut:
-                self._optimizer.state = kept  # else what is not finite would leave out all later rounds as well
-                raise
-        self._check_range(now, vector)
+        optimizer, kept = self._optimizer, None if self._optimizer is None else self._optimizer.state
+        try:
+            if optimizer is not None:
+                vector = optimizer.step(now.server_round, now.layout, now.vector, vector)
+            if names := now.layout.overflows(vector):
+                raise RoundLeftOut(f"array {names[0]!r} would leave the range of its dtype")
+        except RoundLeftOut:
+            if optimizer is not None and kept is not None:
+                optimizer.state = kept  # else what is not finite would leave out all later rounds as well
+            raise
         return vector.astype(np.float32)
-
-    @staticmethod
-    def _check_range(now: Round, vector: np.ndarray) -> None:
-        if names := now.layout.overflows(vector):
-            raise RoundLeftOut(f"array {names[0]!r} would leave the range of its dtype")
 
     def evaluate(self, server_round: int, replies: Any) -> dict[str, float] | None:
         """Record and return value and standard error of every metric of a private evaluation; None where there is none."""
@@ -452,9 +448,8 @@ class Session:
         if isinstance(found, RoundLeftOut):
             refusal = next((f"; {reason}" for reason in collected.refused.values()), "")
             log.warning("the evaluation of round %s was left out: %s%s", server_round, found, refusal)
-        if not diagnostics.why_no_evaluation(self._own, self.rules.about.num_clients) and (
-            diagnostics.why_no_evaluation(state, self.rules.about.num_clients)
-        ):
+        before, after = (diagnostics.why_no_evaluation(one, self.rules.about.num_clients) for one in (self._own, state))
+        if after and not before:
             log.warning("%s; training goes on", state.incidents[-1])
         self._own = replace(state, charges=Charges())
         self.writer.evaluated(self.state)

@@ -64,7 +64,7 @@ class _Call:
         if folder is not None:
             return CheckpointPlace(folder=Path(folder), resume=resume)
         if resume and (own is None or not own.resume):
-            raise ValueError("resume=True: needs checkpoint_dir, the folder that the run was started with")
+            raise checks.refusal("resume", True, "needs checkpoint_dir, the folder that the run was started with")
         return own
 
 

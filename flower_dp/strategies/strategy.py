@@ -22,7 +22,7 @@ from flower_dp.privacy.private_file import BudgetSpentError
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.evaluate_fn import EvaluateFn, named
-from flower_dp.strategies.exchange.plain import PlainExchange
+from flower_dp.strategies.exchange import PlainExchange
 from flower_dp.strategies.figures import RunFigures
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import Rounds

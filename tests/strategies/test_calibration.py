@@ -199,11 +199,11 @@ REFUSED = [
     ),
     (
         {"epsilon": 1.0, "num_rounds": 4, "evaluation": PrivateEvaluation(noise_multiplier=1.0, sampling=FullSampling())},
-        r"epsilon=1: the 4 private evaluations alone cost \d",
+        r"epsilon=1.0: the 4 private evaluations alone cost \d",
     ),
     (
         {"epsilon": 1.0, "num_rounds": 4, "evaluation": PrivateEvaluation(noise_multiplier=0.0, sampling=FullSampling())},
-        "epsilon=1: the 4 private evaluations alone cost inf",
+        "epsilon=1.0: the 4 private evaluations alone cost inf",
     ),
 ]
 

@@ -415,7 +415,7 @@ def test_nonsense_is_refused_on_both_sides(arguments, message):
         ({"cost_per_step": -1.0}, "cost_per_step=-1.0"),
         ({"cost_per_aggregation": math.nan}, "cost_per_aggregation=nan"),
         ({"max_cost": 0.0, "cost_per_step": 1.0}, "max_cost=0.0"),
-        ({"max_cost": 10.0}, "max_cost=10: needs cost_per_aggregation or cost_per_step above 0"),
+        ({"max_cost": 10.0}, "max_cost=10.0: needs cost_per_aggregation or cost_per_step above 0"),
         (
             {"max_cost": 11.9, "cost_per_step": 1.0, "cost_per_aggregation": 10},
             "max_cost=11.9: must pay for one round, which costs a device 12",

@@ -15,8 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flower_dp import wire
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
-from flower_dp.strategies.exchange import Asked, Letter, More
-from flower_dp.strategies.exchange.plain import PlainExchange
+from flower_dp.strategies.exchange import Asked, Letter, More, PlainExchange
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected, collect

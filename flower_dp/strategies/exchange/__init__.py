@@ -4,16 +4,18 @@ Replies are added up as they arrive, and dropped: a server needs memory for one 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from flwr.app import ArrayRecord, Message, Metadata
+import numpy as np
+from flwr.app import ArrayRecord, Message, Metadata, RecordDict
 from flwr.serverapp import Grid
 
 from flower_dp import wire
+from flower_dp.core import clipping
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.releases.replies import Collected, StockReply, collect
 
 # Sends the messages of a further stage, with the time that the round has left, and yields the replies as they arrive.
 More = Callable[[Iterable[Message]], Iterator[Message]]
@@ -87,3 +89,45 @@ class Exchange(Protocol):
         Raises:
             RoundLeftOut: if the stages give no sum.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainExchange:
+    """One message to every node, and one back with the sum of its clients' rows."""
+
+    def messages(self, now: Round, letter: Letter) -> list[Message]:
+        """Return one message for every node."""
+        letter = replace(letter, arrays=wire.with_vectors(letter.arrays, now.ask.vectors))  # one copy for all nodes
+        return [letter.to(node, names, now) for node, names in now.asked.items()]
+
+    def total(self, asked: Asked, replies: Iterable[Message], more: More, *, seeded: bool) -> Collected:
+        """Check the replies and add them up."""
+        now = asked.now
+        return collect(
+            replies,
+            asked=now.asked,
+            sent=asked.sent,
+            limits=asked.limits,
+            stock=_stock(now) if now.stock else None,
+            seeded=seeded,
+        )
+
+
+def _stock(now: Round) -> StockReply:
+    """Return how the reply of a stock client is read."""
+    model, bounds, indicator = now.model, now.ask.metrics, now.ask.indicator
+    if bounds is not None:
+        return StockReply(read=lambda content: bounds.counted(wire.reported_metrics(content)))
+
+    def row(content: RecordDict) -> np.ndarray:
+        update = model.read(wire.arrays_of(content))
+        update -= model.vector
+        if indicator is None:
+            return update
+        return np.append(update, clipping.indicator(update, indicator.clip_norm, indicator.scale))
+
+    return StockReply(
+        read=row,
+        num_arrays=len(model.names),
+        num_bytes=model.frozen_bytes,
+    )

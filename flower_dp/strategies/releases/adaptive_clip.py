@@ -83,9 +83,10 @@ class MovingClip:
     def __post_init__(self) -> None:
         least = self.noise_multiplier / 2
         if self.of.count_noise_std is not None and not self.of.count_noise_std > least:
-            raise ValueError(
-                f"count_noise_std={self.of.count_noise_std:g}: must be more than {least:g}, half of the noise multiplier; with "
-                "less the indicators alone would cost all of the budget"
+            raise checks.bad(
+                "count_noise_std",
+                self.of.count_noise_std,
+                f"more than {least:g}, half of the noise multiplier; with less the indicators alone would cost all of the budget",
             )
 
     @property

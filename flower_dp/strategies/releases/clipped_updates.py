@@ -54,27 +54,33 @@ class ClippedUpdates:
         if self.quantization_levels is not None:
             compression.check_levels(self.quantization_levels)
         if self.quantization_levels is not None and self.placement == "central":
-            raise ValueError(
-                f"quantization_levels={self.quantization_levels}: is read with placement='distributed' only; under 'central' "
-                "clients send updates without noise, and what is made of them is not private"
+            raise checks.refusal(
+                "quantization_levels",
+                self.quantization_levels,
+                "is read with placement='distributed' only; under 'central' "
+                "clients send updates without noise, and what is made of them is not private",
             )
         checks.flag("trusted_server", self.trusted_server)
         if self.min_reply_ratio is not None:
             if self.trusted_server or self.placement == "central":
-                raise ValueError(
-                    f"min_reply_ratio={self.min_reply_ratio}: is read with placement='distributed' and trusted_server=False "
-                    "only; else the server adds the noise of clients that do not answer"
+                raise checks.refusal(
+                    "min_reply_ratio",
+                    self.min_reply_ratio,
+                    "is read with placement='distributed' and trusted_server=False "
+                    "only; else the server adds the noise of clients that do not answer",
                 )
             checks.number("min_reply_ratio", self.min_reply_ratio, above=0, at_most=1)
         if not self.trusted_server and self.placement == "central":
-            raise ValueError(
-                "trusted_server=False: is read with placement='distributed' only; under 'central' the server is trusted"
+            raise checks.refusal(
+                "trusted_server", False, "is read with placement='distributed' only; under 'central' the server is trusted"
             )
         if isinstance(self.clip_norm, AdaptiveClip) and self.lossy_messages:
-            raise ValueError(
-                f"clip_norm={self.clip_norm}: does not go with keep_ratio={self.keep_ratio:g} and "
+            raise checks.refusal(
+                "clip_norm",
+                self.clip_norm,
+                f"does not go with keep_ratio={self.keep_ratio:g} and "
                 f"quantization_levels={self.quantization_levels} under placement='distributed': clients would drop or coarsen "
-                "the coordinate by which the clip norm moves; use placement='central', or a fixed clip norm"
+                "the coordinate by which the clip norm moves; use placement='central', or a fixed clip norm",
             )
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_dp.core import compression, noise
+from flower_dp.core import checks, compression, noise
 from flower_dp.core.metric_bounds import FINER_LATTICE, MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, Sampler
@@ -302,4 +302,4 @@ def check_relation(relation: Relation, sampling: Sampler, num_clients: int) -> N
     """
     part = isinstance(sampling, FixedSizeSampling) and sampling.cohort_size != num_clients
     if part and relation == "add-or-remove-one":
-        raise ValueError("relation='add-or-remove-one': sampling of a fixed size is accounted under 'replace-one' only")
+        raise checks.refusal("relation", "add-or-remove-one", "sampling of a fixed size is accounted under 'replace-one' only")
