@@ -21,7 +21,7 @@ from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.methods import METHODS
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPStrategy
+from flower_dp.strategies import AdaptiveClip, DPStrategy
 
 CLIP_NORM = 1.0
 # Settings of a case, where it has no others.
@@ -86,14 +86,16 @@ def noised_sum(
         ValueError: if there is no noise.
     """
     words = {**_DEFAULTS, "epsilon": 0.0, "noise_multiplier": 0.4, "sampling": "full", **words}
-    make = METHODS[method].load("strategy") if isinstance(method, str) else method
+    make: Callable[..., DPStrategy] = METHODS[method].load("strategy") if isinstance(method, str) else method
     own = {key: words[key] for key in _PASSED if words.get(key)}
-    central = own.get("placement", "central" if make is DPFedAvg else "distributed") == "central"
+    common = {"delta": words["delta"] or words["num_clients"] ** -1.1, **own}
+    # A strategy of somebody's own may have another default than DP-FedAvg, or no such argument: so one is asked.
+    one: Any = make(clip_norm=CLIP_NORM, noise_multiplier=1.0, sampling=FullSampling(), num_clients=2, **common)
+    central = one.rules.noise.placement == "central"
     trusted, post_processed = central or words.get("trusted_server", True), top_k or lossy
     if not central:
-        own |= {"trusted_server": trusted} if trusted else {"trusted_server": False, "min_reply_ratio": 1.0}
+        common |= {"trusted_server": trusted} if trusted else {"trusted_server": False, "min_reply_ratio": 1.0}
     clip_norm, noise_multiplier = words["clip_norm"], words["noise_multiplier"]
-    common = {"delta": words["delta"] or words["num_clients"] ** -1.1, **own}
     if words["epsilon"]:  # the noise of the whole run
         of_run = {name: words[name] for name in ("clip_norm", "epsilon", "num_rounds", "num_clients")}
         run: Any = make(**of_run, sampling=_sampler(words), **common)
@@ -113,8 +115,7 @@ def noised_sum(
     others = (-1.0, *(num_clients - 2) * (0.0,)) if full else (num_clients - 1) * (without,)
 
     def strategy() -> DPStrategy:
-        made: DPStrategy = make(sampling=sampling, num_clients=num_clients, **common)
-        return made
+        return make(sampling=sampling, num_clients=num_clients, **common)
 
     def client(**node: Any) -> clients.DPClient:
         return clients.DPClient(**node, training=replace(training, sam_radius=words.get("sam_radius", 0.0)), device="cpu")

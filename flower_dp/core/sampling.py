@@ -200,7 +200,7 @@ def check_sampler(sampling: Sampler) -> None:
     Raises:
         ValueError: naming the value.
     """
-    if not all(hasattr(sampling, word) for word in ("choose", "event", "largest_cohort", "secret_size")):
+    if not all(hasattr(sampling, word) for word in ("choose", "event", "expected_cohort", "largest_cohort", "secret_size")):
         raise checks.bad("sampling", sampling, "a sampler of flower_dp.core.sampling, such as PoissonSampling")
 
 

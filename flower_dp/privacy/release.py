@@ -65,9 +65,8 @@ class Release:
         checks.number("clip_norm", self.clip_norm, above=0)
         checks.integer("num_clients", self.num_clients, at_least=1)
         checks.one_of("relation", self.relation, RELATIONS)
-        if self._can_be_bounded:
-            self.sampler.expected_cohort(self.num_clients)  # refuses a cohort larger than the population
-        else:
+        self.sampler.expected_cohort(self.num_clients)  # refuses a cohort larger than the population
+        if not self._can_be_bounded:
             accounting.check(self.event(1), relation=self.relation)
 
     @property

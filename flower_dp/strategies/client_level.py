@@ -143,7 +143,7 @@ class ClientLevelRules:
         number = self.num_rounds(charges) + 1
         if self.training.in_order and server_round != number:
             # Its cohort follows from the round's number, its charge from how many there were.
-            return f"with round-robin sampling it must be round {number}"
+            return f"with {self.training.sampling} it must be round {number}"
         if self.target_epsilon is None or (cohort_size is None) == self.noise.shares_vary:
             return None
         shares = None if cohort_size is None else self.noise.shares(cohort_size)

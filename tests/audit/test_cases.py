@@ -16,8 +16,10 @@ from flower_dp.core.sampling import FullSampling
 from flower_dp.methods import METHODS
 from flower_dp.privacy.events import leaves_of
 from flower_dp.running import apps
-from flower_dp.strategies import DPFedAvg
+from flower_dp.strategies import DPFedAvg, DPStrategy
+from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases import shared_noise
+from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
 from flower_dp.strategies.releases.noised_sum import SumState
 
 PRESETS = (
@@ -171,6 +173,28 @@ def test_a_preset_without_privacy_is_no_case():
     run = apps.resolve("mnist-fedavg-not-private", [])
     with pytest.raises(ValueError, match="is not private"):
         case_of("it", {**run.app.settings(), **run.overrides})
+
+
+class OfOnesOwn(DPFedAvg):
+    """A strategy of a user's own, with the default placement of the one that it comes from."""
+
+
+class OnlyCentral(DPStrategy):
+    """One without the argument `placement`: the server adds all noise."""
+
+    def __init__(self, *, clip_norm, noise_multiplier, sampling, num_clients, delta, **options):
+        words = {"relation": None, "placement": "central", "trusted_server": True, "min_reply_ratio": None}
+        updates = ClippedUpdates(clip_norm=clip_norm, sampling=sampling, num_clients=num_clients, **words)
+        super().__init__(ClientLevelRules("only-central", "Only central", updates, noise_multiplier, delta=delta), **options)
+
+
+@pytest.mark.parametrize("strategy_class", [OfOnesOwn, OnlyCentral])
+def test_a_strategy_of_ones_own_is_audited_under_its_own_placement(strategy_class):
+    """A subclass of DPFedAvg was audited as if clients shared the noise; a strategy without `placement` was not audited at all."""
+    case, same = noised_sum("mine", method=strategy_class), CASES["dp-fedavg"]
+    assert (case.view, case.silent) == (same.view, same.silent) == ("outsider", True)
+    assert (case.present, case.absent) == (same.present, same.absent)
+    assert noised_sum("mine", method=partial(DPFedAvg, placement="distributed")).view == "participant"
 
 
 @pytest.mark.parametrize("wrong", [{"view": "everybody"}, {"num_rounds": 0}, {"absent": (0.0,)}, {"present": (), "absent": ()}])

@@ -91,6 +91,7 @@ def _reply(client: DPClient, noise_std: float) -> tuple[Any, Any, Any]:
 STRATEGIES: dict[str, Any] = {
     "dp-fedsam untrusted": lambda **arguments: DPFedSAM(**arguments, trusted_server=False, min_reply_ratio=1.0),
     "fed-smp": lambda **arguments: FedSMP(**arguments, keep_ratio=1.0),
+    "dp-fedavg": DPFedAvg,
 }
 
 

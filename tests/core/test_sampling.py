@@ -4,6 +4,7 @@ Statistical tests have fixed seeds; each would raise a false alarm with probabil
 """
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, check_sampler
 
 FALSE_ALARM = 1e-6
 RELEASE = GaussianDpEvent(1.0)
@@ -156,3 +157,11 @@ def test_very_large_cohorts_are_drawn_anew():
     rng: Any = Many()
     assert len(PoissonSampling(sampling_rate=0.1).choose(1, 1000, rng)) == 100
     assert rng.calls == 3
+
+
+@pytest.mark.parametrize("word", ["choose", "event", "expected_cohort", "largest_cohort", "secret_size"])
+def test_an_object_that_lacks_a_part_of_a_sampler_is_refused(word):
+    parts = {one: None for one in ("choose", "event", "expected_cohort", "largest_cohort", "secret_size") if one != word}
+    with pytest.raises(ValueError, match=r"sampling=.*: must be a sampler"):
+        check_sampler(SimpleNamespace(**parts))
+    check_sampler(SimpleNamespace(**parts, **{word: None}))

@@ -133,6 +133,18 @@ class _Twice(PoissonSampling):
         return SampledWithReplacementDpEvent(num_clients, 5, release)
 
 
+class _Unchecked(RoundRobinSampling):
+    """A user's sampler, whose event asks for no number of clients."""
+
+    def event(self, release: DpEvent, server_round: int, num_clients: int) -> DpEvent:
+        return release
+
+
+def test_a_users_sampler_too_is_asked_whether_its_cohort_fits() -> None:
+    with pytest.raises(ValueError, match=r"cohort_size=51: .* <= 50"):
+        _release(sampler=_Unchecked(cohort_size=51))
+
+
 class _TwiceGaussian(Gaussian):
     """A user's mechanism, with an event that no accountant knows."""
 

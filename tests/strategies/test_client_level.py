@@ -368,6 +368,8 @@ def test_round_robin_charges_the_busiest_client():
     # 14 participations of 6 clients: somebody takes part three times.
     expected = accounting.epsilon(SelfComposedDpEvent(GaussianDpEvent(1.0), 3), delta=1e-3, relation="add-or-remove-one")
     assert strategy.statement.epsilon == pytest.approx(expected.epsilon)
+    # A round out of turn is refused under the sampling's own name, which may be that of a user's.
+    assert strategy.rules.why_stop(strategy.state, 9, None) == "with RoundRobinSampling(cohort_size=2) it must be round 8"
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, FlatModel, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM
+from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.replies import MOST_REASON, Collected, Missing
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -541,3 +543,22 @@ def test_evaluation_asks_no_client():
     grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2)
     start(fedavg(2), grid, num_rounds=2)
     assert {message.metadata.message_type for message in grid.sent} == {"query", "train"}
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, None])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_is_not_added(value, clip_norm):
+    limits, total = Limits(length=2, clip_norm=clip_norm, honest_norm=lambda names: 1.0), np.zeros(2)
+    with pytest.raises(ValueError, match="NaN or infinite entries"):
+        limits.add(total, np.array([0.1, value]), ["a"])
+    assert total.tolist() == [0.0, 0.0]
+
+
+def test_a_reason_of_a_single_client_is_one_short_line():
+    collected = Collected(total=np.zeros(1))
+    collected.add_refused(
+        {"a": wire.Refusal(code="failed", reason="x\nEPSILON: 0.0"), "b": wire.Refusal(code="declined", reason="y" * 2**20)}
+    )
+    assert collected.refused["a"] == "x EPSILON: 0.0"
+    assert len(collected.refused["b"]) <= MOST_REASON
+    assert collected.missing == Missing(failed=1, declined=1)
