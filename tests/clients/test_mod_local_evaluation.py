@@ -10,6 +10,7 @@ import pytest
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+import tests.grids  # noqa: F401 - which gives messages a run
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, EvaluationBudget, NbAFLTerms, privacy_mod
 from flower_dp.clients.account import KEY
