@@ -252,15 +252,6 @@ class Session:
         return any(release.secret_cohort for release in self.rules.releases)
 
     @property
-    def delta(self) -> float:
-        """The delta at which epsilon is stated."""
-        return self.rules.about.delta
-
-    def line_of(self, server_round: int) -> dict[str, int | float]:
-        """Return a round's numbers for people to see: `RunState.line_of`."""
-        return self._own.line_of(server_round)
-
-    @property
     def seeded_noise(self) -> bool:
         """Whether noise or sampling comes from a fixed seed."""
         return self.noise_seed is not None

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 from flower_dp.core import checks
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
-from flower_dp.strategies.journal import Journal, observers_of, place_of
+from flower_dp.strategies.journal import Journal, Told, observers_of, place_of
 from flower_dp.strategies.rules import OnRound
 from flower_dp.strategies.session import Session
 from flower_dp.strategies.writer import CheckpointPlace, Writer
@@ -26,8 +26,8 @@ class Stated(SystemExit):
     """The statement of a run was made from its folder; its ServerApp ends there."""
 
 
-class _Strategy(Protocol):
-    """What a run is followed by: its session, and its statement."""
+class _Strategy(Told, Protocol):
+    """What a run is followed by: what it tells, its session, and its statement."""
 
     _session: Session
     on_round: OnRound | None
@@ -84,7 +84,7 @@ def followed(start: Start) -> Start:
         forgettable = session.log.charges.numbers() == session.finished
         call = _Call.of(signature, self, *arguments, **named)
         observers = observers_of(self.on_round)
-        session.journal = journal = Journal(session, observers, call.get("num_rounds"))
+        session.journal = journal = Journal(self, observers, call.get("num_rounds"))
         if call.get("evaluate_fn") is not None:
             call.change("evaluate_fn", journal.evaluated(call.get("evaluate_fn")))
         writer: Writer | None = None

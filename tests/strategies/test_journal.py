@@ -193,6 +193,18 @@ class Chooses(DPFedAvg):
         return result
 
 
+class Named(DPFedAvg):
+    """A number of its own in the lines."""
+
+    def line_of(self, server_round):
+        return {**super().line_of(server_round), "site": 7}
+
+
+def test_the_lines_are_those_of_the_strategys_own_class(seen):
+    Named(**WORDS, sampling=FullSampling()).start(grid(), weights(), num_rounds=2)
+    assert [line["site"] for line in seen.lines] == [7, 7, 7]
+
+
 def test_the_final_model_is_that_of_the_outermost_start(seen):
     result = Chooses(**WORDS, sampling=FullSampling()).start(grid(), weights(), num_rounds=2)
     ((_, found),) = seen.ends

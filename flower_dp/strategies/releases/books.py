@@ -149,11 +149,6 @@ class ClientBooks:
             )
         return max(1, self._most_replies(self.planned_rounds))
 
-    @property
-    def num_clients(self) -> int:
-        """How many clients there are."""
-        return self.population.num_clients
-
     def share(self, name: str) -> float:
         """Return a client's public share of the average over all clients."""
         if self.population.aggregation == "uniform":
