@@ -12,6 +12,7 @@ from flower_dp.running import apps, new_app, planned
 
 LOCAL = ("--set", "method=nbafl", "--set", "sampling=full", "--set", "sampling-rate=0", "--set", "nbafl.epsilon=1")
 STOCK = Path(__file__).parents[1] / "foreign" / "tiny"
+IN_TURN = ("--noise-multiplier", "4", "--sampling", "round-robin", "--cohort-size", "10")
 QUICK = ("--set", "num-rounds=4", "--set", "sampling=full", "--set", "num-clients=200")
 
 
@@ -43,33 +44,15 @@ def test_a_run_that_a_target_ends_is_told_with_its_rounds_in_words(call):
     ("command", "more", "warning"),
     [
         (("epsilon", "--noise-multiplier", "4"), ("--delta", "0.3"), "0.3 is at least 1 / 4 clients"),
-        (
-            ("epsilon", "--noise-multiplier", "4", "--sampling", "round-robin", "--cohort-size", "10", "--num-clients", "200"),
-            ("--delta", "0.005"),
-            "0.005 is at least 1 / 200 clients",
-        ),
-        (
-            ("epsilon", "--noise-multiplier", "4", "--sampling", "round-robin", "--cohort-size", "10", "--num-clients", "199"),
-            ("--delta", "0.005"),
-            None,
-        ),
+        (("epsilon", *IN_TURN, "--num-clients", "200"), ("--delta", "0.005"), "0.005 is at least 1 / 200 clients"),
+        (("epsilon", *IN_TURN, "--num-clients", "199"), ("--delta", "0.005"), None),
         (("epsilon", "mnist-dp-fedavg"), (*QUICK, "--set", "dp-fedavg.delta=0.005"), "0.005 is at least 1 / 200 clients"),
-        (
-            ("epsilon", "breast-cancer-fedsgd-dpc"),
-            ("--set", "fedsgd-dpc.delta=0.5"),
-            " records, and a mechanism that publishes one ",
-        ),
     ],
 )
 def test_a_delta_that_promises_nothing_is_warned_of(call, command, more, warning):
     status, out, err = call(*command, *more, "--json")
-    assert status == 0
-    assert json.loads(out)["epsilon"] > 0
-    if warning is None:
-        assert err == ""
-    else:
-        assert err.startswith("warning: DELTA IS NO GUARANTEE: ")
-        assert warning in err
+    assert (status, json.loads(out)["epsilon"] > 0) == (0, True)
+    assert err == "" if warning is None else err.startswith("warning: DELTA IS NO GUARANTEE: ") and warning in err
 
 
 PAPER = ("--set", "dp-fedpaq.calibration=paper", "--set", "dp-fedpaq.epsilon=8")
@@ -94,8 +77,6 @@ def test_an_app_around_ones_own_model_is_told_as_well(call, tmp_path):
     assert (status, err) == (0, "")
     assert 0.99 * 5 <= json.loads(out)["epsilon"] <= 5  # what the template asks for
     assert json.loads(out)["num_rounds"] == 30
-    status, out, _ = call("calibrate", str(tmp_path / "mine"), "--epsilon", "1.5", "--set", "num-rounds=5", "--json")
-    assert (status, 0.99 * 1.5 <= json.loads(out)["epsilon"] <= 1.5) == (0, True)
     status, _, err = call("epsilon", str(tmp_path / "mine"), *LOCAL)
     assert status == 2
     assert "epsilon follows from every client's number of records" in err
@@ -104,7 +85,6 @@ def test_an_app_around_ones_own_model_is_told_as_well(call, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("epsilon", "nowhere"), "nowhere: is neither a folder"),
         (("epsilon", "--set", "seed=1"), "--set belongs to a preset, a task, a method or an app"),
         (("epsilon", str(STOCK)), "names no function `cost` under [tool.flower-dp]; in its place describe what"),
         (("calibrate", "dp-fedavg", "--epsilon", "8", "--num-rounds", "9"), "--num-rounds: dp-fedavg has settings of its own"),
@@ -112,11 +92,6 @@ def test_an_app_around_ones_own_model_is_told_as_well(call, tmp_path):
             ("calibrate", "dp-fedavg", "--epsilon", "8", "--set", "dp-fedavg.noise-multiplier=2"),
             "noise-multiplier=2.0: epsilon=8 determines it",
         ),
-        (
-            ("calibrate", "dp-fedavg", "--epsilon", "8", "--set", "dp-fedavg.target-epsilon=9"),
-            "target-epsilon=9.0: epsilon=8 determines it",
-        ),
-        (("calibrate", "nbafl", "--epsilon", "8", "--set", "nbafl.paper-epsilon=9", "--set", "sampling=full"), "paper-epsilon=9"),
         (
             ("calibrate", "mnist-dp-fedpaq", "--epsilon", "8", *PAPER),
             "--epsilon=8: with dp-fedpaq.calibration=paper it is no budget of the run",

@@ -9,63 +9,19 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from flower_dp.clients.training import dry_run
 from flower_dp.core.root_logger import SHOWN
-from flower_dp.core.sampling import FullSampling
 from flower_dp.running import flower_log, screen
 from flower_dp.running.screen import Screen
 from flower_dp.running.signals import Interrupted
-from flower_dp.strategies import DPFedAvg, diagnostics
-from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
-from flower_dp.wire import MESSAGE_API, Hosted, Model
-from tests.stock import arrays
 
 log = logging.getLogger("flwr")
 
 
 def screen_of(display, folder=Path("nowhere"), **more):
     return Screen(display, None, folder / "flower.log", **{"goes_on": False, "quiet": True, "interrupt": print} | more)
-
-
-@pytest.fixture
-def shown(capsys):
-    """What a screen that shows rounds already still shows of what is logged."""
-
-    def lines(act):
-        with screen_of(SimpleNamespace()):
-            log.warning("of no use to anybody")
-            act()
-        return capsys.readouterr().out
-
-    return lines
-
-
-@pytest.mark.parametrize(("noise_multiplier", "warned"), [(100.0, True), (0.01, False)])
-def test_noise_that_is_longer_than_any_mean_is_warned_of(shown, noise_multiplier, warned):
-    made = DPFedAvg(clip_norm=1.0, noise_multiplier=noise_multiplier, sampling=FullSampling(), num_clients=2, delta=1e-3)
-    clients = KnownClients(names=("a", "b"), nodes=(1, 2), record_names=MESSAGE_API, hosting=True)
-    out = shown(lambda: diagnostics.log_start(made.rules, clients, Model.of(arrays(w=np.ones(16, np.float32)))))
-    assert ("200.0 times as long as any mean without it: one round teaches little" in out) == warned
-
-
-def test_a_node_that_cannot_train_is_named(shown):
-    manager = ClientManager(2, timeout=1, newcomers=False)
-    answers = {7: Hosted(names=("a",), methods=frozenset(), unable="the model does not take inputs")}
-    out = shown(lambda: manager._note(answers))
-    assert out == "WARNING: node 7 can't train: the model does not take inputs; its 1 clients send no update\n"
-
-
-def test_a_table_that_is_no_data_set_is_named(shown):
-    """The node's own log says it; in a run on this machine its owner is the one who looks at the screen."""
-    from flower_dp.clients import DatasetRecords
-    from flower_dp.clients.training.dry_run import _example
-
-    dry_run._log_once.cache_clear()
-    out = shown(lambda: _example(DatasetRecords(dataset=[{"age": 3, "ill": 1}]), "cpu", public=False))
-    assert out == "WARNING: dry run: a row of the data set is a dict\n"
 
 
 @pytest.mark.parametrize("quiet", [True, False])
@@ -112,7 +68,8 @@ def test_a_reader_that_closes_ends_what_is_made_as_a_signal_does(monkeypatch):
 
 def test_whole_lines_of_a_log_are_shown_once_while_it_grows(tmp_path, capsys):
     log, seen = tmp_path / "flower.log", ""
-    with screen_of(SimpleNamespace(), tmp_path, quiet=False), log.open("wb", buffering=0) as file:
+    log.write_text("of the first attempt of a run that goes on\n")
+    with screen_of(SimpleNamespace(), tmp_path, quiet=False, goes_on=True), log.open("ab", buffering=0) as file:
         for content, total in (
             (b"one\ntw", "one\n"),
             (b"", "one\n"),
@@ -124,14 +81,6 @@ def test_whole_lines_of_a_log_are_shown_once_while_it_grows(tmp_path, capsys):
             assert seen == total
         file.write(b"in the end\n")
     assert capsys.readouterr().out == "in the end\n"
-
-
-def test_what_a_resumed_run_has_logged_before_is_not_shown_again(tmp_path, capsys):
-    log = tmp_path / "flower.log"
-    log.write_text("of the first attempt\n")
-    with screen_of(SimpleNamespace(), tmp_path, quiet=False, goes_on=True), log.open("a") as file:
-        file.write("of this one\n")
-    assert capsys.readouterr().out == "of this one\n"
 
 
 def test_a_reader_of_the_log_that_closes_interrupts_the_run(tmp_path, monkeypatch):
