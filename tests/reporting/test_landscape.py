@@ -1,11 +1,9 @@
 """The loss around final models: directions and losses by hand, runs of the app, and the command."""
 
-import json
 import math
 
 import numpy as np
 import pytest
-import tomli_w
 import torch
 from torch import nn
 
@@ -76,17 +74,11 @@ def test_losses_are_those_of_the_moved_model_whose_biases_stay(tmp_path, given, 
     assert found.line.tolist() == found.losses[2].tolist()
     assert found.here == found.losses[2, 2]
     assert (found.label, found.epsilon, found.num_records) == (DEFAULTS["method"], 1.5, 12)
-
-
-def test_every_filter_of_a_direction_is_as_long_as_the_models_own(tmp_path, given):
-    arrays = {"weight": RNG.standard_normal((4, 2, 3, 3)).astype(np.float32), "bias": np.ones(4, np.float32)}
-    layout = landscape.Layout.of(arrays)
-    found = layout.unflatten(landscape._direction(layout, arrays, (0, 1)))
-    own = np.sqrt((arrays["weight"].astype(float) ** 2).sum((1, 2, 3)))
-    assert np.sqrt((found["weight"].astype(float) ** 2).sum((1, 2, 3))) == pytest.approx(own, rel=1e-6)
-    assert not found["bias"].any()
-    zeros = {name: np.zeros_like(array) for name, array in arrays.items()}
-    assert not landscape._direction(layout, zeros, (0, 1)).any()
+    # Some records at random, the same for all runs.
+    drawn = np.random.default_rng((seed, 2)).permutation(12)[:5]
+    (found,) = landscapes([run], resolution=3, num_records=5, seed=seed)
+    expected = ((INPUTS[drawn] @ WEIGHTS.T + BIAS - TARGETS[drawn]) ** 2).sum(1).mean()
+    assert (found.num_records, found.here) == (5, pytest.approx(expected, rel=1e-5))
 
 
 def test_runs_share_the_draw_and_each_scales_it_by_its_own_filters(tmp_path, given):
@@ -103,15 +95,6 @@ def test_runs_share_the_draw_and_each_scales_it_by_its_own_filters(tmp_path, giv
     assert [one.label, other.label] == ["a", "b"]
 
 
-def test_some_records_at_random_the_same_for_all_runs(tmp_path, given):
-    given["run"] = problem()
-    run = recorded(tmp_path / "run", {"weight": WEIGHTS, "bias": BIAS})
-    drawn = np.random.default_rng((4, 2)).permutation(12)[:5]
-    (found,) = landscapes([run], resolution=3, num_records=5, seed=4)
-    expected = ((INPUTS[drawn] @ WEIGHTS.T + BIAS - TARGETS[drawn]) ** 2).sum(1).mean()
-    assert (found.num_records, found.here) == (5, pytest.approx(expected, rel=1e-5))
-
-
 # Refusals
 
 
@@ -120,6 +103,7 @@ def test_what_can_not_be_compared_is_refused_naming_the_folder(tmp_path, given):
     given["more"] = problem(inputs=INPUTS[:6], targets=TARGETS[:6])
     arrays = {"weight": WEIGHTS, "bias": BIAS}
     good = recorded(tmp_path / "a", arrays)
+    given["odd"] = problem()
     wide = recorded(tmp_path / "wide", {"weight": np.ones((3, 3), np.float32), "bias": np.ones(3, np.float32)})
     for run, match in [
         (recorded(tmp_path / "b"), "b: the run was not finished"),
@@ -127,16 +111,13 @@ def test_what_can_not_be_compared_is_refused_naming_the_folder(tmp_path, given):
         (recorded(tmp_path / "moved", arrays), "moved: has other test records than the first run"),
         (recorded(tmp_path / "more", arrays), "more: has other test records than the first run"),
         (good, "a: is given twice"),
+        (recorded(tmp_path / "odd", {"weight": WEIGHTS}), "odd: arrays: names differ"),
     ]:
         with pytest.raises(ValueError, match=match):
             landscapes([good, run], resolution=3)
     (tmp_path / "a" / "model.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"a: model\.safetensors can't be read"):
         landscapes([good])
-    odd = recorded(tmp_path / "odd", {"weight": WEIGHTS})
-    given["odd"] = problem()
-    with pytest.raises(ValueError, match=r"odd: arrays: names differ"):
-        landscapes([odd])
 
 
 APP = """
@@ -166,8 +147,14 @@ def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
     made = RunFolder.create(tmp_path / "run", {"rows": 7}, "a run")
     made.append({"round": 1, "loss": 1.0})
     made.finish({"weight": WEIGHTS, "bias": BIAS})
-    with pytest.raises(ValueError, match=r"nor of an app that is known: .* holds no run that `flower-dp run` has begun"):
+    with pytest.raises(
+        ValueError,
+        match=r"\(its run-config\.toml has no adult.*nor of an app that is known: .* holds no run that `flower-dp run` has begun",
+    ):
         landscapes([read_past_run(made.path)])
+    more = recorded(tmp_path / "more", {"weight": WEIGHTS}, **{"model-fn": "own:model"})
+    with pytest.raises(ValueError, match=r"more: .* of a task of this flower-dp \(its run-config\.toml has model-fn\), nor"):
+        landscapes([more])
     words = {"name": "mine", "overrides": {}, "workers": 1, "supernodes": 1, "gpus_per_worker": 0.0}
     Launched(app=str(app), **words).write(made.path)
     with pytest.raises(ValueError, match=r"mine does not say what it is tested with: add public-test"):
@@ -177,24 +164,6 @@ def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
     assert found.num_records == 7
     # Of ones: outputs 1 + 0.5 and -0.1 - 0.5, and the first is right.
     assert found.here == pytest.approx(math.log(1 + math.exp(-0.6 - 1.5)), rel=1e-5)
-
-
-def test_runs_of_other_apps_are_refused(tmp_path):
-    arrays = {"weight": WEIGHTS}
-    own = RunFolder.create(tmp_path / "own", {"num-rounds": 3, "lr": 0.1}, "own")
-    own.finish(arrays)
-    with pytest.raises(
-        ValueError, match=r"own: is not a run of a task of this flower-dp \(its run-config\.toml has no adult\.features"
-    ):
-        landscapes([read_past_run(tmp_path / "own")])
-    more = recorded(tmp_path / "more", arrays, **{"model-fn": "own:model"})
-    with pytest.raises(
-        ValueError, match=r"more: is not a run of a task of this flower-dp \(its run-config\.toml has model-fn\), nor"
-    ):
-        landscapes([more])
-    lost = recorded(tmp_path / "lost", arrays, **{"data-dir": str(tmp_path / "gone")})
-    with pytest.raises(ValueError, match=r"lost: .*gone"):
-        landscapes([lost])
 
 
 # The figure
@@ -221,16 +190,6 @@ def test_all_runs_are_drawn_on_one_scale():
 # The command, on runs of the app
 
 
-@pytest.fixture(scope="module")
-def played(tmp_path_factory):
-    """Two runs of breast-cancer, and its settings."""
-    pytest.importorskip("sklearn")
-    keywords = {"task": "breast-cancer", "method": "dp-fedavg", "num-clients": 10, "num-rounds": 2, "sampling": "full"}
-    keywords |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "evaluate-every": 0}
-    parent = tmp_path_factory.mktemp("runs")
-    return [play(parent / f"z{z:g}", {**keywords, "dp-fedavg.noise-multiplier": z}) for z in (0.0, 4.0)]
-
-
 def call(*arguments):
     with pytest.raises(SystemExit) as ended:
         cli.main(["figure", *map(str, arguments)])
@@ -238,7 +197,12 @@ def call(*arguments):
 
 
 @pytest.mark.slow
-def test_the_middle_of_the_landscape_is_the_recorded_loss_of_the_run(played, tmp_path, capsys):
+def test_the_middle_of_the_landscape_is_the_recorded_loss_of_the_run(tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    keywords = {"task": "breast-cancer", "method": "dp-fedavg", "num-clients": 10, "num-rounds": 2, "sampling": "full"}
+    keywords |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "evaluate-every": 0}
+    played = [play(tmp_path / f"z{z:g}", {**keywords, "dp-fedavg.noise-multiplier": z}) for z in (0.0, 4.0)]
+    capsys.readouterr()
     target = tmp_path / "figure.png"
     assert call("landscape", *played, "--output", target, "--resolution", 3, "--records", 1000) == 0
     assert target.read_bytes().startswith(b"\x89PNG")
@@ -250,21 +214,5 @@ def test_the_middle_of_the_landscape_is_the_recorded_loss_of_the_run(played, tmp
         assert one.num_records == 113
         assert one.here == pytest.approx(run.series("loss")[2], rel=1e-5)
         assert math.isinf(one.epsilon) == (run.config["dp-fedavg.noise-multiplier"] == 0)
-
-
-@pytest.mark.slow
-def test_the_command_refuses_in_one_line(played, tmp_path, capsys):
-    config = tmp_path / "run-config.toml"
-    config.write_text(tomli_w.dumps({"num-rounds": 3}))
-    (tmp_path / "statement.json").write_text(json.dumps(PRIVATE))
-    for arguments, match in [
-        ([played[0], "--output", "x.doc"], "--output=x.doc: must end in one of "),
-        ([played[0], "--resolution", 8], "--resolution=8: must be odd"),
-        (["nowhere"], "nowhere: is not a run folder"),
-        ([tmp_path], "the run was not finished"),
-        ([], "Missing argument"),
-    ]:
-        assert call("landscape", *arguments) == 2
-        shown = capsys.readouterr()
-        assert (shown.out, shown.err.count("\n")) == ("", 1)
-        assert match in shown.err
+    assert call("landscape", played[0], "--resolution", 8) == 2
+    assert capsys.readouterr().err == "error: --resolution=8: must be odd, so that the model itself is a point\n"

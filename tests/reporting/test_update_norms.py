@@ -61,22 +61,14 @@ def test_a_clip_norm_that_moves_is_that_of_the_rounds(tmp_path):
     assert "NOT PRIVATE" not in axes.get_title()
 
 
-def test_a_run_without_norms_names_the_setting(tmp_path, capsys):
-    recorded(tmp_path / "run", [{"accuracy": 0.5}])
-    assert call(tmp_path / "run") == 2
-    shown = capsys.readouterr()
-    assert "run: has no norms of updates. Run it again with --set report-client-metrics=true" in shown.err
-    assert call(tmp_path / "nowhere") == 2
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedsam"])
-def test_a_run_of_the_app_tells_them_on_request_alone(method, tmp_path, capsys):
-    """Of a method whose noise the server adds, and of one whose clients do."""
+def test_a_run_of_the_app_tells_them_on_request_alone(tmp_path, capsys):
+    method = "dp-fedsam"
     keywords = {"task": "breast-cancer", "method": method, "num-clients": 4, "num-rounds": 2, "sampling": "full"}
     keywords |= {f"{method}.delta": 1e-3, f"{method}.target-epsilon": 0.0, "evaluate-every": 0, "engine": "one-by-one"}
     silent = play(tmp_path / "silent", keywords)
     assert call(silent) == 2
+    assert "silent: has no norms of updates. Run it again with --set report-client-metrics=true" in capsys.readouterr().err
     assert "client-" not in (silent / "metrics.jsonl").read_text()
     assert "CLIENT METRICS" not in (silent / "statement.txt").read_text()
     folder = play(tmp_path / "told", {**keywords, "report-client-metrics": True})
