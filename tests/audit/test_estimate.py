@@ -1,6 +1,5 @@
 """Lower bounds from error rates: they hold, they are sharp, and each estimator's trade-off curve is the exact one."""
 
-import math
 
 import dp_accounting as dp
 import numpy as np
@@ -86,18 +85,6 @@ def test_a_true_strength_is_refuted_as_rarely_as_promised(estimator, slope):
     assert ((wrong @ refuted * missed).sum(axis=1) <= miss).all()
 
 
-def test_the_bound_is_above_the_truth_as_rarely_as_promised():
-    """200 audits of Gaussians, each with confidence 0.8: at most 40 of them may be wrong; false-alarm rate 1e-6."""
-    rng, estimator, mu = np.random.default_rng(7), GaussianTradeoff(delta=DELTA), 1.0
-    wrong = 0
-    for _ in range(200):
-        scores = {"a": (rng.normal(0, 1, 60), rng.normal(mu, 1, 60)), "noise": (rng.normal(0, 1, 60), rng.normal(0, 1, 60))}
-        found = errors_of(scores, estimator, confidence=0.8)
-        wrong += p_values(found, estimator, miss=0.2)(mu) <= 0.2
-    assert wrong <= stats.binom.isf(1e-6, 200, 0.2)
-    assert wrong >= 3  # 4 standard deviations below 20: the bound is no vacuous one
-
-
 def test_the_best_statistic_is_found_in_both_directions():
     rng = np.random.default_rng(1)
     scores = {"none": (rng.normal(size=800), rng.normal(size=800)), "falls": (rng.normal(size=800), rng.normal(size=800) - 3)}
@@ -105,9 +92,3 @@ def test_the_best_statistic_is_found_in_both_directions():
     assert (found.statistic, found.falling, found.trials) == ("falls", True, 600)
     assert found.false_positives == int(np.sum(scores["falls"][0][200:] < found.threshold))
     assert found.false_negatives == int(np.sum(scores["falls"][1][200:] >= found.threshold))
-
-
-@pytest.mark.parametrize(("confidence", "trials"), [(0.0, 40), (1.0, 40), (math.nan, 40), (0.9, 19)])
-def test_nonsense_is_refused(confidence, trials):
-    with pytest.raises(ValueError, match=r"confidence=|trials="):
-        errors_of({"a": (np.zeros(trials), np.ones(trials))}, HockeyStick(delta=0.0), confidence=confidence)

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from flower_dp.audit.audit import Claim, claimed_tradeoff
-from flower_dp.audit.estimate import Errors, errors_of, lower_bound, p_values
-from flower_dp.audit.one_run import coins, epsilon_lower_bound, guess, guesses_of_each, p_value
-from flower_dp.audit.one_run_clients import ClientCanaries
-from flower_dp.audit.tradeoffs import GaussianTradeoff, HockeyStick, LaplaceTradeoff, SampledGaussianTradeoff
+from flower_dp.audit.one_run import epsilon_lower_bound, p_value
+from flower_dp.audit.tradeoffs import GaussianTradeoff, LaplaceTradeoff, SampledGaussianTradeoff
 from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
 
@@ -79,73 +77,6 @@ def test_a_curve_is_that_of_the_mechanisms_densities_and_its_epsilon_too(kind, s
         assert max(hockey) <= delta * 1.02
 
 
-# Errors and what they prove
-
-
-@quickly(25)
-@given(
-    kinds,
-    st.floats(0.2, 3.0),
-    st.floats(0.2, 0.8),
-    st.integers(20, 60),
-    st.floats(0.0, 0.6),
-    st.floats(0.0, 0.6),
-    st.floats(0.1, 8.0),
-    st.sampled_from([0.9, 0.99]),
-)
-def test_a_p_value_is_no_less_than_the_probability_of_so_few_errors_on_the_curve(
-    kind, strength, rate, n, x, y, slope, confidence
-):
-    """Exactly, over all counts of errors: for every rate of false positives, with the least false negatives that there can be."""
-    made = estimator(kind, 1e-3, rate)
-    wrong, missed = int(x * n), int(y * n)
-    errors = Errors(
-        statistic="s", threshold=0.0, falling=False, slope=slope, trials=n, false_positives=wrong, false_negatives=missed
-    )
-    value = p_values(errors, made, miss=1 - confidence)(strength)
-    counts = np.arange(n + 1)
-    worst = 0.0
-    # Rates beyond the interval are left to the twentieth of the error probability that it has.
-    sure = stats.beta.ppf(
-        [0.025 * (1 - confidence), 1 - 0.025 * (1 - confidence)],
-        [max(wrong, 1e-9), wrong + 1],
-        [n - wrong + 1, max(n - wrong, 1e-9)],
-    )
-    for false_positives in np.linspace(sure[0] if wrong else 0.0, sure[1] if wrong < n else 1.0, 60):
-        false_negatives = float(made.curve(strength, np.array([false_positives]))[0])
-        one, two = stats.binom.pmf(counts, n, false_positives), stats.binom.pmf(counts, n, false_negatives)
-        fewer = slope * counts[:, None] + counts[None, :] <= slope * wrong + missed + 1e-9
-        worst = max(worst, float((one[:, None] * two[None, :] * fewer).sum()))
-    assert min(1.0, worst + 0.05 * (1 - confidence) * 0.999) <= value + 1e-9
-    assert value <= min(1.0, 1.25 * worst + 0.06 * (1 - confidence) + 1e-3)
-    bound = lower_bound(errors, made, confidence=confidence)
-    refuted = p_values(errors, made, miss=1 - confidence)
-    assert bound == 0 or refuted(bound * 0.999) <= 1 - confidence
-    assert bound > 500 or refuted(bound + 1e-3 + bound * 1e-3) > 1 - confidence  # more than any sample with this rate can show
-
-
-@quickly(12)
-@given(st.floats(0.8, 3.0), st.booleans(), st.integers(400, 1500), st.sampled_from([0.25, 0.5]), st.integers(0, 10**6))
-def test_the_errors_are_those_of_the_best_statistic_on_the_other_trials(mu, falling, trials, held_out, seed):
-    rng = np.random.default_rng(seed)
-    sign = -1 if falling else 1
-    scores = {
-        "nothing": (rng.normal(size=trials), rng.normal(size=trials)),
-        "all": (sign * rng.normal(0, 1, trials), sign * rng.normal(mu, 1, trials)),
-        "some": (sign * rng.normal(0, 1, trials), sign * rng.normal(mu / 4, 1, trials)),
-    }
-    found = errors_of(scores, GaussianTradeoff(delta=1e-3), confidence=0.99, held_out=held_out)
-    first = int(held_out * trials)
-    assert (found.statistic, found.falling, found.trials) == ("all", falling, trials - first)
-    absent, present = (sign * one[first:] for one in scores["all"])
-    cut = sign * found.threshold
-    assert (found.false_positives, found.false_negatives) == ((absent > cut).sum(), (present <= cut).sum())
-    # The slope of the curve where the threshold is: the likelihood ratio there.
-    assert math.log(found.slope) == pytest.approx(mu * cut - mu**2 / 2, abs=1.0 + mu / 2)
-    bound = lower_bound(found, GaussianTradeoff(delta=1e-3), confidence=0.99)
-    assert 0.55 * mu - 0.1 < bound <= mu * (1 + 4 / math.sqrt(trials)) + 0.1
-
-
 # One run
 
 
@@ -163,78 +94,6 @@ def test_the_bound_on_right_guesses_is_corollary_5_4_by_hand(num_guesses, abstai
     bound = epsilon_lower_bound(correct, confidence=0.9, **words)
     assert bound == 0 or p_value(correct, epsilon=bound * (1 - 1e-9), **words) < 0.1
     assert p_value(correct, epsilon=bound * (1 + 1e-9) + 1e-9, **words) >= 0.1 * (1 - 1e-6)
-
-
-@quickly(25)
-@given(st.lists(st.integers(-5, 5), min_size=2, max_size=30), st.data())
-def test_guesses_are_on_the_extremes_alone(scores, data):
-    each = data.draw(st.integers(0, len(scores) // 2))
-    made = guess(np.array(scores, float), each)
-    assert [int((made == sign).sum()) for sign in (1, -1)] == [each, each]
-    middle = [score for score, one in zip(scores, made, strict=True) if one == 0]
-    high, low = ([score for score, one in zip(scores, made, strict=True) if one == sign] for sign in (1, -1))
-    assert min(high, default=5) >= max([*middle, *low], default=-5)
-    assert max(low, default=-5) <= min([*middle, *high], default=5)
-    if len(scores) >= 10:
-        number = guesses_of_each(len(scores), epsilon=2.0, delta=1e-3, confidence=0.9)
-        assert 1 <= number <= len(scores) // 2
-
-
-@quickly(12)
-@given(
-    st.sampled_from([ADD, REPLACE]), st.integers(4, 30), st.integers(0, 10), st.sampled_from([0.3, 2.0]), st.integers(0, 10**6)
-)
-def test_canaries_of_clients_are_neighbours_by_the_relation_and_their_scores_find_them(relation, many, more, clip_norm, seed):
-    rng = np.random.default_rng(seed)
-    choices = coins(many, seed)
-    assert set(choices.tolist()) <= {-1, 1}
-    dimension = 4000
-    names = [f"c{number}" for number in range(many + more)]
-    made = ClientCanaries.drawn(names, choices, relation=relation, dimension=dimension, rng=rng)
-    assert len(set(made.names)) == many
-    np.testing.assert_allclose(np.linalg.norm(made.directions, axis=1), 1, rtol=1e-5)
-    updates = made.updates(clip_norm)
-    total = np.zeros(dimension)
-    for name, coin, direction in zip(made.names, choices, made.directions, strict=True):
-        update = updates[name]
-        if coin < 0 and relation == ADD:
-            assert update is None
-            continue
-        assert np.linalg.norm(update) > clip_norm
-        clipped = update / np.linalg.norm(update) * clip_norm
-        np.testing.assert_allclose(clipped, coin * clip_norm * direction, atol=1e-5)
-        total += clipped
-    cohort = 7.0
-    other = rng.normal(size=dimension) * 0.5
-    before = rng.normal(size=dimension)
-    scale = clip_norm / cohort
-    left = rng.random(dimension) < 0.8  # of a mask: what it takes away of canaries it takes away of others
-    after = before + np.where(left, (total + clip_norm * other) / cohort, 0.0)
-    scores = made.score([before, after, after], others=[other, 0.0], scales=[scale, scale], sampling_rate=1.0)
-    for rate in (0.3, 0.7):  # the log-likelihood ratio of a contribution with this rate, by hand
-        seen = made.directions @ ((after - before) / scale - np.where(left, other, 0.0))
-        seen -= np.median(seen) if rate < 0.5 else 0.0
-        variance = max(1.4826 * np.median(np.abs(seen)), 1e-3) ** 2
-        ratio = [np.log(1 - rate + rate * np.exp(np.minimum(700, (sign * seen - 0.5) / variance))) for sign in (1, -1)]
-        expected = ratio[0] - (ratio[1] if relation == REPLACE and (choices < 0).any() else 0.0)
-        sure = np.abs(seen) < 600 * variance
-        found = made.score([before, after], others=[other], scales=[scale], sampling_rate=rate)
-        np.testing.assert_allclose(found[sure], expected[sure], rtol=1e-6, atol=1e-8)
-    ordered = np.argsort(scores)
-    count = int((choices < 0).sum())
-    assert set(ordered[:count].tolist()) == set(np.flatnonzero(choices < 0).tolist())
-
-
-@quickly(40)
-@given(st.floats(1e-3, 0.999), st.floats(1e-3, 0.999), st.sampled_from([0.0, 1e-3, 0.1]))
-def test_the_hockey_stick_is_the_larger_of_both_directions(wrong, missed, delta):
-    made = HockeyStick(delta=delta)
-    rates = [(1 - missed - delta) / wrong, (1 - wrong - delta) / missed]
-    strength = float(made.strength(np.array([wrong]), np.array([missed]))[0])
-    assert math.exp(strength) == pytest.approx(max(*rates, 1e-300))
-    if strength > 0:  # on the curve: no lower rate is allowed
-        assert made.curve(strength, np.array([wrong]))[0] == pytest.approx(missed, rel=1e-6, abs=1e-9)
-        assert made.epsilon(strength) == strength
 
 
 @quickly(8)

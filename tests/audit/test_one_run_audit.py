@@ -5,48 +5,25 @@ import math
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord
 from scipy import stats
 
-from flower_dp import wire
 from flower_dp.audit.one_run_audit import audit_run
-from flower_dp.audit.one_run_clients import CanaryClient, CanaryUpdates, ClientCanaries
-from flower_dp.audit.one_run_records import RecordScores, Replies, planted
-from flower_dp.clients import DPClient, FlatModel, TensorRecords, Training
-from flower_dp.clients.reasons import Declined
-from flower_dp.clients.reply.pipeline import Job
+from flower_dp.audit.one_run_clients import ClientCanaries
+from flower_dp.audit.one_run_records import RecordScores, planted
+from flower_dp.clients import FlatModel, TensorRecords
 from flower_dp.core import noise
-from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.running import apps
-from flower_dp.simulation.identity import identify
-from flower_dp.wire import Ask, Instruction, OwnAsk, Promise
 
 # 200 clients with three real digits each, all in every round; half of them are canaries.
 CLIENTS = [
     *("num-clients=200", "partition=sample", "records-per-client=3", "model=logistic", "batch-size=3", "engine=one-by-one"),
     *("num-rounds=3", "seed=1"),
 ]
-FULL = [
-    *CLIENTS,
-    "method=dp-fedavg",
-    "sampling=full",
-    "dp-fedavg.noise-multiplier=1.0",
-    "dp-fedavg.target-epsilon=0",
-    "dp-fedavg.delta=1e-5",
-]
+FULL = [*CLIENTS, "method=dp-fedavg", "sampling=full"]
+FULL += ["dp-fedavg.noise-multiplier=1.0", "dp-fedavg.target-epsilon=0", "dp-fedavg.delta=1e-5"]
 # Ten clients with 45 real tumours each, all records in every step.
-RECORDS = [
-    *(
-        "num-clients=10",
-        "partition=sample",
-        "records-per-client=45",
-        "num-rounds=3",
-        "learning-rate=0.1",
-        "learning-rate-decay=0",
-        "seed=1",
-    ),
-    *("batch-size=45", "sampling=full"),
-]
+RECORDS = ["num-clients=10", "partition=sample", "records-per-client=45", "batch-size=45", "sampling=full", "seed=1"]
+RECORDS += ["num-rounds=3", "learning-rate=0.1", "learning-rate-decay=0"]
 STEPS = ["{0}.epsilon=8", "{0}.delta=1e-4", "{0}.num-local-steps=1", "{0}.sensitivity=per-step", "{0}.quantization-levels=0"]
 
 
@@ -57,15 +34,6 @@ def config(target, settings):
 
 def fedpaq(method="dp-fedpaq", *more):
     return config("breast-cancer", [*RECORDS, f"method={method}", *(one.format(method) for one in STEPS), *more])
-
-
-def asked(control, server_round):
-    """Return a message of SCAFFOLD to a node that hosts client a."""
-    identify(1, 1)
-    own = {"a": OwnAsk(weight=1.0, terms="", noise_multiplier=1.0, number=1, run="a run")}
-    ask = Ask(promise=Promise(clip_norm=1.0, noise_multiplier=1.0), placement="local", own=own, vectors={"control": control})
-    instruction = Instruction(server_round=server_round, method="scaffold", clients=("a",), ask=ask)
-    return wire.train_message(2, wire.MESSAGE_API, ArrayRecord({"w": Array(np.zeros(3, np.float32))}), {}, instruction)
 
 
 @pytest.fixture
@@ -101,14 +69,6 @@ def test_noise_far_below_the_claim_is_flagged_by_client_canaries(little_noise):
     assert audit.refuted  # by 95 right guesses of 120; in eight runs all were right
 
 
-def test_a_run_without_noise_has_a_large_bound():
-    audit = audit_run(config("mnist", [*FULL, "dp-fedavg.noise-multiplier=0", "num-rounds=1"]), num_canaries=150, seed=3)
-    assert math.isinf(audit.claimed)
-    assert audit.num_correct == audit.num_guesses
-    assert audit.lower_bound > 2.0
-    assert not audit.refuted
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
@@ -128,43 +88,15 @@ def test_every_kind_of_noised_sum_is_audited(settings):
 
 
 def test_contributions_of_a_coin_are_neighbours_by_the_relation():
-    choices = np.array([1, -1, 1, -1])
-    names = [f"c{i}" for i in range(9)]
-    made = {
-        relation: ClientCanaries.drawn(names, choices, relation=relation, dimension=50, rng=np.random.default_rng(0))
-        for relation in ("add-or-remove-one", "replace-one")
-    }
-    assert made["add-or-remove-one"].contributions.tolist() == [1, 0, 1, 0]
-    assert made["replace-one"].contributions.tolist() == [1, -1, 1, -1]
-    there = [update is not None for update in made["add-or-remove-one"].updates(2.0).values()]
-    assert there == [True, False, True, False]  # not zero: an absent client adds no indicator and no share of the noise either
-    for update in made["replace-one"].updates(2.0).values():
-        assert np.linalg.norm(update) == pytest.approx(20.0, rel=1e-5)
-    for one in made.values():
-        assert len(set(one.names)) == 4
-        np.testing.assert_allclose(np.linalg.norm(one.directions, axis=1), 1.0, rtol=1e-5)
-
-
-def test_canaries_pass_the_real_clip_and_other_clients_are_untouched():
-    records = {name: TensorRecords(inputs=torch.randn(4, 3), targets=torch.tensor([0, 1, 0, 1])) for name in "abc"}
-    real = DPClient(model=torch.nn.Linear(3, 2), clients=records, training=Training(learning_rate=0.1))
-    given = {"b": np.full(8, 100.0, np.float32), "c": None}
-    client = CanaryClient(real, given)
-    jobs = [Job(name=name, records=records[name], seed=0, secret=lambda: None) for name in "abc"]
-
-    class Ones:
-        def rows(self, vector, jobs):
-            return ((torch.ones(9), torch.tensor(1.0)) for _ in jobs)
-
-    seen = []
-    made = CanaryUpdates(train=Ones(), given=given, length=9, see=lambda row: seen.append(row.tolist()))
-    real_row, canary, absent = made.rows(torch.zeros(8), jobs)
-    assert seen == [[1.0] * 9]
-    assert real_row[0].tolist() == [1.0] * 9
-    assert canary[0].tolist() == [100.0] * 8 + [0.0]
-    assert isinstance(absent, Declined)
-    assert client.training is real.training
-    assert client.policy is real.policy
+    names, choices = [f"c{i}" for i in range(9)], np.array([1, -1, 1, -1])
+    words = {"dimension": 50, "rng": np.random.default_rng(0)}
+    added = ClientCanaries.drawn(names, choices, relation="add-or-remove-one", **words)
+    replaced = ClientCanaries.drawn(names, choices, relation="replace-one", **words)
+    assert (added.contributions.tolist(), replaced.contributions.tolist()) == ([1, 0, 1, 0], [1, -1, 1, -1])
+    # Absent, not zero: such a client adds no indicator and no share of the noise either.
+    assert [update is not None for update in added.updates(2.0).values()] == [True, False, True, False]
+    norms = [np.linalg.norm(update) for update in replaced.updates(2.0).values()]
+    assert (norms, len(set(replaced.names))) == (pytest.approx([20.0] * 4, rel=1e-5), 4)
 
 
 def test_a_score_grows_with_what_others_have_not_contributed():
@@ -200,13 +132,6 @@ def test_noise_far_below_the_claim_is_flagged_by_record_canaries(method, little_
     assert audit.refuted  # by 127 right guesses of 160; in eight runs 142 to 148 were right, with a standard deviation of 2
 
 
-def test_dp_pasgd_is_audited():
-    settings = [*RECORDS, "method=dp-pasgd", "dp-pasgd.num-local-steps=2", "dp-pasgd.epsilon=8"]
-    audit = audit_run(config("breast-cancer", settings), num_canaries=400, seed=3)
-    # 79 right guesses of 120; in eight runs 98 to 104 were right.
-    assert 0.3 < audit.lower_bound < audit.claimed
-
-
 def test_record_canaries_change_no_size_and_follow_the_coins():
     clients = {
         name: TensorRecords(inputs=torch.zeros(n, 5), targets=torch.zeros(n, dtype=torch.int64))
@@ -235,22 +160,6 @@ def test_a_score_grows_with_an_update_against_the_gradient_of_x():
     assert scores.scores[0] == pytest.approx(2.0, rel=1e-5)  # both gradients have norm 1 after the clip, and are opposite
 
 
-def test_rows_of_scaffold_are_seen_without_their_drift():
-    """Over two rounds, c_i' is the mean of the noised gradients: Dx = -E eta (g + c - c_i), solved by hand."""
-    steps = FedPAQSteps(
-        learning_rate=0.5, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step", decay_iterations=None
-    )
-    replies = Replies(names={2: "a"}, length=3, drift=steps)
-    first, second = np.array([1.0, 0.0, 2.0]), np.array([0.0, -1.0, 1.0])
-    controls = [np.zeros(3), np.array([0.5, 0.25, -1.0])]
-    own = np.zeros(3)
-    for number, (gradient, control) in enumerate(zip((first, second), controls, strict=True), start=1):
-        update = -2 * 0.5 * (gradient + control - own)
-        row = replies._own("a", update.astype(np.float32), asked(control.astype(np.float32), number))
-        np.testing.assert_allclose(row, -gradient, atol=1e-6)
-        own = gradient
-
-
 # Refusals
 
 
@@ -264,8 +173,3 @@ def test_rows_of_scaffold_are_seen_without_their_drift():
 def test_what_has_no_canaries_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         audit_run(config("breast-cancer", settings), num_canaries=51)
-
-
-def test_too_few_canaries_are_refused():
-    with pytest.raises(ValueError, match="num_canaries"):
-        audit_run(config("breast-cancer", RECORDS), num_canaries=1)

@@ -1,10 +1,14 @@
 """flower-dp audit: exit status, text, JSON and figure."""
 
 import json
+import math
 import re
 
 import pytest
 
+from flower_dp.audit.one_run import OneRunAudit
+from flower_dp.cli import audits
+from flower_dp.core import noise
 from flower_dp.strategies.releases import limits
 
 QUICK = ("--trials", "40")
@@ -53,6 +57,9 @@ def test_a_violation_is_status_1(call, monkeypatch):
         (("dp-fedavg", "--set", "num-rounds=3"), "--set: belongs to a preset"),
         (("dp-fedavg", "--plot", "it.mp3"), "--plot=it.mp3: must end in"),
         (("mnist-fedavg-not-private",), "is not private"),
+        (("mnist-dp-fedavg", "--canary-seed", "1"), "--canary-seed: belongs to --canaries"),
+        (("mnist-dp-fedavg", "--canaries", "10", "--plot", "a.png"), "--plot: does not go with --canaries"),
+        (("no-such-preset", "--canaries", "10"), "no-such-preset"),
     ],
 )
 def test_bad_input_is_status_2(call, arguments, message):
@@ -60,3 +67,32 @@ def test_bad_input_is_status_2(call, arguments, message):
     assert status == 2
     assert message in err
     assert "Traceback" not in err
+
+
+# One run
+
+
+def test_a_run_whose_canaries_refute_its_claim_ends_with_status_1(call, monkeypatch):
+    """Of 400 canaries, that are in each other's way, 144 or 145 of 160 guesses are right with next to no noise: a bound of 1.7."""
+    real = noise.gaussian
+    monkeypatch.setattr(noise, "gaussian", lambda like, scale, step, rng: noise.nearest(real(like, scale, step, rng) / 200, step))
+    settings = ["method=dp-fedpaq", "partition=sample", "records-per-client=45", "batch-size=45", "num-rounds=1"]
+    settings += ["dp-fedpaq.num-local-steps=1", "dp-fedpaq.sensitivity=per-step", "dp-fedpaq.epsilon=1"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    status, out, _ = call("audit", "breast-cancer", "--canaries", "400", "--canary-seed", "3", "--confidence", "0.95", *words)
+    assert status == 1
+    assert "VIOLATION: the run claims epsilon 1, and it is at least" in out
+    assert "for each record (replace-one)" in out
+
+
+def test_the_text_of_one_run_has_claim_bound_and_guesses():
+    words = {"unit": "client", "relation": "add-or-remove-one", "sees": "all models"}
+    numbers = {"num_canaries": 1000, "num_guesses": 100, "num_correct": 75, "confidence": 0.95, "delta": 1e-4}
+    text, high, low = (audits.text_of_run(OneRunAudit(claimed=claimed, **numbers, **words)) for claimed in (4.0, math.inf, 0.5))
+    assert "claimed epsilon   4 at delta 0.0001, for each client (add-or-remove-one)" in text
+    assert "lower bound       0.673 with confidence 0.95" in text
+    assert "75 of 100 right, about 1000 canaries" in text
+    # 100 guesses that are all right refute less than log(p / (1 - p)) = 3.49 with p^100 = 0.05, for delta is not 0.
+    assert "TOO FEW CANARIES: without any error they would prove epsilon >= 3.202 and no more" in text
+    assert ["VIOLATION" in one for one in (text, high, low)] == [False, False, True]
+    assert "infinite: not private" in high

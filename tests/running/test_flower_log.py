@@ -56,13 +56,7 @@ ERROR : Exit Code: 700
 
 
 @pytest.mark.parametrize(
-    ("log", "why"),
-    [
-        (TRACE.format(error="ValueError: no data"), "\nValueError: no data"),
-        (TRACE.format(error="\x1b[31mKeyError\x1b[0m"), "\nKeyError"),
-        ("a\n\nb: c\n d\n", ""),
-        ("", ""),
-    ],
+    ("log", "why"), [(TRACE.format(error="\x1b[31mKeyError: x\x1b[0m"), "\nKeyError: x"), ("a\n\nb: c\n d\n", ""), ("", "")]
 )
 def test_how_the_log_of_a_process_ends_that_has_died(tmp_path, log, why):
     (tmp_path / "flower.log").write_text(log)
@@ -82,14 +76,11 @@ def test_warnings_of_a_log_once_each(tmp_path):
         "WARNING :   node 14: reply refused: too long\n"
         "WARNING :   the evaluation of round 1 was left out: no client has answered\n"
     )
-    assert flower_log.warnings_of(log) == (
-        found := [
-            "node 3: reply refused: too long",
-            "client 'c01': what it has kept is damaged",
-            "the evaluation of round 1 was left out: no client has answered",
-        ]
-    )
-    assert [flower_log.num_warnings(found), flower_log.num_warnings(found[:1])] == ["3 warnings", "1 warning"]
+    assert flower_log.warnings_of(log) == [
+        "node 3: reply refused: too long",
+        "client 'c01': what it has kept is damaged",
+        "the evaluation of round 1 was left out: no client has answered",
+    ]
 
 
 def test_a_resumed_run_has_the_warnings_and_the_error_of_its_last_attempt_alone(tmp_path):

@@ -1,7 +1,6 @@
 """Writers for on_round, by their own libraries: what they store, and that it holds no time of a round with a secret cohort."""
 
 import json
-import math
 import struct
 import time
 
@@ -9,7 +8,10 @@ import pytest
 
 from flower_dp.running import trackers
 
-SECRET = [{"round": number, "num-rounds": 2, "epsilon": 0.5 * number, "delta": 1e-5, "rmse": 3.0} for number in range(3)]
+SECRET = [
+    {"round": number, "num-rounds": 2, "epsilon": 0.5 * number, "delta": 1e-5, "rmse": 3.0, "loss": float("nan"), "note": "x"}
+    for number in range(3)
+]
 PUBLIC = [line | {"elapsed": 10.0 * line["round"], "cohort-size": 7} for line in SECRET]
 
 
@@ -24,28 +26,6 @@ def play(tracker, lines):
     return ended
 
 
-def test_the_numbers_of_a_line_are_those_that_can_be_drawn():
-    line = {
-        "round": 1,
-        "num-rounds": 2,
-        "epsilon": math.inf,
-        "loss": math.nan,
-        "accuracy": 0.5,
-        "note": "x",
-        "flag": True,
-        "n": 3,
-    }
-    assert trackers.numbers(line) == {"accuracy": 0.5, "n": 3.0}
-
-
-def test_wandb_gets_neither_the_servers_output_nor_its_load():
-    assert trackers.WandB("p", name="x")._init == {
-        "project": "p",
-        "name": "x",
-        "settings": {"console": "off", "x_disable_stats": True},
-    }
-
-
 def test_a_library_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(ImportError, match=r"wandb is not installed: pip install 'flower-dp\[wandb\]'"):
@@ -56,21 +36,14 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
 
 
 def events_of(folder):
+    """Return step, value and time of each number, by its name."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
 
     found = EventAccumulator(str(folder))
     found.Reload()
-    return {
-        tag: [(one.step, one.value, one.wall_time) for one in map(_scalar, found.Tensors(tag))] for tag in found.Tags()["tensors"]
-    }
-
-
-def _scalar(event):
-    from tensorboard.util.tensor_util import make_ndarray
-
-    return type(
-        "Scalar", (), {"step": event.step, "value": float(make_ndarray(event.tensor_proto)), "wall_time": event.wall_time}
-    )
+    read = {tag: found.Tensors(tag) for tag in found.Tags()["tensors"]}
+    return {tag: [(one.step, float(make_ndarray(one.tensor_proto)), one.wall_time) for one in read[tag]] for tag in read}
 
 
 @pytest.mark.slow

@@ -33,6 +33,9 @@ class LoRA(nn.Module):
             self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
 
 
+WEIGHT = np.zeros((2, 3), np.float32)
+
+
 def shifted(model):
     """What a run has made of a model's trainable arrays."""
     return {name: array.numpy() + np.float32(1) for name, array in model_arrays(model).items()}
@@ -79,18 +82,6 @@ def test_a_frozen_base_stays_and_must_be_that_of_the_run(tmp_path):
         folder.model_into(LoRA().requires_grad_(True))
 
 
-def test_what_a_folder_says_of_its_model(tmp_path):
-    folder = folder_of(tmp_path, {"w": np.zeros((2, 3), np.float32), "n": np.array(3)}, rest_of(LoRA()))
-    said = json.loads((folder.path / "model.json").read_text())
-    assert said["arrays"]["w"] == {
-        "shape": [2, 3],
-        "dtype": "float32",
-        "sha256": "9d908ecfb6b256def8b49a7c504e6c889c4b0e41fe6ce3e01863dd7b61a20aa0",  # sha256sum of 24 zero bytes
-    }
-    assert said["arrays"]["n"]["shape"] == []
-    assert set(said["not here"]) == {"base.weight", "base.bias"}
-
-
 def test_arrays_without_names_are_taken_in_turn(tmp_path):
     model, state = Tied(), list(Tied().state_dict().values())
     folder = folder_of(tmp_path, {str(index): value.numpy() + np.float32(1) for index, value in enumerate(state)})
@@ -99,27 +90,12 @@ def test_arrays_without_names_are_taken_in_turn(tmp_path):
         folder.model_into(nn.Linear(2, 2))
 
 
-def test_more_than_ten_arrays_without_names(tmp_path):
-    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(6)))
-    folder_of(tmp_path, {str(index): np.full((1, 1)[: 2 - index % 2], index, np.float32) for index in range(12)}).model_into(
-        model
-    )
-    assert [float(value.detach().reshape(())) for value in model.parameters()] == list(range(12))
-
-
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        (
-            {"weight": np.zeros((2, 3), np.float32), "bias": np.zeros(3, np.float32)},
-            r"'bias' has shape \(3,\), in the model \(2,\)",
-        ),
-        ({"weight": np.zeros((2, 3), np.float32)}, "'bias' is trained by the model, and not in the run"),
-        ({"weight": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.float32)}, "the model has no 'b'; 'bias' is trained"),
-        (
-            {"weight": np.zeros((2, 3), np.int64), "bias": np.zeros(2, np.float32)},
-            "'weight' has dtype int64, in the model torch.float32",
-        ),
+        ({"weight": WEIGHT, "bias": np.zeros(3, np.float32)}, r"'bias' has shape \(3,\), in the model \(2,\)"),
+        ({"weight": WEIGHT, "b": np.zeros(2, np.float32)}, "the model has no 'b'; 'bias' is trained by the model, and not in"),
+        ({"weight": WEIGHT, "bias": np.zeros(2, np.int64)}, "'bias' has dtype int64, in the model torch.float32"),
     ],
 )
 def test_what_does_not_fit_is_named_and_changes_nothing(arrays, message, tmp_path):
@@ -144,10 +120,8 @@ def test_a_folder_without_a_model_or_with_another_one(tmp_path):
     ("said", "why"),
     [
         ("[" * 100_000, r"model\.json: must be a JSON object"),
-        ("null", r"model\.json: must be a JSON object"),
         ("{}", r"is not the run's model: its SHA-256 is not that in model\.json"),
         ({"arrays": None}, r"model\.json: does not describe the arrays of model\.safetensors"),
-        ({"arrays": {}}, r"model\.json: does not describe the arrays of model\.safetensors"),
         ({"arrays": {"weight": {}, "more": {}}}, r"model\.json: does not describe the arrays of model\.safetensors"),
         ({"not here": 3}, r"model\.json: does not describe the arrays of model\.safetensors"),
     ],

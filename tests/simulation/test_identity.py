@@ -1,8 +1,6 @@
 import importlib.metadata
 
 import pytest
-from flwr.app import Message, RecordDict
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 
 from flower_dp.simulation import identity
 
@@ -14,26 +12,6 @@ def afresh():
     yield
     identity._identity.cache_clear()
     identity.identify(1, 1)
-
-
-def test_the_numbers_are_flowers():
-    assert identity.SERVER_NODE == SUPERLINK_NODE_ID
-    assert identity.LOAD_CLIENT_APP == ErrorCode.LOAD_CLIENT_APP_EXCEPTION
-    assert identity.CLIENT_APP_RAISED == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-    assert identity.NODE_UNAVAILABLE == ErrorCode.NODE_UNAVAILABLE
-    assert identity.CLIENT_APP_CRASHED == ErrorCode.CLIENT_APP_CRASHED
-
-
-@pytest.mark.usefixtures("afresh")
-def test_messages_are_of_the_run_and_node_and_a_reply_is_told_by_its_number():
-    identity.identify(77, 5)
-    made = Message(RecordDict(), 9, "train")
-    assert (made.metadata.run_id, made.metadata.src_node_id) == (77, 5)
-    numbers = {identity.numbered(made) for _ in range(3)}
-    assert len(numbers) == 3
-    reply = Message(RecordDict(), reply_to=made)
-    assert reply.metadata.reply_to_message_id in numbers
-    assert identity.run_of(77).run_id == 77
 
 
 @pytest.mark.usefixtures("afresh")

@@ -46,23 +46,6 @@ def test_a_second_failure_names_the_cause_and_the_last_line_of_rays_log(tmp_path
     assert ray.starts == 2
 
 
-def test_the_folder_of_a_ray_that_does_not_start_is_removed(tmp_path, monkeypatch):
-    folder = tmp_path / "ray"
-    folder.mkdir()
-
-    def fail(*_):
-        raise workers.RayStartError("it does not start")
-
-    monkeypatch.setattr(workers, "short_folder", lambda: folder)
-    monkeypatch.setattr(workers, "_init", fail)
-    monkeypatch.setattr(workers, "_ours", None)
-    monkeypatch.setattr("ray.is_initialized", lambda: False)
-    with pytest.raises(workers.RayStartError):
-        workers.start_ray(2)
-    assert workers._ours is None
-    assert not folder.exists()
-
-
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_run_that_is_refused_while_its_workers_are_made_does_not_end_ray_under_them(busy, tmp_path, monkeypatch):
     """Ray ends a process in which a thread uses it after its end, before the process has said why the run was refused."""
@@ -93,14 +76,3 @@ def test_a_run_that_is_refused_while_its_workers_are_made_does_not_end_ray_under
     goes_on.set()
     assert (outcome.status, outcome.details) == ("refused", "rounds=-1: must be >= 0")
     assert ended == ([] if busy else [True])
-
-
-def test_the_dashboard_and_the_autoscaler_are_off_within_it_alone_and_a_ray_without_them_starts_as_usual():
-    started = []
-    node = type("Node", (), {"start_api_server": lambda node, **_: started.append(1)})
-    before = dict(vars(node))
-    for ray in (SimpleNamespace(node=SimpleNamespace(Node=node)), SimpleNamespace()):
-        with workers.lean(SimpleNamespace(_private=ray)):
-            node().start_api_server(include_dashboard=False) if vars(ray) else None
-            assert not hasattr(node, "start_monitor")
-    assert (dict(vars(node)), started) == (before, [])
