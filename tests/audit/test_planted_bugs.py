@@ -2,7 +2,7 @@
 
 Every audit here has confidence 1 - 1e-4: one that flags a correct method is a false alarm, with probability 1e-4 at most each, and
 below 1e-3 for all of this file, if noise is drawn anew (TEST_SEED=fresh). Then a bug is missed at times too: a Gaussian effect with a
-probability below 1e-3, which `power.py` beside this file computes; the others leave next to no error. Bugs whose small effects only many
+probability below 1e-3, by simulated audits; the others leave next to no error. Bugs whose small effects only many
 trials show are measured without noise: by how many standard deviations the unit moves what is seen, where the claim says fewer.
 """
 

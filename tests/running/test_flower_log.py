@@ -91,6 +91,3 @@ def test_a_resumed_run_has_the_warnings_and_the_error_of_its_last_attempt_alone(
         run_folder.new_log(tmp_path, go_on=True, resumed=resumed).close()
         assert flower_log.warnings_of(log) == (["of the first attempt"] if kept else [])
         assert flower_log.of_a_dead_process(log).endswith("KeyError: 1") is kept
-    with run_folder.new_log(tmp_path, go_on=True) as file:
-        file.write(b"WARNING :   of the second attempt\n")
-    assert flower_log.warnings_of(log) == ["of the second attempt"]

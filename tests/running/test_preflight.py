@@ -64,16 +64,13 @@ def test_a_choice_unsets_what_the_apps_file_sets_and_nothing_reads_beside_it(giv
 
 def test_an_empty_value_unsets_what_a_preset_or_the_apps_file_sets(target, tmp_path):
     assert apps.resolve("mnist-blur", []).overrides["blur-strength"] == 3.0
-    for given in (["blur-strength=", "blur-bound="], ["blur-strength=0"]):
-        assert "blur-bound" not in apps.resolve("mnist-blur", given).overrides
+    assert "blur-bound" not in apps.resolve("mnist-blur", ["blur-strength=0"]).overrides
     made = target(BUILT)
     file = tmp_path / "pyproject.toml"
     file.write_text(file.read_text() + "learning-rate = 0.9\ndata-dir = 'there'\n")
     found = apps.resolve(str(made.app.folder), ["learning-rate=", "data-dir=", "seed="])
     assert found.overrides == {"learning-rate": apps.own_app().defaults["learning-rate"], "data-dir": ""}
     assert found.given == ()
-    with pytest.raises(ValueError, match="num-cleints: unknown setting"):
-        apps.resolve(str(made.app.folder), ["num-cleints="])
     # The default of an app that flower-dp does not make is what its file says.
     with pytest.raises(ValueError, match="num-clients=: must be a whole number"):
         target("app = 3", "num-clients=")

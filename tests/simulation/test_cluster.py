@@ -90,8 +90,6 @@ def test_an_address_that_nobody_answers_is_refused_before_anything_starts(nobody
 def test_what_is_installed(monkeypatch, tmp_path):
     found = cluster.installed()
     assert list(found) == ["Python", "ray", "flwr", "flower-dp", "torch", "numpy"]
-    assert found["Python"] == "{}.{}".format(*sys.version_info[:2])
-    assert "none" not in found.values()
     assert "+" not in found["torch"]  # a machine with GPUs has another build
     # The code counts, not its version alone.
     (tmp_path / "flower_dp").mkdir()

@@ -89,8 +89,7 @@ def test_how_a_run_goes_on_is_said_only_if_it_can(monkeypatch):
     monkeypatch.setattr(simulation, "warm_workers", lambda **_: pytest.fail("Ray is started"))
     again = flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, resume=folder, progress=False)
     assert (again.folder, again.rounds, again.statement.num_rounds) == (run.folder, run.rounds, 2)
-    for name, array in run.result.arrays.items():
-        assert (again.result.arrays[name].numpy() == array.numpy()).all()
+    assert all((again.result.arrays[name].numpy() == array.numpy()).all() for name, array in run.result.arrays.items())
 
 
 APPS = """
