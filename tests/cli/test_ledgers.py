@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from dp_accounting import GaussianDpEvent
 
-from flower_dp.cli import main as cli
 from flower_dp.privacy import accounting
 from flower_dp.privacy.budget import JointBudget
 from flower_dp.privacy.device_store import DeviceLedger
@@ -18,31 +17,26 @@ from tests.privacy.test_store import charge, local
 
 
 @pytest.fixture
-def call(capsys):
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["ledger", *map(str, arguments)])
-        return ended.value.code, *capsys.readouterr()
-
-    return run
+def says(call):
+    return lambda *arguments: call("ledger", *map(str, arguments))
 
 
-def test_a_ledger_is_created_and_shown(call, tmp_path):
+def test_a_ledger_is_created_and_shown(says, tmp_path):
     path = tmp_path / "device.sqlite"
     shown = "hospital-7: no reply yet, no terms\nhospital-8: no reply yet, no terms\n"
-    assert call(path, "--create", "hospital-7", "--create", "hospital-8") == (0, shown, "")
-    assert call(path, "--create", "hospital-7") == (2, "", f"error: ledger {path}: exists already\n")
+    assert says(path, "--create", "hospital-7", "--create", "hospital-8") == (0, shown, "")
+    assert says(path, "--create", "hospital-7") == (2, "", f"error: ledger {path}: exists already\n")
     assert list(DeviceLedger(path).read()) == ["hospital-7", "hospital-8"]
 
 
-def test_a_devices_ledger_says_what_replies_cost_and_training_and_evaluations_add_up(call, tmp_path):
+def test_a_devices_ledger_says_what_replies_cost_and_training_and_evaluations_add_up(says, tmp_path):
     path = tmp_path / "device.sqlite"
     DeviceLedger.create(path, ["both", "open", "unused"])
     pure, gaussian = Laplace(noise_multiplier=4.0), Gaussian(noise_multiplier=2.0)
     asked = {"both": gaussian, "both, evaluation": pure, "open": Gaussian(noise_multiplier=0.0), "open, evaluation": pure}
     for _ in range(2):
         pay(path, {name: terms(mechanism=mechanism) for name, mechanism in asked.items()})
-    answer = json.loads(call(path, "--json")[1], parse_constant=pytest.fail)
+    answer = json.loads(says(path, "--json")[1], parse_constant=pytest.fail)
     shown = {name: (one["epsilon"], one["delta"], one["replies"], one["num_replies"]) for name, one in answer["clients"].items()}
     # Pure: 2 x 1/4. Two Gaussian releases of 2.0: 2.9400 at 1e-5, as in the ledger's own example. No noise: no bound.
     assert shown["both"] == (pytest.approx(2.94, abs=5e-3), 1e-5, 2, 3)
@@ -52,7 +46,7 @@ def test_a_devices_ledger_says_what_replies_cost_and_training_and_evaluations_ad
     total = pytest.approx(shown["both"][0] + 0.5)
     assert answer["totals"]["both"] == {"epsilon": total, "delta": 1e-5, "relation": "add-or-remove-one"}
     assert (answer["totals"]["open"]["epsilon"], set(answer["totals"])) == (None, {"both", "open"})
-    out = call(path, "--delta", "1e-3")[1]
+    out = says(path, "--delta", "1e-3")[1]
     assert "both, evaluation: 2 of 3 replies, epsilon 0.5000 at delta 0 (add-or-remove-one)\n  terms: 3 replies, Laplace" in out
     assert "both: 2 of 3 replies, epsilon 2.0" in out
     assert "open, in total: epsilon infinite: not private at delta 0.001 (add-or-remove-one)" in out
@@ -94,10 +88,10 @@ ADAPTIVE = f"{TOGETHER}, whatever decides the settings of a run (fully adaptive)
         ((*BUDGET, "--fully-adaptive", "--renyi-order", "3.3"), {"fully_adaptive": True, "renyi_order": 3.3}, f"{ADAPTIVE}\n"),
     ],
 )
-def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(call, path, arguments, budget, told):
-    assert call(path, "--create-server", *arguments) == (0, f"no run yet\n{told}", "")
+def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(says, path, arguments, budget, told):
+    assert says(path, "--create-server", *arguments) == (0, f"no run yet\n{told}", "")
     assert Store(path).budget == (None if budget is None else JointBudget(epsilon=8.0, delta=1e-5, **budget))
-    assert call(path, "--create-server") == (2, "", f"error: ledger {path}: exists already\n")
+    assert says(path, "--create-server") == (2, "", f"error: ledger {path}: exists already\n")
 
 
 @pytest.mark.parametrize(
@@ -118,17 +112,17 @@ def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(call, path, argum
         ([], "does not exist; create it with `flower-dp ledger "),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_creates_nothing(call, path, arguments, why):
-    status, out, err = call(path, *arguments)
+def test_what_makes_no_sense_is_refused_and_creates_nothing(says, path, arguments, why):
+    status, out, err = says(path, *arguments)
     assert (status, out) == (2, "")
     assert why in err
     assert list(path.parent.iterdir()) == []
 
 
-def test_all_runs_and_clients_and_their_joint_epsilon_are_shown(call, path):
+def test_all_runs_and_clients_and_their_joint_epsilon_are_shown(says, path):
     Store.create(path)
     charges(path, [local(), local()], [local(owners=("b", "c"), event=GaussianDpEvent(3.0))], [charge()])
-    status, out, _ = call(path)
+    status, out, _ = says(path)
     assert status == 0
     lines = out.splitlines()
     shown = [f"{math.ceil(gaussian(*one) * 1e4) / 1e4:.4f}" for one in ((2, 2), (3,), (2, 2, 3))]
@@ -141,7 +135,7 @@ def test_all_runs_and_clients_and_their_joint_epsilon_are_shown(call, path):
     assert lines[7].startswith("  every client: epsilon ")
     assert lines[8].startswith("one run (client, add-or-remove-one): epsilon ")
     assert lines[9] == "no accountant adds up costs of different units or relations: they are apart"
-    status, out, _ = call(path, "--json", "--delta", 1e-3)
+    status, out, _ = says(path, "--json", "--delta", 1e-3)
     told = json.loads(out)
     assert told["joint"][0] == {
         "unit": "record",
@@ -158,31 +152,31 @@ def test_all_runs_and_clients_and_their_joint_epsilon_are_shown(call, path):
 @pytest.mark.parametrize(
     ("budget", "arguments", "delta"), [(1e-3, (), 1e-3), (1e-3, ("--delta", "1e-6"), 1e-6), (None, (), 1e-4)]
 )
-def test_the_delta_is_the_given_one_or_that_of_the_budget_or_the_least_of_the_runs(call, path, budget, arguments, delta):
+def test_the_delta_is_the_given_one_or_that_of_the_budget_or_the_least_of_the_runs(says, path, budget, arguments, delta):
     Store.create(path, budget and JointBudget(epsilon=100.0, delta=budget))
     with Store(path) as ledger:
         ledger.append(ledger.begin(method="m", delta=1e-4), charge())
         ledger.begin(method="pure", delta=0.0)
-    told = json.loads(call(path, "--json", *arguments)[1])
+    told = json.loads(says(path, "--json", *arguments)[1])
     expected = accounting.epsilon(GaussianDpEvent(2.0), delta=delta, relation="add-or-remove-one").epsilon
     assert (told["delta"], told["joint"][0]["epsilon"]) == (delta, pytest.approx(expected))
 
 
-def test_the_folder_of_a_run_stands_for_its_ledger(call, path):
+def test_the_folder_of_a_run_stands_for_its_ledger(says, path):
     folder = path.parent / "run" / "checkpoint"
     folder.mkdir(parents=True, mode=0o700)
     Store.create(folder / "ledger.sqlite")
-    assert call(path.parent / "run")[:2] == (0, "no run yet\n")
-    status, out, err = call(path.parent)
+    assert says(path.parent / "run")[:2] == (0, "no run yet\n")
+    status, out, err = says(path.parent)
     assert (status, out) == (2, "")
     assert "is a folder without a ledger: must have checkpoint/ledger.sqlite" in err
 
 
-def test_of_many_clients_those_who_were_charged_most_are_shown(call, path):
+def test_of_many_clients_those_who_were_charged_most_are_shown(says, path):
     Store.create(path)
     charges(path, [local(owners=tuple(f"c{number:02d}" for number in range(30))), local(owners=("c29",))])
-    lines = call(path)[1].splitlines()
+    lines = says(path)[1].splitlines()
     assert lines[1].startswith("  c29: epsilon ")
     assert lines[2].startswith("  c00: epsilon ")
     assert lines[21] == "  and 10 others, with less: --json has all"
-    assert len(json.loads(call(path, "--json")[1])["clients"]) == 30
+    assert len(json.loads(says(path, "--json")[1])["clients"]) == 30

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from flower_dp.cli import main as cli
 from flower_dp.clients import TensorRecords
 from flower_dp.reporting import landscape, landscape_figure
 from flower_dp.reporting.landscape import Landscape, PublicTest, landscapes
@@ -190,29 +189,22 @@ def test_all_runs_are_drawn_on_one_scale():
 # The command, on runs of the app
 
 
-def call(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["figure", *map(str, arguments)])
-    return ended.value.code
-
-
 @pytest.mark.slow
-def test_the_middle_of_the_landscape_is_the_recorded_loss_of_the_run(tmp_path, capsys):
+def test_the_middle_of_the_landscape_is_the_recorded_loss_of_the_run(tmp_path, call):
     pytest.importorskip("sklearn")
     keywords = {"task": "breast-cancer", "method": "dp-fedavg", "num-clients": 10, "num-rounds": 2, "sampling": "full"}
     keywords |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "evaluate-every": 0}
     played = [play(tmp_path / f"z{z:g}", {**keywords, "dp-fedavg.noise-multiplier": z}) for z in (0.0, 4.0)]
-    capsys.readouterr()
-    target = tmp_path / "figure.png"
-    assert call("landscape", *played, "--output", target, "--resolution", 3, "--records", 1000) == 0
-    assert target.read_bytes().startswith(b"\x89PNG")
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert last == f"figure: {target}"
+    target = str(tmp_path / "figure.png")
+    words = ("--output", target, "--resolution", "3", "--records", "1000")
+    status, out, _ = call("figure", "landscape", *map(str, played), *words)
+    *lines, last = out.splitlines()[-3:]
+    assert (status, last, (tmp_path / "figure.png").read_bytes()[:4]) == (0, f"figure: {target}", b"\x89PNG")
     assert [line.partition(":")[0] for line in lines] == ["dp-fedavg.noise-multiplier=0", "dp-fedavg.noise-multiplier=4"]
     runs = [read_past_run(folder) for folder in played]
     for run, one in zip(runs, landscapes(runs, resolution=3, num_records=1000), strict=True):
         assert one.num_records == 113
         assert one.here == pytest.approx(run.series("loss")[2], rel=1e-5)
         assert math.isinf(one.epsilon) == (run.config["dp-fedavg.noise-multiplier"] == 0)
-    assert call("landscape", played[0], "--resolution", 8) == 2
-    assert capsys.readouterr().err == "error: --resolution=8: must be odd, so that the model itself is a point\n"
+    status, _, err = call("figure", "landscape", str(played[0]), "--resolution", "8")
+    assert (status, err) == (2, "error: --resolution=8: must be odd, so that the model itself is a point\n")

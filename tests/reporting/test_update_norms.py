@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tomli_w
 
-from flower_dp.cli import main as cli
 from flower_dp.reporting.past_run import read_past_run
 from flower_dp.reporting.update_norms import figure, in_words, read_update_norms
 from tests.app_runs import play
@@ -25,12 +24,6 @@ def recorded(folder, lines, statement=STATEMENT):
 def answer(*norms):
     """The line of a round whose clients have these norms."""
     return {"client-update-norm": np.mean(norms), "client-update-norm-squared": np.mean(np.square(norms))}
-
-
-def call(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["figure", "update-norms", *map(str, arguments)])
-    return ended.value.code
 
 
 def test_mean_and_spread_of_every_round_that_told_them(tmp_path):
@@ -62,13 +55,13 @@ def test_a_clip_norm_that_moves_is_that_of_the_rounds(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_the_app_tells_them_on_request_alone(tmp_path, capsys):
+def test_a_run_of_the_app_tells_them_on_request_alone(tmp_path, call):
     method = "dp-fedsam"
     keywords = {"task": "breast-cancer", "method": method, "num-clients": 4, "num-rounds": 2, "sampling": "full"}
     keywords |= {f"{method}.delta": 1e-3, f"{method}.target-epsilon": 0.0, "evaluate-every": 0, "engine": "one-by-one"}
     silent = play(tmp_path / "silent", keywords)
-    assert call(silent) == 2
-    assert "silent: has no norms of updates. Run it again with --set report-client-metrics=true" in capsys.readouterr().err
+    status, _, err = call("figure", "update-norms", str(silent))
+    assert (status, "silent: has no norms of updates. Run it again with --set report-client-metrics=true" in err) == (2, True)
     assert "client-" not in (silent / "metrics.jsonl").read_text()
     assert "CLIENT METRICS" not in (silent / "statement.txt").read_text()
     folder = play(tmp_path / "told", {**keywords, "report-client-metrics": True})
@@ -77,7 +70,6 @@ def test_a_run_of_the_app_tells_them_on_request_alone(tmp_path, capsys):
     assert norms.rounds.tolist() == [1, 2]
     assert norms.clip_norms.tolist() == [0.5, 0.5]
     assert (norms.mean > 0).all()
-    capsys.readouterr()
-    assert call(folder, "--output", tmp_path / "norms.png") == 0
+    status, out, _ = call("figure", "update-norms", str(folder), "--output", str(tmp_path / "norms.png"))
+    assert (status, out[:26]) == (0, "mean norm before the clip ")
     assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.startswith("mean norm before the clip ")
