@@ -7,13 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flower_dp.audit import estimate, tradeoffs
 from flower_dp.audit.case import Case, Trials, quiet
-from flower_dp.audit.estimate import Errors, Scores, errors_of, lower_bound
-from flower_dp.audit.tradeoffs import Estimator, GaussianTradeoff, HockeyStick, LaplaceTradeoff, SampledGaussianTradeoff
 from flower_dp.core import checks, dp
-from flower_dp.privacy import accounting
-from flower_dp.privacy.charges import History
-from flower_dp.privacy.events import Relation, inner_of, leaves_of
+from flower_dp.privacy import accounting, charges, events
 from flower_dp.privacy.statement import PrivacyStatement
 
 CONFIDENCE = 0.999
@@ -35,14 +32,14 @@ class Claim:
     """
 
     unit: str
-    relation: Relation
+    relation: events.Relation
     epsilon: float
     delta: float
     accountant: str
     event: dp.DpEvent
 
     @classmethod
-    def of(cls, statement: PrivacyStatement, ledger: History) -> "Claim":
+    def of(cls, statement: PrivacyStatement, ledger: charges.History) -> "Claim":
         """Return the claim of a statement and the ledger behind it."""
         said = {name: getattr(statement, name) for name in ("unit", "relation", "epsilon", "delta", "accountant")}
         return cls(**said, event=ledger.event)
@@ -70,12 +67,12 @@ class Audit:
     label: str
     claim: Claim
     lower: float
-    estimator: Estimator
+    estimator: tradeoffs.Estimator
     strength: float
     largest: float
     confidence: float
     trials: int
-    errors: Errors
+    errors: estimate.Errors
     points: tuple[tuple[float, float], ...]
     seconds: float
 
@@ -134,11 +131,11 @@ def audit(
     if not math.isfinite(claim.epsilon):
         raise ValueError(f"{case.label}: claims no privacy, so there is nothing to audit")
     of = {name: [np.array([one[name] for one in found[present]]) for present in (False, True)] for name in found[True][0]}
-    scores: dict[str, Scores] = {name: (absent, present) for name, (absent, present) in of.items()}
+    scores: dict[str, estimate.Scores] = {name: (absent, present) for name, (absent, present) in of.items()}
     estimator = estimator_of(case, claim)
-    errors = errors_of(scores, estimator, confidence=confidence)
-    strength = lower_bound(errors, estimator, confidence=confidence)
-    faultless = lower_bound(replace(errors, false_positives=0, false_negatives=0), estimator, confidence=confidence)
+    errors = estimate.errors_of(scores, estimator, confidence=confidence)
+    strength = estimate.lower_bound(errors, estimator, confidence=confidence)
+    faultless = estimate.lower_bound(replace(errors, false_positives=0, false_negatives=0), estimator, confidence=confidence)
     return Audit(
         label=case.label,
         claim=claim,
@@ -154,21 +151,21 @@ def audit(
     )
 
 
-def estimator_of(case: Case, claim: Claim) -> Estimator:
+def estimator_of(case: Case, claim: Claim) -> tradeoffs.Estimator:
     """Return the sharpest estimator that is valid for what was claimed: by its events, never by what was measured."""
-    leaves = leaves_of(claim.event)
+    leaves = events.leaves_of(claim.event)
     if case.post_processed or not leaves:
-        return HockeyStick(delta=claim.delta)
+        return tradeoffs.HockeyStick(delta=claim.delta)
     if all(isinstance(leaf, dp.GaussianDpEvent) for leaf, _ in leaves):
-        return GaussianTradeoff(delta=claim.delta)
-    (leaf, count), (inner, rate) = leaves[0], inner_of(leaves[0][0])
+        return tradeoffs.GaussianTradeoff(delta=claim.delta)
+    (leaf, count), (inner, rate) = leaves[0], events.inner_of(leaves[0][0])
     if len(leaves) == count == 1:
         if isinstance(leaf, dp.LaplaceDpEvent) and claim.delta == 0:
-            return LaplaceTradeoff()
+            return tradeoffs.LaplaceTradeoff()
         if isinstance(inner, dp.GaussianDpEvent):
             both = isinstance(leaf, dp.PoissonSampledDpEvent) and claim.relation == "replace-one"
-            return SampledGaussianTradeoff(delta=claim.delta, rate=rate, replaced=both)
-    return HockeyStick(delta=claim.delta)
+            return tradeoffs.SampledGaussianTradeoff(delta=claim.delta, rate=rate, replaced=both)
+    return tradeoffs.HockeyStick(delta=claim.delta)
 
 
 def claimed_tradeoff(claim: Claim, false_positives: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -187,7 +184,7 @@ def claimed_tradeoff(claim: Claim, false_positives: Sequence[float] | np.ndarray
     return found
 
 
-def _points(scores: Scores, chosen: Errors) -> tuple[tuple[float, float], ...]:
+def _points(scores: estimate.Scores, chosen: estimate.Errors) -> tuple[tuple[float, float], ...]:
     absent, present = ((-one if chosen.falling else one)[-chosen.trials :] for one in scores)
     places = np.unique(np.concatenate([absent, present]))
     places = places[np.linspace(0, len(places) - 1, min(len(places), _MOST_POINTS)).astype(int)]

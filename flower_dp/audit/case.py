@@ -22,12 +22,13 @@ from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.simulation.local_grid import LocalGrid, Sent
 from flower_dp.strategies import DPStrategy
 from flower_dp.strategies.releases.noised_sum import NoisedSum
-from flower_dp.wire import Indicator
+from flower_dp.wire import Indicator, Instruction
 
 VIEWS = ("outsider", "participant", "server")
 # The node of the client whose part in the run is to be hidden, and that of the participant who knows its own message.
 _UNIT, _PARTICIPANT = 2, 3
 _NO_BITS = 2000.0
+_LARGEST_ARRAY = 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,12 +160,12 @@ class Trials:
     def _seen(self, before: ArrayRecord, after: ArrayRecord) -> list[np.ndarray]:
         """Return what the adversary sees of a round [d]; and for a participant, once more without its own noise."""
         if self.case.view == "server":
-            return [_message(self._grid.exchanged.get(_UNIT))]
+            return [self._sent_by(_UNIT)]
         rules: Any = self.strategy.rules
         moved = (_vector(after) - _vector(before)) * rules.training.sampling.expected_cohort(len(self.case.present))
         if self.case.view == "outsider":
             return [moved]
-        own = _message(self._grid.exchanged.get(_PARTICIPANT))[: len(moved)]
+        own = self._sent_by(_PARTICIPANT)[: len(moved)]
         return [moved - own, moved - len(self.case.present) * own]
 
     def _beside(self, asked: Indicator) -> _Count:
@@ -174,8 +175,13 @@ class Trials:
         within = clip.target_quantile - math.log(rules.clip_norm(self.strategy.state) / asked.clip_norm) / clip.learning_rate
         total = (within - 0.5) * asked.scale * rules.training.sampling.expected_cohort(len(self.case.present))
         if self.case.view == "participant":
-            total -= float(_message(self._grid.exchanged.get(_PARTICIPANT))[-1])
+            total -= float(self._sent_by(_PARTICIPANT)[-1])
         return _Count(total=total, asked=asked)
+
+    def _sent_by(self, node: int) -> np.ndarray:
+        """Return a node's row; zeros for none."""
+        sent = self._grid.exchanged.get(node)
+        return np.zeros(2) if sent is None else row_of(sent)[1]
 
 
 @contextmanager
@@ -231,14 +237,16 @@ def _vector(arrays: ArrayRecord) -> np.ndarray:
     return np.concatenate([array.numpy().ravel().astype(np.float64) for array in arrays.values()])
 
 
-def _message(sent: Sent | None) -> np.ndarray:
-    """Return the row that a node has sent, read as the server reads it; zeros for none."""
-    if sent is None:
-        return np.zeros(2)
+def row_of(sent: Sent) -> tuple[Instruction, np.ndarray]:
+    """Return what a node was asked, and the row that it has sent, read as the server reads it.
+
+    Raises:
+        RuntimeError: it has sent none.
+    """
     if sent.reply.has_error():
         raise RuntimeError(f"a client of the audit does not reply: {sent.reply.error.reason}")
     config = next(record for record in sent.message.content.config_records.values() if wire.KEY in record)
-    arrays = wire.numpy_arrays(wire.arrays_of(sent.message.content), limit=1000)
+    arrays = wire.numpy_arrays(wire.arrays_of(sent.message.content), limit=_LARGEST_ARRAY)
     instruction = wire.instruction_of(config, list(arrays.values()))
     answer = wire.answer_of(sent.reply.content, instruction.clients)
     if answer is None or answer.refused:
@@ -247,4 +255,4 @@ def _message(sent: Sent | None) -> np.ndarray:
     length = instruction.ask.row_length(size)
     mask = None if instruction.ask.mask is None else instruction.ask.mask.indices(size)
     payload = wire.payload_of(wire.arrays_of(sent.reply.content), answer.payload, length)
-    return np.asarray(compression.decode(payload, length, mask=mask), np.float64)
+    return instruction, np.asarray(compression.decode(payload, length, mask=mask), np.float64)

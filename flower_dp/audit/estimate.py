@@ -24,7 +24,7 @@ _LEFT_OUT = 1e-12
 # For rounding, relative.
 _MARGIN = 1e-12
 _SLOPES = (1e-6, 1e6)
-_BISECTIONS, _MOST_STRENGTH = 24, 512.0
+_BISECTIONS, _MOST_STRENGTH = 40, 512.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +85,20 @@ def p_values(errors: Errors, estimator: Estimator, *, miss: float) -> Callable[[
 
 def lower_bound(errors: Errors, estimator: Estimator, *, confidence: float) -> float:
     """Return the strength below which every mechanism is refuted, with this confidence; 0 if the errors prove nothing."""
-    miss = 1 - confidence
-    p_value = p_values(errors, estimator, miss=miss)
+    p_value = p_values(errors, estimator, miss=1 - confidence)
+    return largest_refuted(lambda strength: p_value(strength) <= 1 - confidence)
+
+
+def largest_refuted(is_refuted: Callable[[float], bool]) -> float:
+    """Return the largest number that is refuted, where all below one are; 0 if none is."""
     low, high = 0.0, 1.0
-    if p_value(low) > miss:
+    if not is_refuted(low):
         return low
-    while high < _MOST_STRENGTH and p_value(high) <= miss:
+    while high < _MOST_STRENGTH and is_refuted(high):
         low, high = high, 2 * high
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if p_value(middle) <= miss else (low, middle)
+        low, high = (middle, high) if is_refuted(middle) else (low, middle)
     return low
 
 

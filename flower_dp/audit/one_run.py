@@ -8,15 +8,16 @@ chosen by a fair coin of its own. An auditor guesses the coins from what one run
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import numpy as np
 from scipy import optimize, stats
 
+from flower_dp.audit.estimate import largest_refuted
 from flower_dp.core import checks
 
 # Parts of the canaries on which either guess is made, of which one is chosen before the run.
 _PARTS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
-_BISECTIONS = 40
 # The smallest delta, and the largest epsilon, for which the Gaussian mechanism of a claim is computed. With an infinite one all
 # would be guessed, also canaries that were never sampled.
 _LEAST_DELTA, _MOST_EPSILON = 1e-9, 8.0
@@ -75,19 +76,8 @@ def epsilon_lower_bound(num_correct: int, *, num_guesses: int, num_canaries: int
     """
     checks.number("confidence", confidence, above=0, below=1)
 
-    def refuted(epsilon: float) -> bool:
-        p = p_value(num_correct, num_guesses=num_guesses, num_canaries=num_canaries, epsilon=epsilon, delta=delta)
-        return p < 1 - confidence
-
-    if not refuted(0.0):
-        return 0.0
-    low, high = 0.0, 1.0
-    while refuted(high):
-        low, high = high, 2 * high
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if refuted(middle) else (low, middle)
-    return low
+    p = partial(p_value, num_correct, num_guesses=num_guesses, num_canaries=num_canaries, delta=delta)
+    return largest_refuted(lambda epsilon: p(epsilon=epsilon) < 1 - confidence)
 
 
 def guesses_of_each(num_canaries: int, *, epsilon: float, delta: float, confidence: float) -> int:

@@ -8,15 +8,12 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from flower_dp import wire
-from flower_dp.audit.one_run import OneRunAudit, coins
-from flower_dp.audit.one_run_clients import CanaryClient, ClientCanaries
+from flower_dp.audit import one_run, one_run_clients
 from flower_dp.audit.one_run_records import RecordScores, Replies, planted
 from flower_dp.clients import FlatModel, ScaffoldRecipe, client_app, model_arrays
-from flower_dp.core import checks
-from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.core import checks, sampling
 from flower_dp.methods import METHODS
-from flower_dp.running.apps import own_module
-from flower_dp.running.values import Value
+from flower_dp.running import apps, values
 from flower_dp.simulation.local_grid import LocalGrid
 from flower_dp.strategies import DPStrategy
 
@@ -25,8 +22,8 @@ _REPLIES = "every client's replies, and the model of every round"
 
 
 def audit_run(
-    run_config: Mapping[str, Value], *, num_canaries: int, confidence: float = 0.95, seed: int | None = None
-) -> OneRunAudit:
+    run_config: Mapping[str, values.Value], *, num_canaries: int, confidence: float = 0.95, seed: int | None = None
+) -> one_run.OneRunAudit:
     """Run the settings once in this process, with canaries in the place of clients or records, and bound epsilon from below.
 
     What a method protects decides what the canaries are: clients where the noise is on the sum of updates, records where every
@@ -50,14 +47,14 @@ def audit_run(
     """
     checks.integer("num_canaries", num_canaries, at_least=2)
     checks.number("confidence", confidence, above=0, below=1)
-    run = own_module("methods").Run.of(run_config)
+    run = apps.own_module("methods").Run.of(run_config)
     canaries = METHODS[run.settings.method].canaries
     if not canaries:
         others = ", ".join(name for name, method in METHODS.items() if method.canaries)
         raise ValueError(f"method={run.settings.method!r}: has no canaries; {others} have")
-    clients = own_module("records").deal(own_module("records").config_of(run_config)).clients
+    clients = apps.own_module("records").deal(apps.own_module("records").config_of(run_config)).clients
     strategy: DPStrategy = run.strategy(lambda: {name: len(records) for name, records in clients.items()})
-    choices, plant = coins(num_canaries, seed), _clients if canaries == "clients" else _records
+    choices, plant = one_run.coins(num_canaries, seed), _clients if canaries == "clients" else _records
     planted = plant(run, strategy, clients, choices, np.random.default_rng(seed))
     strategy.start(planted.grid, model_arrays(run.model()), num_rounds=run.settings.num_rounds, evaluate_fn=planted.watch)
     lacks = replace(strategy.missing, declined=0)  # canaries that are not there decline
@@ -66,7 +63,7 @@ def audit_run(
     statement = strategy.statement
     words: dict[str, Any] = {"unit": planted.unit, "sees": planted.sees, "relation": statement.relation}
     words |= {"claimed": statement.epsilon, "delta": statement.delta, "confidence": confidence}
-    return OneRunAudit.of(planted.scores, choices, **words)
+    return one_run.OneRunAudit.of(planted.scores, choices, **words)
 
 
 class _Planted(NamedTuple):
@@ -82,10 +79,10 @@ class _Planted(NamedTuple):
 def _clients(run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, rng: np.random.Generator) -> _Planted:
     rules: Any = strategy.rules
     like = run.client(run.model(), clients, dict)
-    canaries = ClientCanaries.drawn(
+    canaries = one_run_clients.ClientCanaries.drawn(
         tuple(clients), choices, relation=rules.release.relation, dimension=like.model.layout.size, rng=rng
     )
-    client = CanaryClient(like, canaries.updates(rules.clip_norms[1]))
+    client = one_run_clients.CanaryClient(like, canaries.updates(rules.clip_norms[1]))
     models: list[np.ndarray] = []
 
     def watch(server_round: int, arrays: ArrayRecord) -> None:
@@ -93,7 +90,7 @@ def _clients(run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, 
 
     cohort = rules.release.expected_cohort
     # Where others' parts in a round tell nothing of a canary's, the auditor may know them.
-    apart = isinstance(rules.release.sampler, PoissonSampling | FullSampling)
+    apart = isinstance(rules.release.sampler, sampling.PoissonSampling | sampling.FullSampling)
 
     def scores() -> np.ndarray:
         clips = [report.numbers.get("clip-norm", rules.clip_norms[0]) for report in strategy.rounds]
@@ -113,7 +110,7 @@ def _records(run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, 
     grid = LocalGrid(client_app(lambda context: hosts[int(context.node_config["partition-id"])]), len(hosts))
     model, recipe = FlatModel(run.model()), hosts[0].recipe
     names, drift = dict(zip(grid.get_node_ids(), clients, strict=True)), isinstance(recipe, ScaffoldRecipe)
-    replies = Replies(names=names, length=model.layout.size, drift=recipe.steps if drift else None)
+    replies = Replies(names=names, drift=recipe.steps if drift else None)
     seen = RecordScores(canaries=canaries, model=model, loss=recipe.loss, clip_norm=clip_norm, scores=np.zeros(len(choices)))
     sent = [wire.Model.of(model_arrays(run.model())).vector]
 

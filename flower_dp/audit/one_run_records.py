@@ -6,22 +6,23 @@ replaced record can't change a clipped sum by more.
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from flwr.app import Message
 from torch import Tensor
 
-from flower_dp import wire
+from flower_dp.audit.case import row_of
 from flower_dp.clients import FlatModel, TensorRecords
 from flower_dp.clients.scaffold import ControlVariate
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import record_gradients
-from flower_dp.core import checks, compression
+from flower_dp.core import checks
 from flower_dp.core.clipping import clip_l2
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.simulation.local_grid import Sent
+from flower_dp.wire import Instruction
 
 Random = np.random.Generator
 # The length of a canary's inputs in clip norms: the gradient is longer than the clip. Much longer inputs would be fitted at once,
@@ -89,13 +90,11 @@ class Replies:
 
     Attributes:
         names: of the one client of every node.
-        length: of a row.
         drift: the steps of SCAFFOLD, whose updates have public control variates in them; None for no such.
         kept: the control variates of clients so far.
     """
 
     names: Mapping[int, str]
-    length: int
     drift: FedPAQSteps | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
 
@@ -107,25 +106,17 @@ class Replies:
         """
         found = {}
         for node, sent in exchanged.items():
-            name = self.names[node]
-            if sent.reply.has_error():
-                continue
-            answer = wire.answer_of(sent.reply.content, (name,))
-            if answer is not None and not answer.refused:
-                payload = wire.payload_of(wire.arrays_of(sent.reply.content), answer.payload, self.length)
-                found[name] = self._own(name, compression.decode(payload, self.length), sent.message)
+            with suppress(RuntimeError):  # it has sent none
+                found[self.names[node]] = self._own(self.names[node], *row_of(sent))
         return found
 
-    def _own(self, name: str, row: np.ndarray, asked: Message) -> np.ndarray:
+    def _own(self, name: str, asked: Instruction, row: np.ndarray) -> np.ndarray:
         """Return a row without drift: the client's next control variate is the mean of its noised gradients."""
         if self.drift is None:
             return row
-        arrays = wire.numpy_arrays(wire.arrays_of(asked.content), limit=2**40)
-        config = dict(asked.content.config_records[wire.MESSAGE_API.config])
-        instruction = wire.instruction_of(config, list(arrays.values()))
-        divisor = self.drift.num_local_steps * self.drift.step_size(instruction.server_round)
-        common = torch.from_numpy(instruction.ask.vectors["control"].astype(np.float64))
-        kept = ControlVariate(common=common, divisor=divisor)(torch.from_numpy(row.astype(np.float64)), self.kept.get(name))
+        divisor = self.drift.num_local_steps * self.drift.step_size(asked.server_round)
+        common = torch.from_numpy(asked.ask.vectors["control"].astype(np.float64))
+        kept = ControlVariate(common=common, divisor=divisor)(torch.from_numpy(row), self.kept.get(name))
         self.kept[name] = kept
         return -kept.numpy()
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import typer
 
-from flower_dp.cli.errors import refuse, refusing
-from flower_dp.cli.options import AsJson, Settings, given
+from flower_dp.cli.options import AsJson, Settings, given, refuse, refusing
 from flower_dp.core.words import digits_in_words
 
 if TYPE_CHECKING:
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 
     from flower_dp.privacy.selection import NumberOfRuns
 
-MECHANISMS = ("gaussian", "laplace")
-SAMPLINGS = ("full", "poisson", "fixed-size", "round-robin")
 # In the order of a statement.
 _ADVERSARIES = ("outsiders", "participants", "the server")
 _NOT_OF_RELEASES = ("target", "setting", "as_json", "best_of", "best_of_shape")
@@ -39,10 +36,14 @@ _SHOWN = (
 )
 RELATIONS = ("add-or-remove-one", "replace-one")
 
-Mechanism = Annotated[str, typer.Option(click_type=click.Choice(MECHANISMS), help="The distribution of the noise.")]
+Mechanism = Annotated[str, typer.Option(click_type=click.Choice(("gaussian", "laplace")), help="The distribution of the noise.")]
 NoiseMultiplier = Annotated[float | None, typer.Option(help="Noise std / clip norm; laplace: scale / L1 clip norm.")]
 Sampling = Annotated[
-    str, typer.Option(click_type=click.Choice(SAMPLINGS), help="How the clients of a round are chosen; full: all take part.")
+    str,
+    typer.Option(
+        click_type=click.Choice(("full", "poisson", "fixed-size", "round-robin")),
+        help="How the clients of a round are chosen; full: all take part.",
+    ),
 ]
 SamplingRate = Annotated[
     float | None, typer.Option(help="poisson: the probability with which each client takes part in a round.")
@@ -204,7 +205,7 @@ def _answer_of_run(
     """Show what a run's statement will say; with `epsilon`, of the run whose noise is made for it."""
     from flower_dp.privacy import planned_run
     from flower_dp.privacy.statement import delta_warnings
-    from flower_dp.running import apps, planned
+    from flower_dp.running import apps, plugins
 
     chosen: dict[str, Any] = {}
     with refusing():
@@ -217,9 +218,9 @@ def _answer_of_run(
             if run.overrides.get(key := f"{method}.calibration") == "paper":
                 refuse(f"--epsilon={epsilon:g}: with {key}=paper it is no budget of the run; set {key}=exact")
             run = apps.resolve(target, [*settings, f"{method}.epsilon={epsilon}"])
-        statement = planned.statement_of(run)
+        statement = plugins.statement_of(run)
         if number is not None:
-            event, _ = planned.outside_of(run)
+            event, _ = plugins.outside_of(run)
             chosen = planned_run.choice([event], number, delta=statement.delta, relation=statement.relation)
     if not statement.num_rounds:
         refuse("no round can be run: the first one alone would pass the target")

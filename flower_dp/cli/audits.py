@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flower_dp.cli.errors import refuse, refusing
-from flower_dp.cli.options import AsJson, Settings
+from flower_dp.cli.options import AsJson, Settings, refuse, refusing
 from flower_dp.core import checks
 from flower_dp.core.words import beyond_in_words
 

@@ -5,8 +5,7 @@ from typing import Annotated
 import click
 import typer
 
-from flower_dp.cli.errors import refuse, refusing
-from flower_dp.cli.options import FigureFile
+from flower_dp.cli.options import FigureFile, refuse, refusing
 
 app = typer.Typer(help="Draw a figure of recorded runs.")
 _FORMATS = ("text", "json", "csv", "latex", "markdown")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from flower_dp.cli.errors import fail, refuse
+from flower_dp.cli.options import fail, refuse
 from flower_dp.core.environment import STATED
 from flower_dp.running import flower_log, guard, progress
 from flower_dp.running.launched import Launched

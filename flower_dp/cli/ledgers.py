@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flower_dp.cli.errors import refusing
-from flower_dp.cli.options import AsJson
+from flower_dp.cli.options import AsJson, given, refusing
 from flower_dp.core import checks, dp
 from flower_dp.core.words import delta_in_words, epsilon_in_words
 
@@ -21,6 +20,11 @@ if TYPE_CHECKING:
 
 # Of a device's ledger, and of a server's without a run.
 _DELTA = 1e-5
+# Options with those without which they mean nothing.
+_NEEDED = (
+    *(("--budget", "--create-server"), ("--budget", "--delta")),
+    *(("--fully-adaptive", "--budget"), ("--renyi-order", "--fully-adaptive")),
+)
 # Clients that are listed, those that were charged most first; all are in the JSON.
 _LISTED = 20
 
@@ -73,20 +77,12 @@ def ledger(
     with refusing():
         if delta is not None:
             checks.number("--delta", delta, above=0, below=1)
-        for option, is_odd, why in (
-            ("--budget", budget is not None and not create_server, "is of a server's ledger; add --create-server"),
-            ("--fully-adaptive", fully_adaptive and not create_server, "is of a server's ledger; add --create-server"),
-            (
-                "--renyi-order",
-                renyi_order is not None and not fully_adaptive,
-                "is of a fully adaptive budget; add --fully-adaptive",
-            ),
-            ("--create", create and create_server, "is of a device's ledger; leave out --create-server"),
-            ("--delta", budget is not None and delta is None, "a budget has no meaning without it; give the delta of the runs"),
-            ("--fully-adaptive", fully_adaptive and budget is None, "is of a budget; add --budget"),
-        ):
-            if is_odd:
-                raise ValueError(f"{option}: {why}")
+        options = given().values()
+        for option, needed in _NEEDED:
+            if option in options and needed not in options:
+                raise ValueError(f"{option}: means nothing without {needed}")
+        if create and create_server:
+            raise ValueError("--create: is of a device's ledger; leave out --create-server")
         if create_server:
             _create_server(path, budget, delta or 0.0, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
         told, lines = _read(path, create, delta)

@@ -8,7 +8,7 @@ import click
 import typer
 
 from flower_dp.cli import accounting, audits, figures, ledgers, plans, runs, sweeps
-from flower_dp.cli.errors import refuse
+from flower_dp.cli.options import refuse
 
 app = typer.Typer(
     help="Differentially private federated learning with Flower.",

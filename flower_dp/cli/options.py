@@ -1,6 +1,8 @@
-"""Options that several commands have, and which of a command's options were given."""
+"""What commands share: options, which of them were given, and how a command that fails ends: a line an error, and a status."""
 
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, NoReturn
 
 import click
 import typer
@@ -26,3 +28,24 @@ def given() -> dict[str, str]:
         for param in context.command.params
         if context.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
     }
+
+
+def refuse(message: str) -> NoReturn:
+    """End with status 2, and an error of each line of the message."""
+    raise click.UsageError(message)
+
+
+@contextmanager
+def refusing(*more: type[Exception]) -> Iterator[None]:
+    """Refuse what was asked for, as a ValueError or an OSError within this context says it, or an error of more kinds."""
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError, *more)
+    try:
+        yield
+    except kinds as error:
+        refuse(str(error))
+
+
+def fail(message: str, status: int) -> NoReturn:
+    """End with a status and a message."""
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(status)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flower_dp.cli.errors import fail
-from flower_dp.cli.options import AsJson, Settings
+from flower_dp.cli.options import AsJson, Settings, fail
 
 if TYPE_CHECKING:
     from flower_dp.planning.planner import Inputs

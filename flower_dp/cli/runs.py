@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flower_dp.cli.errors import refuse, refusing
-from flower_dp.cli.options import Settings, given
+from flower_dp.cli.options import Settings, given, refuse, refusing
 
 # What a run that goes on may change.
 _MAY_CHANGE = {"resume", "workers", "ray_address"}

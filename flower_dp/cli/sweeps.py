@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flower_dp.cli.errors import fail, refuse
+from flower_dp.cli.options import fail, refuse
 
 if TYPE_CHECKING:
     from flower_dp.sweeps.folder import SweepFolder

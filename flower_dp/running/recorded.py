@@ -14,16 +14,11 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flower_dp.core.checks import SettingsError
-from flower_dp.core.environment import RESUME, STATED
+from flower_dp.core import checks, environment
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.running.run_folder import CHECKPOINT, CONFIG, ON_LINE, RunFolder
-from flower_dp.running.trained_model import rest_of
-from flower_dp.strategies.checkpoint import CheckpointFolder
-from flower_dp.strategies.journal import OBSERVERS, Observer, Unfailing, tracker
-from flower_dp.strategies.rules import OnRound
+from flower_dp.running import run_folder, trained_model
+from flower_dp.strategies import checkpoint, journal, rules, writer
 from flower_dp.strategies.strategy import DPStrategy
-from flower_dp.strategies.writer import CheckpointPlace
 from flower_dp.wire import BASE, numpy_arrays
 
 if TYPE_CHECKING:
@@ -59,13 +54,13 @@ def watched(
         on_line: called with every line of `metrics.jsonl`.
     """
     watch = Watch()
-    token, lines = WATCH.set(watch), ON_LINE.set(on_line)
-    observers = OBSERVERS.set(partial(unasked, config, name))
+    token, lines = WATCH.set(watch), run_folder.ON_LINE.set(on_line)
+    observers = journal.OBSERVERS.set(partial(unasked, config, name))
     try:
         yield watch
     finally:
-        OBSERVERS.reset(observers)
-        ON_LINE.reset(lines)
+        journal.OBSERVERS.reset(observers)
+        run_folder.ON_LINE.reset(lines)
         WATCH.reset(token)
 
 
@@ -81,11 +76,11 @@ class Recording:
         checkpoints: where those of the run are.
     """
 
-    folder: RunFolder
+    folder: run_folder.RunFolder
     watch: Watch
     not_covered: tuple[str, ...] = ()
     others: Mapping[str, Any] = field(default_factory=dict)
-    checkpoints: CheckpointPlace
+    checkpoints: writer.CheckpointPlace
 
     @classmethod
     def begin(
@@ -96,14 +91,16 @@ class Recording:
         Raises:
             ValueError: the folder already holds a run, and `resume` is false; or that had other settings.
         """
-        launched = os.environ.pop(RESUME, "") if path is None else ""  # an app's second run is a new one
+        launched = os.environ.pop(environment.RESUME, "") if path is None else ""  # an app's second run is a new one
         resume = resume or bool(launched)
-        again = bool(launched) or (resume and path is not None and (Path(path).expanduser() / CONFIG).is_file())
-        folder = RunFolder.again(path, config) if again else RunFolder.create(path, config, name)
+        again = bool(launched) or (resume and path is not None and (Path(path).expanduser() / run_folder.CONFIG).is_file())
+        folder = run_folder.RunFolder.again(path, config) if again else run_folder.RunFolder.create(path, config, name)
         log.info("The run's folder is %s", folder.path)
         watch = WATCH.get() or Watch()
         watch.folder = folder.path
-        where = CheckpointPlace(folder=folder.path / CHECKPOINT, resume=resume, only_state=launched == STATED)
+        where = writer.CheckpointPlace(
+            folder=folder.path / run_folder.CHECKPOINT, resume=resume, only_state=launched == environment.STATED
+        )
         return cls(folder=folder, watch=watch, checkpoints=where, **fields)
 
     def go_on(self, last: int) -> None:
@@ -124,7 +121,7 @@ class Recording:
             self.folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY), self.others)
             self.watch.result = result
             return
-        kept, stuck = CheckpointFolder(self.checkpoints.folder), ""
+        kept, stuck = checkpoint.CheckpointFolder(self.checkpoints.folder), ""
         if not kept.is_empty:
             found = kept.read()
             stuck = found.why_stuck
@@ -144,7 +141,7 @@ def record_run(
     path: str | os.PathLike[str] | None = None,
     evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     not_covered: Sequence[str] = (),
-    on_round: OnRound | None = None,
+    on_round: rules.OnRound | None = None,
     model: "nn.Module | None" = None,
     resume: bool = False,
     **arguments: Any,
@@ -181,16 +178,16 @@ def record_run(
         ...     strategy, arrays = make_strategy(), make_arrays()
         ...     record_run(strategy, grid, arrays, num_rounds=20, config=context.run_config)
     """
-    others = {} if model is None else rest_of(model)
+    others = {} if model is None else trained_model.rest_of(model)
     if model is not None:
         arguments |= _naming_the_base(model, strategy, arguments)
     recording = Recording.begin(path, config, name, not_covered=tuple(not_covered), others=others, resume=resume)
-    observers = (recording,) if on_round is None else (recording, tracker(on_round))
-    token = OBSERVERS.set(lambda: observers)
+    observers = (recording,) if on_round is None else (recording, journal.tracker(on_round))
+    token = journal.OBSERVERS.set(lambda: observers)
     try:
         return strategy.start(grid, initial_arrays, num_rounds=num_rounds, evaluate_fn=evaluate_fn, **arguments)
     finally:
-        OBSERVERS.reset(token)
+        journal.OBSERVERS.reset(token)
 
 
 def _naming_the_base(model: "nn.Module", strategy: DPStrategy, arguments: Mapping[str, Any]) -> dict[str, ConfigRecord]:
@@ -204,7 +201,7 @@ def _naming_the_base(model: "nn.Module", strategy: DPStrategy, arguments: Mappin
     return {kind: ConfigRecord({**(arguments.get(kind) or {}), BASE: base}) for kind in kinds}
 
 
-def unasked(config: Mapping[str, Any], name: str) -> tuple[Observer, ...]:
+def unasked(config: Mapping[str, Any], name: str) -> tuple[journal.Observer, ...]:
     """Return what records a run of an app that calls `strategy.start` itself.
 
     Nothing, if the folder can't be used, as where another run of the app has it; the log then says why. No error of the folder
@@ -219,9 +216,9 @@ def unasked(config: Mapping[str, Any], name: str) -> tuple[Observer, ...]:
     """
     try:
         recording = Recording.begin(None, config, name)
-    except SettingsError:
+    except checks.SettingsError:
         raise
     except Exception as error:
         log.warning("this run has no run folder: %s", error)
         return ()
-    return (Unfailing(observer=recording, name="the run folder"),)
+    return (journal.Unfailing(observer=recording, name="the run folder"),)

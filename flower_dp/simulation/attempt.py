@@ -14,25 +14,16 @@ from flwr.clientapp import ClientApp
 
 from flower_dp.core.checks import SettingsError
 from flower_dp.core.environment import RESUME, RESUMED, RUN_FOLDER, STATED
-from flower_dp.running import plugins
-from flower_dp.running.apps import App
-from flower_dp.running.flower_log import first_line, logged
-from flower_dp.running.guard import ray_folder
-from flower_dp.running.launched import Launched
-from flower_dp.running.modules import forget
-from flower_dp.running.recorded import watched
-from flower_dp.running.values import Value
-from flower_dp.running.workplace import app_files_linked, environment
-from flower_dp.simulation import grid, workers
+from flower_dp.running import apps, flower_log, guard, launched, modules, plugins, recorded, values, workplace
+from flower_dp.simulation import grid, local_grid, workers
 from flower_dp.simulation.cluster import Cluster, address_of, bundled
-from flower_dp.simulation.local_grid import LocalGrid, SimulatedGrid
 from flower_dp.strategies.started import Stated
 
 log = logging.getLogger("flwr")
 
-Config = Mapping[str, Value]
+Config = Mapping[str, values.Value]
 # Begins to make the grid of an app and its run-config, and returns what waits for it.
-Grids = Callable[[App, Config], Callable[[], SimulatedGrid]]
+Grids = Callable[[apps.App, Config], Callable[[], local_grid.SimulatedGrid]]
 OnLine = Callable[[Mapping[str, Any]], None]
 
 
@@ -52,7 +43,7 @@ class Outcome:
 
 
 def attempt(
-    begun: Launched,
+    begun: launched.Launched,
     folder: Path,
     grids: Grids,
     *,
@@ -73,31 +64,31 @@ def attempt(
         check: called meanwhile; ValueError, OSError and ImportError refuse the settings.
         on_line: called with every line of the run's metrics.
     """
-    with logged(folder, go_on=bool(resume), resumed=resume == RESUMED):
+    with flower_log.logged(folder, go_on=bool(resume), resumed=resume == RESUMED):
         try:
             _run(begun, folder, grids, resume, check, on_line)
         except SettingsError as error:  # before anything was spent
             return Outcome(status="refused", details=str(error))
         except KeyboardInterrupt as error:
-            return Outcome(status="interrupted", details=first_line(error), signum=getattr(error, "signum", 0))
+            return Outcome(status="interrupted", details=flower_log.first_line(error), signum=getattr(error, "signum", 0))
         except Stated:
             return Outcome(status="completed")
         except BaseException as error:  # an app may end the process
             log.error("Simulation raised an exception", exc_info=error)
-            return Outcome(status="failed", details=first_line(error))
+            return Outcome(status="failed", details=flower_log.first_line(error))
     if resume == STATED:
         return Outcome(status="failed", details="the app has started no strategy of flower-dp")
     return Outcome(status="completed")
 
 
-def _run(begun: Launched, folder: Path, grids: Grids, resume: str, check: Callable[[], None], on_line: OnLine) -> None:
+def _run(begun: launched.Launched, folder: Path, grids: Grids, resume: str, check: Callable[[], None], on_line: OnLine) -> None:
     app, config = begun.target.app, begun.target.config
     with ExitStack() as stack:
         if not app.own:
             stack.callback(setattr, sys, "dont_write_bytecode", sys.dont_write_bytecode)
             sys.dont_write_bytecode = True  # somebody else's folder stays as it is
-            stack.callback(forget, str(app.folder))  # another app may have modules of the same names
-            stack.enter_context(app_files_linked(folder, app.folder))
+            stack.callback(modules.forget, str(app.folder))  # another app may have modules of the same names
+            stack.enter_context(workplace.app_files_linked(folder, app.folder))
             stack.enter_context(chdir(folder))
         made = grids(app, config)
         try:
@@ -105,14 +96,20 @@ def _run(begun: Launched, folder: Path, grids: Grids, resume: str, check: Callab
         except (ValueError, OSError, ImportError) as error:
             raise SettingsError(str(error)) from error
         server = app.server_app()
-        stack.enter_context(environment({RUN_FOLDER: str(folder), RESUME: resume}))
-        stack.enter_context(watched(config, begun.name, on_line))
+        stack.enter_context(workplace.environment({RUN_FOLDER: str(folder), RESUME: resume}))
+        stack.enter_context(recorded.watched(config, begun.name, on_line))
         there = stack.enter_context(closing(made()))
         server(there, there.server_context())
 
 
 def on_ray(
-    begun: Launched, folder: Path, *, resume: str, check: Callable[[], None], started: Callable[[], None], on_line: OnLine
+    begun: launched.Launched,
+    folder: Path,
+    *,
+    resume: str,
+    check: Callable[[], None],
+    started: Callable[[], None],
+    on_line: OnLine,
 ) -> Outcome:
     """Make an attempt on a Ray of its own, which starts while settings are checked and modules are imported, and ends with it.
 
@@ -125,21 +122,21 @@ def on_ray(
         on_line: see `attempt`.
     """
     threads = ThreadPoolExecutor(1)
-    making: list[Future[SimulatedGrid]] = []
+    making: list[Future[local_grid.SimulatedGrid]] = []
 
-    def made(app: App, config: Config) -> SimulatedGrid:
+    def made(app: apps.App, config: Config) -> local_grid.SimulatedGrid:
         cluster = Cluster(address=address_of(begun.ray_address), bundle=bundled(app)) if begun.ray_address else None
-        ray = workers.start_ray(begun.workers, ray_folder(), cluster)
+        ray = workers.start_ray(begun.workers, guard.ray_folder(), cluster)
         actors = workers.Workers(num_workers=begun.workers, gpus=begun.gpus_per_worker, cluster=cluster)
         if not begun.gpus_per_worker and not resume:  # a run that goes on can't change it
             workers.log_unused_gpus(ray, "--gpus-per-worker 1")
         return grid.RayGrid(app.client_app(away=cluster is not None), actors, num_nodes=begun.supernodes, run_config=config)
 
-    def begin(app: App, config: Config) -> Callable[[], SimulatedGrid]:
+    def begin(app: apps.App, config: Config) -> Callable[[], local_grid.SimulatedGrid]:
         importlib.import_module("ray")  # in one thread: two would wait for each other
         making.append(threads.submit(made, app, config))
 
-        def there() -> SimulatedGrid:
+        def there() -> local_grid.SimulatedGrid:
             found = making[0].result()
             started()
             return found
@@ -161,6 +158,6 @@ def on_ray(
             workers.stop_ray()
 
 
-def state(begun: Launched, folder: Path) -> Outcome:
+def state(begun: launched.Launched, folder: Path) -> Outcome:
     """Make the statement of what the run in a folder was charged; nothing is sent."""
-    return attempt(begun, folder, lambda app, config: lambda: LocalGrid(ClientApp(), 0, config), resume=STATED)
+    return attempt(begun, folder, lambda app, config: lambda: local_grid.LocalGrid(ClientApp(), 0, config), resume=STATED)

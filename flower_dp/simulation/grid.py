@@ -18,13 +18,8 @@ from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
 
 from flower_dp.clients.account import LEDGER_PATH
-from flower_dp.core import checks
-from flower_dp.core.root_logger import SHOWN
-from flower_dp.simulation.cluster import installed
-from flower_dp.simulation.identity import CLIENT_APP_CRASHED, NODE_UNAVAILABLE, numbered
-from flower_dp.simulation.local_grid import SimulatedGrid
-from flower_dp.simulation.placement import Placement
-from flower_dp.simulation.worker import EMPTY, FIRST_NODE, Answer, Setup, Value
+from flower_dp.core import checks, root_logger
+from flower_dp.simulation import cluster, identity, local_grid, placement, worker
 from flower_dp.simulation.workers import Workers
 from flower_dp.wire import KEY
 
@@ -65,7 +60,7 @@ class _Call:
         return f"node {self.node}" + (f" (clients {listed})" if names else "")
 
 
-class RayGrid(SimulatedGrid):
+class RayGrid(local_grid.SimulatedGrid):
     """A Grid whose nodes run a ClientApp on Ray actors, on this machine or on those of a cluster.
 
     Every node has a context of its own, with `partition-id` and `num-partitions` in its config. Its state is here, between two
@@ -114,8 +109,8 @@ class RayGrid(SimulatedGrid):
         workers: Workers,
         *,
         num_nodes: int | None,
-        run_config: Mapping[str, Value] | None = None,
-        node_config: Callable[[int], Mapping[str, Value]] | None = None,
+        run_config: Mapping[str, worker.Value] | None = None,
+        node_config: Callable[[int], Mapping[str, worker.Value]] | None = None,
         log_file: str = "",
     ) -> None:
         import ray  # noqa: PLC0415  (a third of a second)
@@ -128,17 +123,16 @@ class RayGrid(SimulatedGrid):
                 f"node_config: {LEDGER_PATH} is a file of one machine, and the nodes of a cluster move between machines"
             )
         dumps: Callable[[Any], bytes] = ray.cloudpickle.dumps
-        setup = Setup(
+        setup = worker.Setup(
             app=dumps((lambda: app) if isinstance(app, ClientApp) else app),
             run_id=self._run.run_id,
             run_config=self._run_config,
-            num_nodes=num_nodes,
             node_config=own,
             folder="" if workers.away else str(Path.cwd()),
             path=() if workers.away else tuple(os.path.abspath(place) for place in sys.path),
             bytecode=not sys.dont_write_bytecode,
             log_file=log_file,
-            versions=installed() if workers.away else {},
+            versions=cluster.installed() if workers.away else {},
         )
         # Node -> its pickled state, where that has changed, and the actor that has it too.
         self._states: dict[int, bytes] = {}
@@ -152,7 +146,7 @@ class RayGrid(SimulatedGrid):
         self._lock, self._waiting = threading.RLock(), threading.Lock()
         self._ray, self._workers = ray, workers
         self._queues: list[deque[_Call]] = [deque() for _ in workers.actors]
-        self._placement = Placement(workers, ray.put(dumps(setup)))  # it may hold data: every machine gets it once
+        self._placement = placement.Placement(workers, ray.put(dumps(setup)))  # it may hold data: every machine gets it once
 
     def __enter__(self) -> "RayGrid":
         return self
@@ -197,14 +191,14 @@ class RayGrid(SimulatedGrid):
         sent = []
         with self._lock:
             for message in messages:
-                number, node = numbered(message), message.metadata.dst_node_id
+                number, node = identity.numbered(message), message.metadata.dst_node_id
                 call = _Call(number=number, node=node, message=message, patience=patience, arrived=arrived)
                 sent.append(number)
                 self._awaited.add(number)
                 if call.node in self._nodes:
-                    self._queues[(call.node - FIRST_NODE) % len(self._queues)].append(call)
+                    self._queues[(call.node - worker.FIRST_NODE) % len(self._queues)].append(call)
                 else:
-                    self._settle(call, _failed(message, NODE_UNAVAILABLE, f"node {call.node} is not one of this run"))
+                    self._settle(call, _failed(message, identity.NODE_UNAVAILABLE, f"node {call.node} is not one of this run"))
             self._dispatch()
         return sent
 
@@ -267,11 +261,11 @@ class RayGrid(SimulatedGrid):
             return
         queue.remove(call)
         actor = self._workers.actors[index]
-        state = None if self._holders.get(call.node) is actor else self._states.get(call.node, EMPTY)
+        state = None if self._holders.get(call.node) is actor else self._states.get(call.node, worker.EMPTY)
         self._placement.idle.remove(index)
         self._busy.add(call.node)
         until = math.inf if call.patience is None else time.monotonic() + call.patience + _GRACE_SECONDS
-        self._running[actor.run.remote(call.message, state, call.patience, len(self._nodes))] = index, call, until
+        self._running[actor.run.remote(call.message, state, len(self._nodes), call.patience)] = index, call, until
 
     def _advance(self, seconds: float) -> None:
         """Wait until a worker has answered, or another thread has seen to that, for so many seconds at most."""
@@ -307,7 +301,7 @@ class RayGrid(SimulatedGrid):
             else:  # such as an answer that can't be read here
                 log.exception("%s: no answer", call)
                 self._placement.idle.add(index)
-                reply = _failed(call.message, CLIENT_APP_CRASHED, f"no answer: {type(error).__name__}")
+                reply = _failed(call.message, identity.CLIENT_APP_CRASHED, f"no answer: {type(error).__name__}")
         else:
             self._placement.idle.add(index)
         self._busy.discard(call.node)
@@ -327,38 +321,38 @@ class RayGrid(SimulatedGrid):
         """Let another worker take the place of one, and return the error reply to the message that it had."""
         log.error("a worker has died while it served %s: %s", call, why)
         self._placement.replace(index)
-        return _failed(call.message, CLIENT_APP_CRASHED, "ClientApp stopped responding.")
+        return _failed(call.message, identity.CLIENT_APP_CRASHED, "ClientApp stopped responding.")
 
     def _has_died(self, error: Exception) -> bool:
         """Whether an error of Ray means that the worker is no more: each does but that of a method that has raised."""
         known = self._ray.exceptions
         return isinstance(error, known.RayError) and not isinstance(error, known.RayTaskError)
 
-    def _taken(self, call: _Call, answer: Answer, actor: Any) -> Message:
+    def _taken(self, call: _Call, answer: worker.Answer, actor: Any) -> Message:
         """Keep the node's state, and return its reply, or an error reply if it answers another message."""
         if answer.trace:
             log.error("%s: %s", call, answer.trace)
         for level, text in answer.shown:
-            log.log(level, "%s", text, extra=SHOWN)
+            log.log(level, "%s", text, extra=root_logger.SHOWN)
         if answer.state is not None:
             self._states[call.node] = answer.state
         if not answer.reply.has_error():
             self._holders[call.node] = actor
         said = answer.reply.metadata
         if (said.reply_to_message_id, said.src_node_id) != (call.number, call.node):
-            return _failed(call.message, CLIENT_APP_CRASHED, "its reply is to another message, or from another node")
+            return _failed(call.message, identity.CLIENT_APP_CRASHED, "its reply is to another message, or from another node")
         return answer.reply
 
     def _settle(self, call: _Call, reply: Message) -> None:
         """A reply is there."""
         if call.number in self._awaited:
             self._awaited.remove(call.number)
-            numbered(reply)
+            identity.numbered(reply)
             call.arrived(reply)
 
 
 def _nodes_of(number: int) -> range:
-    return range(FIRST_NODE, FIRST_NODE + number)
+    return range(worker.FIRST_NODE, worker.FIRST_NODE + number)
 
 
 def clients_of(message: Message) -> tuple[str, ...]:

@@ -14,17 +14,11 @@ from flwr.serverapp.strategy import Result
 from flower_dp.core import checks
 from flower_dp.core.environment import RESUME, RESUMED, RUN_FOLDER
 from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.running import apps, modules, preflight, recorded, run_folder, workplace
 from flower_dp.running import progress as screen
-from flower_dp.running.apps import resolve, with_values
-from flower_dp.running.modules import forget
-from flower_dp.running.preflight import nodes_among
-from flower_dp.running.recorded import watched
-from flower_dp.running.run_folder import CHECKPOINT, STATEMENT_TEXT, new_folder
-from flower_dp.running.workplace import environment
+from flower_dp.simulation import local_grid, worker
 from flower_dp.simulation.cluster import Cluster, address_of, bundled
 from flower_dp.simulation.grid import RayGrid
-from flower_dp.simulation.local_grid import LocalGrid, SimulatedGrid
-from flower_dp.simulation.worker import Value
 from flower_dp.simulation.workers import warm_workers
 from flower_dp.strategies.checkpoint import CheckpointFolder
 
@@ -70,7 +64,7 @@ class _Loaded:
 
     server: ServerApp
     client: ClientApp | Callable[[], ClientApp]
-    run_config: Mapping[str, Value]
+    run_config: Mapping[str, worker.Value]
     name: str
     num_clients: Any = None  # as the settings have it; None where a node is a client, or not known
     bundle: bytes = b""  # the app's files, for a cluster
@@ -81,11 +75,11 @@ def simulate(
     client_app: ClientApp | None = None,
     *,
     num_nodes: int | None = None,
-    run_config: Mapping[str, Value] | None = None,
+    run_config: Mapping[str, worker.Value] | None = None,
     seed: int | None = None,
     cpus_per_node: float = 1.0,
     gpus_per_node: float = 0.0,
-    node_config: Callable[[int], Mapping[str, Value]] | None = None,
+    node_config: Callable[[int], Mapping[str, worker.Value]] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     ray_address: str = "",
@@ -150,31 +144,34 @@ def simulate(
     values = {**(run_config or {}), **({} if seed is None else {"seed": seed})}
     with ExitStack() as stack:
         loaded = stack.enter_context(_loaded(app, client_app, values, away=bool(ray_address)))
-        nodes_among(loaded.num_clients, num_nodes, 1, option="num_nodes")  # before anything starts
+        preflight.nodes_among(loaded.num_clients, num_nodes, 1, option="num_nodes")  # before anything starts
         folder = _folder(output_dir, resume, loaded.name)
         if folder is not None:
             stack.callback(_remove_if_empty, folder)  # a run that did not begin leaves nothing
             passed = {RUN_FOLDER: str(folder), RESUME: "" if resume is None else RESUMED}
-            stack.enter_context(environment(passed))
+            stack.enter_context(workplace.environment(passed))
             if resume is not None and _has_ended(folder):
-                return _run(loaded, LocalGrid(ClientApp(), 0, loaded.run_config), None)
+                return _run(loaded, local_grid.LocalGrid(ClientApp(), 0, loaded.run_config), None)
         cluster = Cluster(address=address_of(ray_address), bundle=loaded.bundle) if ray_address else None
         workers = stack.enter_context(warm_workers(cpus=cpus_per_node, gpus=gpus_per_node, at_most=num_nodes, cluster=cluster))
-        nodes = nodes_among(loaded.num_clients, num_nodes, len(workers.actors), option="num_nodes")
+        nodes = preflight.nodes_among(loaded.num_clients, num_nodes, len(workers.actors), option="num_nodes")
         grid = stack.enter_context(
             RayGrid(loaded.client, workers, num_nodes=nodes, run_config=loaded.run_config, node_config=node_config)
         )
         return _run(loaded, grid, stack.enter_context(screen.display()) if progress else None)
 
 
-def _run(loaded: _Loaded, grid: SimulatedGrid, display: screen.Display | None) -> Run:
-    with watched(loaded.run_config, loaded.name, display.show if display else lambda line: None) as watch:
+def _run(loaded: _Loaded, grid: local_grid.SimulatedGrid, display: screen.Display | None) -> Run:
+    with recorded.watched(loaded.run_config, loaded.name, display.show if display else lambda line: None) as watch:
         try:
             loaded.server(grid, grid.server_context())
         except (Exception, KeyboardInterrupt) as error:
             if watch.statement is not None and watch.folder is not None:
-                error.add_note(f"What the run released before is in {watch.folder / STATEMENT_TEXT}")
-                if not isinstance(error, checks.SettingsError) and not CheckpointFolder(watch.folder / CHECKPOINT).why_stuck():
+                error.add_note(f"What the run released before is in {watch.folder / run_folder.STATEMENT_TEXT}")
+                if (
+                    not isinstance(error, checks.SettingsError)
+                    and not CheckpointFolder(watch.folder / run_folder.CHECKPOINT).why_stuck()
+                ):
                     failed = "Unless its settings are why it failed, it" if isinstance(error, Exception) else "It"
                     error.add_note(f"{failed} goes on with simulate(..., resume={str(watch.folder)!r})")
             raise
@@ -185,12 +182,12 @@ def _run(loaded: _Loaded, grid: SimulatedGrid, display: screen.Display | None) -
 
 
 @contextmanager
-def _loaded(app: Any, client_app: ClientApp | None, values: Mapping[str, Value], *, away: bool) -> Iterator[_Loaded]:
+def _loaded(app: Any, client_app: ClientApp | None, values: Mapping[str, worker.Value], *, away: bool) -> Iterator[_Loaded]:
     if isinstance(app, str | os.PathLike):
         if client_app is not None:
             raise ValueError("client_app: the app's folder names its own; leave it out")
-        what = resolve(str(app), [])
-        target, config = what.app, with_values(what, values)
+        what = apps.resolve(str(app), [])
+        target, config = what.app, apps.with_values(what, values)
         try:
             yield _Loaded(
                 server=target.server_app(),  # the package's own, wherever it is
@@ -202,7 +199,7 @@ def _loaded(app: Any, client_app: ClientApp | None, values: Mapping[str, Value],
             )
         finally:
             if not target.own:
-                forget(str(target.folder))  # another app may have modules of the same names
+                modules.forget(str(target.folder))  # another app may have modules of the same names
         return
     server, client = app, client_app
     if not isinstance(app, ServerApp):
@@ -219,18 +216,18 @@ def _loaded(app: Any, client_app: ClientApp | None, values: Mapping[str, Value],
 def _folder(output_dir: Any, resume: Any, name: str) -> Path | None:
     """Return the run folder; None for one that the app makes."""
     if resume is None:
-        return new_folder(output_dir, name) if output_dir is not None else None
+        return run_folder.new_folder(output_dir, name) if output_dir is not None else None
     folder = Path(resume).expanduser().absolute()
     if output_dir is not None:
         raise ValueError(f"output_dir={str(output_dir)!r}: resume={str(resume)!r} is the folder of the run already")
-    if not (folder / CHECKPOINT).is_dir():
+    if not (folder / run_folder.CHECKPOINT).is_dir():
         raise ValueError(f"resume={str(resume)!r}: is no folder of a run with a checkpoint")
     return folder
 
 
 def _has_ended(folder: Path) -> bool:
     """Return whether the run in a folder has ended: then its ServerApp returns what is there, and sends nothing."""
-    checkpoints = CheckpointFolder(folder / CHECKPOINT)
+    checkpoints = CheckpointFolder(folder / run_folder.CHECKPOINT)
     return not checkpoints.is_empty and checkpoints.read().ended
 
 

@@ -36,7 +36,6 @@ class Setup:
         run_id: the run.
         app: a pickle of a function that returns the ClientApp, which may be in a folder that is not known in the worker yet.
         run_config: the run's settings.
-        num_nodes: of the run; node ids are FIRST_NODE, FIRST_NODE + 1, ... None: every message says it.
         node_config: further settings of nodes, by partition.
         folder: the working directory; "" where the worker's own has the app's files.
         path: where modules are looked for.
@@ -48,7 +47,6 @@ class Setup:
     run_id: int
     app: bytes
     run_config: Mapping[str, Value]
-    num_nodes: int | None
     node_config: Mapping[int, Mapping[str, Value]]
     folder: str
     path: tuple[str, ...]
@@ -75,12 +73,10 @@ class Setup:
             raise TypeError(f"the app is a {type(app).__name__}: must be a ClientApp")
         return app
 
-    def context(self, node: int, num_nodes: int | None) -> Context:
-        """Return the context of a node with an empty state."""
-        partition, count = node - FIRST_NODE, self.num_nodes or num_nodes
-        if count is None:
-            raise ValueError("num_nodes: neither the run nor the message says how many there are")
-        own = {"partition-id": partition, "num-partitions": count, **self.node_config.get(partition, {})}
+    def context(self, node: int, num_nodes: int) -> Context:
+        """Return the context of a node with an empty state, among so many nodes: FIRST_NODE, FIRST_NODE + 1, ..."""
+        partition = node - FIRST_NODE
+        own = {"partition-id": partition, "num-partitions": num_nodes, **self.node_config.get(partition, {})}
         return Context(run_id=self.run_id, node_id=node, node_config=own, state=RecordDict(), run_config=dict(self.run_config))
 
 
@@ -127,14 +123,14 @@ class Worker:
         except BaseException:  # an app may end the process when it is imported
             self._failure = traceback.format_exc()
 
-    def run(self, message: Message, state: bytes | None, patience: float | None = None, num_nodes: int | None = None) -> Answer:
+    def run(self, message: Message, state: bytes | None, num_nodes: int, patience: float | None = None) -> Answer:
         """Run the app on a message.
 
         Args:
             message: to one of the run's nodes.
             state: the node's pickled state; None where this worker has given the node's last answer.
+            num_nodes: of the run.
             patience: seconds after which this process writes to its log where it is, and ends; None for never.
-            num_nodes: of the run, if that was not known when it began.
         """
         if patience is not None:
             faulthandler.dump_traceback_later(patience, exit=True, file=_STDERR)
@@ -145,7 +141,7 @@ class Worker:
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _run(self, message: Message, state: bytes | None, num_nodes: int | None) -> Answer:
+    def _run(self, message: Message, state: bytes | None, num_nodes: int) -> Answer:
         if self._setup is None or self._app is None:
             last = self._failure.strip().splitlines()[-1]
             return Answer(reply=Message(Error(LOAD_CLIENT_APP, last), reply_to=message), trace=self._failure)

@@ -19,7 +19,7 @@ from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.selection import NumberOfRuns, Poisson
 from flower_dp.privacy.statement import Adversary, PrivacyStatement
 from flower_dp.reporting.past_run import PastRun, read_past_run
-from flower_dp.running.planned import outside_of
+from flower_dp.running.plugins import outside_of
 from flower_dp.running.preflight import default_workers
 from flower_dp.running.run_folder import STATEMENT_JSON, is_finished, write_whole
 from flower_dp.running.signals import Signals

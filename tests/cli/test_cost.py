@@ -8,7 +8,7 @@ import pytest
 from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
 
 from flower_dp.privacy import accounting, selection
-from flower_dp.running import apps, new_app, planned
+from flower_dp.running import apps, new_app, plugins
 
 LOCAL = ("--set", "method=nbafl", "--set", "sampling=full", "--set", "sampling-rate=0", "--set", "nbafl.epsilon=1")
 STOCK = Path(__file__).parents[1] / "foreign" / "tiny"
@@ -132,7 +132,7 @@ def test_the_best_of_several_runs_is_told_against_outsiders(call):
     status, out, err = call("epsilon", "dp-fedsam", *QUICK, "--best-of", "10", "--json")
     assert (status, err) == (0, "")
     found = json.loads(out)
-    event, statement = planned.outside_of(apps.resolve(None, ["method=dp-fedsam", *QUICK[1::2]]))
+    event, statement = plugins.outside_of(apps.resolve(None, ["method=dp-fedsam", *QUICK[1::2]]))
     assert found["against outsiders"] == pytest.approx(
         accounting.epsilon(event, delta=statement.delta, relation=statement.relation).epsilon
     )

@@ -97,17 +97,11 @@ def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(says, path, argum
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--create-server", "--budget", "8"], "--delta: a budget has no meaning without it"),
-        (["--budget", "8"], "--budget: is of a server's ledger; add --create-server"),
-        (["--create-server", "--fully-adaptive"], "--fully-adaptive: is of a budget; add --budget"),
-        (
-            ["--create-server", *BUDGET, "--renyi-order", "3"],
-            "--renyi-order: is of a fully adaptive budget; add --fully-adaptive",
-        ),
-        (
-            ["--create-server", *BUDGET, "--fully-adaptive", "--renyi-order", "1.01"],
-            "--renyi-order=1.01: is above 1024, or nothing fits into epsilon 8 at delta 1e-05",
-        ),
+        (["--create-server", "--budget", "8"], "--budget: means nothing without --delta"),
+        (["--budget", "8"], "--budget: means nothing without --create-server"),
+        (["--create-server", "--fully-adaptive"], "--fully-adaptive: means nothing without --budget"),
+        (["--create-server", *BUDGET, "--renyi-order", "3"], "--renyi-order: means nothing without --fully-adaptive"),
+        (["--create-server", *BUDGET, "--fully-adaptive", "--renyi-order", "1.01"], "--renyi-order=1.01: is above 1024, or"),
         (["--create-server", "--create", "a"], "--create: is of a device's ledger"),
         ([], "does not exist; create it with `flower-dp ledger "),
     ],

@@ -68,16 +68,16 @@ def test_a_machine_with_another_code_takes_no_part(here, monkeypatch):
     monkeypatch.setattr(worker_module, "installed", lambda: there | {"flower-dp": "0.1.0 with files 89abcdef"})
     worker = Worker()
     worker.begin(setup_of(here, lambda: app, versions=there))
-    reply = worker.run(to(2), None).reply
+    reply = worker.run(to(2), None, 3).reply
     assert reply.error.code == 1
     assert f"machine {socket.gethostname()}: flower-dp 0.1.0 with files 89abcdef in place of" in reply.error.reason
     monkeypatch.setattr(worker_module, "installed", lambda: there)
     worker.begin(setup_of(here, lambda: app, versions=there))
-    assert not worker.run(to(2), None).reply.has_error()
+    assert not worker.run(to(2), None, 3).reply.has_error()
 
 
 def setup_of(folder, load, path=(), versions=None):
-    arguments = {"run_id": 1, "run_config": {}, "num_nodes": 3, "node_config": {}, "folder": str(folder), "path": path}
+    arguments = {"run_id": 1, "run_config": {}, "node_config": {}, "folder": str(folder), "path": path}
     return cloudpickle.dumps(Setup(**arguments, app=cloudpickle.dumps(load), bytecode=False, versions=versions or {}))
 
 
@@ -89,37 +89,37 @@ def worker(here):
 
 
 def test_a_state_is_sent_back_where_it_has_changed(worker):
-    first = worker.run(to(2, count=True), None)
+    first = worker.run(to(2, count=True), None, 3)
     assert count_of(pickle.loads(first.state)) == 1  # noqa: S301
-    assert worker.run(to(2), None).state is None
-    assert count_of(pickle.loads(worker.run(to(2, count=True), None).state)) == 2  # noqa: S301
-    assert worker.run(to(3), None).state is None  # another node's is its own
+    assert worker.run(to(2), None, 3).state is None
+    assert count_of(pickle.loads(worker.run(to(2, count=True), None, 3).state)) == 2  # noqa: S301
+    assert worker.run(to(3), None, 3).state is None  # another node's is its own
 
 
 def test_a_state_that_comes_along_wins(worker):
     """Another worker has served the node meanwhile."""
-    old = worker.run(to(2, count=True), None).state
-    worker.run(to(2, count=True), None)
-    answer = worker.run(to(2, count=True), old)
+    old = worker.run(to(2, count=True), None, 3).state
+    worker.run(to(2, count=True), None, 3)
+    answer = worker.run(to(2, count=True), old, 3)
     assert count_of(pickle.loads(answer.state)) == 2  # noqa: S301
     empty = pickle.dumps(RecordDict())
-    assert count_of(pickle.loads(worker.run(to(2, count=True), empty).state)) == 1  # noqa: S301
+    assert count_of(pickle.loads(worker.run(to(2, count=True), empty, 3).state)) == 1  # noqa: S301
 
 
 def test_an_error_takes_the_state_back(worker):
-    worker.run(to(2, count=True), None)
-    failed = worker.run(to(2, count=True, fail=True), None)
+    worker.run(to(2, count=True), None, 3)
+    failed = worker.run(to(2, count=True, fail=True), None, 3)
     assert (failed.reply.error.code, failed.reply.error.reason, failed.state) == (2, "no", None)
     assert "ValueError: no" in failed.trace
-    assert worker.run(to(2), None).reply.content["told"]["n"] == 1
+    assert worker.run(to(2), None, 3).reply.content["told"]["n"] == 1
 
 
 def test_an_app_that_can_not_be_unpickled_is_told_in_every_reply(here):
     worker = Worker()
     worker.begin(setup_of(here, lambda: 3))
-    assert worker.run(to(2), None).reply.error.reason == "TypeError: the app is a int: must be a ClientApp"
+    assert worker.run(to(2), None, 3).reply.error.reason == "TypeError: the app is a int: must be a ClientApp"
     worker.begin(b"nonsense")
-    assert worker.run(to(2), None).reply.error.code == 1
+    assert worker.run(to(2), None, 3).reply.error.code == 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from flower_dp.cli.main import app
 from flower_dp.privacy import selection
 from flower_dp.privacy.selection import Poisson, TruncatedNegativeBinomial
-from flower_dp.running.planned import outside_of
+from flower_dp.running.plugins import outside_of
 from flower_dp.running.signals import Interrupted
 from flower_dp.sweeps import private_choice
 from flower_dp.sweeps.drawn import Drawn
