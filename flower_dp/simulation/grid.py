@@ -296,8 +296,11 @@ class RayGrid(local_grid.SimulatedGrid):
         try:
             reply = self._taken(call, self._ray.get(ref), actor)
         except Exception as error:
-            if self._has_died(error):
-                reply = self._replaced(index, call, _why(error))
+            known = self._ray.exceptions  # a worker is no more after each error of Ray but that of a method that has raised
+            if isinstance(error, known.RayError) and not isinstance(error, known.RayTaskError):
+                # The first lines: where it ran out of memory Ray says who else had how much.
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                reply = self._replaced(index, call, f"{type(error).__name__}: {' '.join(lines[:2])}")
             else:  # such as an answer that can't be read here
                 log.exception("%s: no answer", call)
                 self._placement.idle.add(index)
@@ -322,11 +325,6 @@ class RayGrid(local_grid.SimulatedGrid):
         log.error("a worker has died while it served %s: %s", call, why)
         self._placement.replace(index)
         return _failed(call.message, identity.CLIENT_APP_CRASHED, "ClientApp stopped responding.")
-
-    def _has_died(self, error: Exception) -> bool:
-        """Whether an error of Ray means that the worker is no more: each does but that of a method that has raised."""
-        known = self._ray.exceptions
-        return isinstance(error, known.RayError) and not isinstance(error, known.RayTaskError)
 
     def _taken(self, call: _Call, answer: worker.Answer, actor: Any) -> Message:
         """Keep the node's state, and return its reply, or an error reply if it answers another message."""
@@ -362,12 +360,6 @@ def clients_of(message: Message) -> tuple[str, ...]:
         return tuple(map(str, json.loads(str(texts[0]))["clients"])) if texts else ()
     except (ValueError, KeyError, TypeError):  # a question of the client query
         return ()
-
-
-def _why(error: Exception) -> str:
-    """Return the first lines of why a worker has died: where it ran out of memory Ray says who else had how much."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])}"
 
 
 def _failed(message: Message, code: int, reason: str) -> Message:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
@@ -22,17 +22,8 @@ from flower_dp.simulation.grid import RayGrid
 from flower_dp.simulation.workers import warm_workers
 from flower_dp.strategies.checkpoint import CheckpointFolder
 
-
-class BothApps(Protocol):
-    """A ServerApp and a ClientApp that belong together, such as `flower_dp.app` returns."""
-
-    @property
-    def server(self) -> ServerApp:
-        """The server's app."""
-
-    @property
-    def client(self) -> ClientApp:
-        """The clients' app."""
+if TYPE_CHECKING:
+    from flower_dp.apps.own_model import Apps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -71,7 +62,7 @@ class _Loaded:
 
 
 def simulate(
-    app: BothApps | ServerApp | str | os.PathLike[str],
+    app: "Apps | ServerApp | str | os.PathLike[str]",
     client_app: ClientApp | None = None,
     *,
     num_nodes: int | None = None,

@@ -332,7 +332,9 @@ class Workers:
                 f"{there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs; {num_workers or 1} must"
             )
         end_idle()
-        self._make = self._ray.remote(_worker_class()).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
+        from flower_dp.simulation.worker import Worker  # noqa: PLC0415  (imports Flower)
+
+        self._make = self._ray.remote(Worker).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
         self.actors: list[Any] = [self._make.remote() for _ in range(num_workers or min(fit, at_most or fit))]
 
     def replace(self, index: int) -> None:
@@ -448,9 +450,3 @@ def unused_gpus(num_gpus: float, option: str, *, user: str = "run") -> str:
         return ""
     gpus = "1 GPU is" if num_gpus == 1 else f"{num_gpus:g} GPUs are"
     return f"{gpus} not used by this {user}: add {option} (docs: Run on a GPU)"
-
-
-def _worker_class() -> type:
-    from flower_dp.simulation.worker import Worker  # noqa: PLC0415  (imports Flower)
-
-    return Worker
