@@ -18,7 +18,6 @@ from flower_dp.running import apps
 from flower_dp.strategies import DPFedAvg
 
 PRESETS = (
-    "mnist-dp-fedsam-topk-paper",
     "mnist-fed-smp-topk",
     "mnist-dp-fedavg-adaptive",
     "mnist-blurs",

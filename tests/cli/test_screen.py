@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from flower_dp.clients.training import dry_run
 from flower_dp.core.root_logger import SHOWN
 from flower_dp.running import flower_log, screen
 from flower_dp.running.screen import Screen
@@ -22,25 +21,6 @@ log = logging.getLogger("flwr")
 
 def screen_of(display, folder=Path("nowhere"), **more):
     return Screen(display, None, folder / "flower.log", **{"goes_on": False, "quiet": True, "interrupt": print} | more)
-
-
-@pytest.mark.parametrize("quiet", [True, False])
-def test_the_first_cause_of_a_failing_dry_run_is_one_line_and_all_that_follows_is_in_the_log_alone(tmp_path, capsys, quiet):
-    """Its traceback, and the server's, hid it. Another error of an app is shown with its traceback, until metrics come."""
-    file = tmp_path / "flower.log"
-    with screen_of(SimpleNamespace(), tmp_path, quiet=quiet):
-        file.write_text("Traceback (most recent call last):\nRuntimeError: of an app\n")
-        time.sleep(0.3)
-        before = capsys.readouterr().out
-        try:
-            raise RuntimeError("found two devices\ncuda:0 and cpu")
-        except RuntimeError as error:
-            dry_run._log_cause(f"a step, quiet {quiet},", error)
-        with file.open("a") as more:
-            more.write("Traceback (most recent call last):\nRuntimeError: no client can train\n")
-    assert before == ("" if quiet else "Traceback (most recent call last):\nRuntimeError: of an app\n")
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "fails: RuntimeError: found two devices cuda:0 and cpu (test_screen.py:" in line
 
 
 def test_what_a_worker_logs_to_be_shown_is_kept_for_the_server_and_nothing_else_is(caplog):

@@ -188,6 +188,8 @@ def test_names_of_ones_own(write, call):
     assert [curve.label for curve in compare.curves_of(found, "accuracy", names=["a", "b"])] == ["a", "b"]
     shared = compare.curves_of(found, "accuracy", names=["ours"] * 4)  # no mean over different settings
     assert [(curve.label, curve.line) for curve in shared] == [(f"ours, {noise}=1", "ours"), (f"ours, {noise}=2", "ours")]
+    filled = compare.curves_of(found, "accuracy", names=["{method} ({noise-multiplier})"])
+    assert [curve.label for curve in filled] == ["dp-fedavg (1)", "dp-fedavg (2)"]
     status, _, err = call("compare", *runs, "--label", "a", "--label", "b", "--label", "c")
     assert (status, err) == (2, "error: --label: there are 3; must be one for each of 4 runs or of 2 curves\n")
 
@@ -284,23 +286,6 @@ def test_a_pivot_has_a_column_for_each_epsilon_and_a_row_for_each_guarantee(writ
     assert [tables.is_pivot(curves(*some)) for some in (folders, folders[:3], folders[2:4])] == [True, False, True]
     assert "epsilon $\\leq$ 2" in call("compare", *folders, "--pivot", "--format", "latex")[1]
     assert call("compare", *folders, "--pivot", "--format", "csv")[0] == 2
-
-
-def test_curves_of_one_line_are_in_the_order_of_epsilon_and_one_label_names_all(write):
-    folders = [
-        by_epsilon(write, epsilon=of, proved=of, accuracy=0.5, method=name)
-        for name in ("nbafl", "dp-fedavg")
-        for of in (16.0, 2.0, 8.0)
-    ]
-    found = curves(*folders)
-    assert [(curve.runs[0].config["method"], curve.epsilon) for curve in found] == [
-        (name, of) for name in ("nbafl", "dp-fedavg") for of in (2.0, 8.0, 16.0)
-    ]
-    runs = [compare.read_run(folder, "accuracy") for folder in folders]
-    named = compare.curves_of(runs, "accuracy", names=["{method} ({epsilon})"])
-    assert [curve.label for curve in named] == [f"{name} ({of})" for name in ("nbafl", "dp-fedavg") for of in (2, 8, 16)]
-    with pytest.raises(ValueError, match=r"--label \{speed\}: a run has no setting speed"):
-        compare.curves_of(runs, "accuracy", names=["{speed}"])
 
 
 @pytest.mark.drawn

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from flower_dp.clients import TensorRecords
-from flower_dp.reporting import landscape, landscape_figure
-from flower_dp.reporting.landscape import Landscape, PublicTest, landscapes
+from flower_dp.reporting import landscape
+from flower_dp.reporting.landscape import PublicTest, landscapes
 from flower_dp.reporting.past_run import read_past_run
 from flower_dp.running.launched import Launched
 from flower_dp.running.run_folder import RunFolder
@@ -163,27 +163,6 @@ def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
     assert found.num_records == 7
     # Of ones: outputs 1 + 0.5 and -0.1 - 0.5, and the first is right.
     assert found.here == pytest.approx(math.log(1 + math.exp(-0.6 - 1.5)), rel=1e-5)
-
-
-# The figure
-
-
-def land(label, losses, epsilon=math.inf):
-    return Landscape(label=label, epsilon=epsilon, num_records=9, offsets=np.array([-1.0, 0, 1]), losses=np.array(losses, float))
-
-
-def test_all_runs_are_drawn_on_one_scale():
-    flat = land("flat", [[1.0, 1.1, 1.2], [1.0, 0.9, 1.0], [1.1, 1.2, 1.3]], epsilon=2.0)
-    steep = land("steep", [[3.0, 2.0, 3.0], [2.0, 0.8, 2.0], [3.0, 2.0, 3.2]])
-    drawn = landscape_figure.figure([flat, steep])
-    lines, *panels = [axes for axes in drawn.axes if axes.get_xlabel() == "first direction"]
-    assert lines.get_ylim() == pytest.approx((0.8, 3.2))
-    assert [line.get_ydata().tolist() for line in lines.lines] == [[1.0, 0.9, 1.0], [2.0, 0.8, 2.0]]
-    levels = [axes.collections[0].levels for axes in panels]
-    assert levels[0].tolist() == levels[1].tolist()
-    assert (levels[0][0], levels[0][-1]) == pytest.approx((0.8, 3.2))
-    assert [axes.get_title() for axes in panels] == ["flat\nloss 0.9, tight epsilon 2", "steep\nloss 0.8, not private"]
-    assert "9 test records" in drawn.get_suptitle()
 
 
 # The command, on runs of the app
