@@ -81,14 +81,7 @@ class Screen(logging.Handler):
     """
 
     def __init__(
-        self,
-        display: Display,
-        stream: TextIO | None,
-        file: Path,
-        *,
-        goes_on: bool,
-        quiet: bool,
-        interrupt: Callable[[int], None],
+        self, display: Display, stream: TextIO | None, file: Path, *, goes_on: bool, quiet: bool, interrupt: Callable[[int], None]
     ) -> None:
         super().__init__()
         self._display, self._stream, self._quiet, self._interrupt = display, stream, quiet, interrupt

@@ -39,27 +39,17 @@ ESTIMATORS = [
 ]
 
 
-def counted(trials, wrong, missed, slope):
-    return Errors(
-        statistic="a", threshold=0.0, falling=False, slope=slope, trials=trials, false_positives=wrong, false_negatives=missed
-    )
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda one: f"{one.name} {getattr(one, 'replaced', '')}")
 @pytest.mark.parametrize("slope", [0.3, 4.0])
 def test_a_true_strength_is_refuted_as_rarely_as_promised(estimator, slope):
     """Exactly: all errors that 10 trials can have, with their probabilities at every point of the curve."""
     trials, miss, strength = 10, 0.1, 1.2
     counts = np.arange(trials + 1)
-    refuted = np.array(
-        [
-            [
-                p_values(counted(trials, wrong, missed, slope), estimator, miss=miss)(strength) <= miss
-                for missed in range(trials + 1)
-            ]
-            for wrong in range(trials + 1)
-        ]
-    )
+    test = {"statistic": "a", "threshold": 0.0, "falling": False, "slope": slope, "trials": trials}
+    refuted = np.zeros((trials + 1, trials + 1), bool)
+    for wrong, missed in np.ndindex(refuted.shape):
+        errors = Errors(**test, false_positives=wrong, false_negatives=missed)
+        refuted[wrong, missed] = p_values(errors, estimator, miss=miss)(strength) <= miss
     assert refuted.any()
     rates = np.linspace(0.0, 1.0, 201)
     wrong = stats.binom.pmf(counts, trials, rates[:, None])
@@ -91,34 +81,30 @@ def of_densities(one, other, points):
     return np.interp(points, np.cumsum(absent[order]), 1 - np.cumsum(present[order]))
 
 
-def pair_of(kind, strength, rate):
-    """The two densities of a kind of mechanism at a strength."""
-    if kind == "gaussian":
-        return stats.norm(0, 1).pdf, stats.norm(strength, 1).pdf
-    if kind == "laplace":
-        return stats.laplace(0, 1).pdf, stats.laplace(strength, 1).pdf
-    here = stats.norm(0, 1).pdf
-    if kind == "sampled":
-        return here, lambda x: (1 - rate) * here(x) + rate * stats.norm(strength, 1).pdf(x)
-    return tuple(lambda x, side=side: (1 - rate) * here(x) + rate * stats.norm(side * strength / 2, 1).pdf(x) for side in (-1, 1))
+def mixture(rate, mean):
+    return lambda x: (1 - rate) * stats.norm.pdf(x) + rate * stats.norm.pdf(x, mean)
 
 
-def estimator(kind, delta, rate):
-    if kind == "gaussian":
-        return GaussianTradeoff(delta=delta)
-    if kind == "laplace":
-        return LaplaceTradeoff()
-    return SampledGaussianTradeoff(delta=delta, rate=rate, replaced=kind == "replaced")
-
-
-kinds = st.sampled_from(["gaussian", "laplace", "sampled", "replaced"])
+# Of every kind of mechanism its estimator, and its two densities at a strength.
+KINDS = {
+    "gaussian": lambda delta, rate: (GaussianTradeoff(delta=delta), lambda s: (mixture(0, s), mixture(1, s))),
+    "laplace": lambda delta, rate: (LaplaceTradeoff(), lambda s: (stats.laplace(0).pdf, stats.laplace(s).pdf)),
+    "sampled": lambda delta, rate: (
+        SampledGaussianTradeoff(delta=delta, rate=rate),
+        lambda s: (mixture(rate, 0), mixture(rate, s)),
+    ),
+    "replaced": lambda delta, rate: (
+        SampledGaussianTradeoff(delta=delta, rate=rate, replaced=True),
+        lambda s: (mixture(rate, -s / 2), mixture(rate, s / 2)),
+    ),
+}
 
 
 @quickly(16)
-@given(kinds, st.floats(0.3, 4.0), st.floats(0.1, 0.9), st.sampled_from([1e-5, 1e-2, 0.1]))
+@given(st.sampled_from(sorted(KINDS)), st.floats(0.3, 4.0), st.floats(0.1, 0.9), st.sampled_from([1e-5, 1e-2, 0.1]))
 def test_a_curve_is_that_of_the_mechanisms_densities_and_its_epsilon_too(kind, strength, rate, delta):
-    made = estimator(kind, delta, rate)
-    one, other = pair_of(kind, strength, rate)
+    made, densities = KINDS[kind](delta, rate)
+    one, other = densities(strength)
     exact = of_densities(one, other, RATES)
     curve = made.curve(strength, RATES)
     assert (curve <= exact + 2e-4).all()

@@ -24,16 +24,8 @@ from tests.simulation.obedient import pair
 from tests.torch_free import module
 
 ROOT = Path(flower_dp.__file__).parents[1]
-SETTINGS = {
-    "method": "dp-fedavg",
-    "num-clients": 20,
-    "num-rounds": 2,
-    "sampling": "full",
-    "batch-size": 4,
-    "dp-fedavg.delta": 1e-3,
-    "dp-fedavg.target-epsilon": 0.0,
-    "engine": "one-by-one",
-}
+SETTINGS = {"method": "dp-fedavg", "num-clients": 20, "num-rounds": 2, "sampling": "full", "batch-size": 4}
+SETTINGS |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "engine": "one-by-one"}
 
 
 @pytest.fixture
@@ -42,16 +34,12 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def make_model():
-    return torch.nn.Linear(3, 2)
-
-
-def own_app(shift=0.0, evaluate=lambda model: {"accuracy": 0.5}):
+def own_app(evaluate=lambda model: {"accuracy": 0.5}):
     def records(client, num_clients):
         rng = torch.Generator().manual_seed(client)
-        return torch.randn(8, 3, generator=rng) + shift, torch.randint(2, (8,), generator=rng)
+        return torch.randn(8, 3, generator=rng), torch.randint(2, (8,), generator=rng)
 
-    return flower_dp.app(model_fn=make_model, data_fn=records, evaluate_fn=evaluate)
+    return flower_dp.app(model_fn=lambda: torch.nn.Linear(3, 2), data_fn=records, evaluate_fn=evaluate)
 
 
 @pytest.mark.flwr_run
@@ -143,9 +131,7 @@ def test_two_apps_on_warm_workers(capsys):
     server, client = pair(found)
     flower_dp.simulate(server, client, num_nodes=1)
     for _ in range(2):
-        run = flower_dp.simulate(
-            server, client, num_nodes=10, node_config=lambda part: {"own": part} if part else {}, progress=False
-        )
+        run = flower_dp.simulate(server, client, num_nodes=10, node_config=lambda part: {"own": part} if part else {})
     assert (run.folder, run.rounds, run.statement, run.result) == (None, (), None, None)
     assert [(answer["partition-id"], answer["num-partitions"], answer.get("own")) for answer in found[1]] == [
         (0, 10, None),
@@ -162,12 +148,9 @@ def test_two_apps_on_warm_workers(capsys):
     with pytest.raises(ValueError, match=r"gpus=1e\+06: only 0 workers"):
         workers.Workers(num_workers=1, gpus=1e6)
     # Workers of one's own need their cores, and the next call has new ones.
-    mine = workers.Workers(num_workers=workers.default_workers())
-    with simulation.RayGrid(client, mine, num_nodes=1) as grid:
-        server(grid, grid.server_context())
-    mine.close()
-    flower_dp.simulate(server, client, num_nodes=10, progress=False)
-    assert not {answer["process"] for answer in (*found[4], *found[5])} & others[0]
+    workers.Workers(num_workers=workers.default_workers()).close()
+    flower_dp.simulate(server, client, num_nodes=10)
+    assert not {answer["process"] for answer in found[4]} & others[0]
     assert capsys.readouterr().out == ""
 
 
