@@ -28,8 +28,8 @@ def make_model():
 
 
 def block(page, word):
-    (found,) = [code for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL) if word in code]
-    return found
+    """Return the first block of Python on a page that has a word."""
+    return next(code for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL) if word in code)
 
 
 @pytest.mark.slow
