@@ -24,6 +24,7 @@ from flower_dp.running.signals import Interrupted
 from flower_dp.simulation.local_grid import LocalGrid
 from flower_dp.strategies.checkpoint import NEWEST, Checkpoint, CheckpointFolder
 from flower_dp.strategies.run_state import RunState
+from tests.own_apps import write_app
 
 TINY = Path(__file__).parents[1] / "foreign" / "tiny"
 
@@ -224,10 +225,7 @@ def launched(monkeypatch):
 @pytest.fixture
 def foreign(tmp_path):
     """Somebody's app, with a key of its own that is called output-dir, and data beside it."""
-    app = tmp_path / "foreign"
-    app.mkdir()
-    text = '[project]\nname = "foreign"\n[tool.flwr.app.config]\noutput-dir = "mine"\nrounds = 3\n'
-    (app / "pyproject.toml").write_text(text)
+    app = write_app(tmp_path / "foreign", 'output-dir = "mine"\nrounds = 3')
     (app / "iris.csv").write_text("5.1")
     return app
 
@@ -301,13 +299,8 @@ def test_a_refused_launch_leaves_no_folder(foreign, tmp_path, call, monkeypatch,
 def test_bad_settings_are_found_before_the_server_app_begins(tmp_path, call, launched, message, said):
     """By the app's own check, while Ray starts; one that refuses without a word refuses, too."""
     launched(lambda **_: pytest.fail("begun"))
-    app = tmp_path / "app"
-    app.mkdir()
-    text = '[project]\nname = "mine"\n[tool.flwr.app.config]\nrounds = 3\n[tool.flower-dp]\ncheck = "checked_app:check"\n'
-    (app / "pyproject.toml").write_text(text)
-    (app / "checked_app.py").write_text(
-        f"def check(config):\n    if config['rounds'] < 0:\n        raise ValueError({message!r})\n"
-    )
+    check = f"def check(config):\n    if config['rounds'] < 0:\n        raise ValueError({message!r})\n"
+    app = write_app(tmp_path / "app", "rounds = 3", tool='[tool.flower-dp]\ncheck = "checked_app:check"', checked_app=check)
     status, out, err = call("run", str(app), "--set", "rounds=-1", "--output-dir", str(tmp_path / "run"))
     assert (status, out) == (2, "")
     assert err == said

@@ -14,6 +14,7 @@ from flower_dp.reporting.past_run import read_past_run
 from flower_dp.running.launched import Launched
 from flower_dp.running.run_folder import RunFolder
 from tests.app_runs import DEFAULTS, play
+from tests.own_apps import write_app
 
 RNG = np.random.default_rng(5)
 INPUTS = RNG.standard_normal((12, 3)).astype(np.float32)
@@ -119,14 +120,6 @@ def test_what_can_not_be_compared_is_refused_naming_the_folder(tmp_path, given):
         landscapes([good])
 
 
-APP = """
-[project]
-name = "mine"
-[tool.flwr.app.components]
-serverapp = "landscape_app:server"
-[tool.flwr.app.config]
-rows = 12
-"""
 MODULE = """
 import torch
 from flower_dp.clients import TensorRecords
@@ -140,9 +133,7 @@ def test(config):
 
 
 def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
-    (app := tmp_path / "mine").mkdir()
-    (app / "pyproject.toml").write_text(APP)
-    (app / "landscape_app.py").write_text(MODULE)
+    app = write_app(tmp_path / "mine", "rows = 12", landscape_app=MODULE)
     made = RunFolder.create(tmp_path / "run", {"rows": 7}, "a run")
     made.append({"round": 1, "loss": 1.0})
     made.finish({"weight": WEIGHTS, "bias": BIAS})
@@ -158,7 +149,7 @@ def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
     Launched(app=str(app), **words).write(made.path)
     with pytest.raises(ValueError, match=r"mine does not say what it is tested with: add public-test"):
         landscapes([read_past_run(made.path)])
-    (app / "pyproject.toml").write_text(APP + '[tool.flower-dp]\npublic-test = "landscape_app:test"\n')
+    write_app(app, "rows = 12", tool='[tool.flower-dp]\npublic-test = "landscape_app:test"')
     (found,) = landscapes([read_past_run(made.path)], resolution=3)
     assert found.num_records == 7
     # Of ones: outputs 1 + 0.5 and -0.1 - 0.5, and the first is right.

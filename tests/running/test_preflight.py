@@ -3,34 +3,22 @@ from contextlib import nullcontext
 import pytest
 
 from flower_dp.running import apps, preflight
+from tests.own_apps import write_app
 
-PYPROJECT = """
-[project]
-name = "mine"
-[tool.flwr.app.components]
-serverapp = "my_app:app"
-[tool.flwr.app.config]
-num-clients = 8
-"""
-BUILT = "import flower_dp\napp = flower_dp.app().server"
+BUILT = "import flower_dp\nserver = flower_dp.app().server"
 
 
 @pytest.fixture
 def target(tmp_path):
-    def written(text, *settings):
-        (tmp_path / "pyproject.toml").write_text(PYPROJECT)
-        (tmp_path / "my_app.py").write_text(text)
-        return apps.resolve(str(tmp_path), list(settings))
-
-    return written
+    return lambda text, *settings: apps.resolve(str(write_app(tmp_path, "num-clients = 8", my_app=text)), list(settings))
 
 
 @pytest.mark.parametrize(
     ("text", "built"),
     [
         (BUILT, True),
-        ("from flower_dp import app as make\nprint('loading')\napp = make().server", True),
-        ("import flower_dp\nfrom flwr.serverapp import ServerApp\napp = ServerApp()", False),
+        ("from flower_dp import app as make\nprint('loading')\nserver = make().server", True),
+        ("import flower_dp\nfrom flwr.serverapp import ServerApp\nserver = ServerApp()", False),
         ("this is no Python", False),
         ("raise SystemExit", False),
     ],
@@ -73,11 +61,11 @@ def test_an_empty_value_unsets_what_a_preset_or_the_apps_file_sets(target, tmp_p
     assert found.given == ()
     # The default of an app that flower-dp does not make is what its file says.
     with pytest.raises(ValueError, match="num-clients=: must be a whole number"):
-        target("app = 3", "num-clients=")
+        target("server = 3", "num-clients=")
 
 
 def test_nodes_of_flower_dps_apps_host_all_clients(target):
-    stock = target("app = 3")  # it has as many nodes as its strategy expects clients
+    stock = target("server = 3")  # it has as many nodes as its strategy expects clients
     assert (preflight.nodes_of(stock, None, 2), preflight.nodes_of(stock, 5, 2)) == (None, 5)
     made = target(BUILT, "num-clients=3")
     assert (preflight.nodes_of(made, None, 2), preflight.nodes_of(made, None, 16), preflight.nodes_of(made, 3, 2)) == (2, 3, 3)
@@ -99,5 +87,5 @@ def test_workers_fit_on_the_gpus_or_are_refused(monkeypatch, gpus, each, workers
 
 def test_all_settings_that_an_app_can_not_take_are_named(target):
     with pytest.raises(ValueError, match="a: must be key=value\nnum-clients=x: must be a whole number\nb: unknown") as error:
-        target("app = 3", "a", "num-clients=x", "b=1")
+        target("server = 3", "a", "num-clients=x", "b=1")
     assert str(error.value).count("\n") == 2

@@ -25,6 +25,7 @@ from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.running.apps import own_app, read_app
 from flower_dp.simulation import RayGrid, cluster
 from tests.flower.processes import ProcessTree
+from tests.own_apps import write_app
 from tests.ports import free_ports
 from tests.torch_free import module
 
@@ -119,7 +120,7 @@ def test_a_ledger_file_is_refused_where_nodes_move_between_machines():
 
 
 def test_the_files_of_an_app_that_travel(tmp_path):
-    app = write_app(tmp_path / "app")
+    app = app_in(tmp_path / "app")
     (app / ".venv").mkdir()
     (app / ".venv" / "secret.py").write_text("")
     (app / "records.npy").write_bytes(bytes(100))
@@ -149,30 +150,10 @@ def evaluate(server_round, arrays):
     time.sleep(0.1)  # so that a test can come in between two rounds
     return MetricRecord({"accuracy": 0.5})
 """)
-PROJECT = """
-[project]
-name = "mine"
-version = "1.0.0"
-
-[tool.flwr.app]
-publisher = "me"
-
-[tool.flwr.app.components]
-serverapp = "my_app:server"
-clientapp = "my_app:client"
-
-[tool.flwr.app.config]
-num-rounds = 12
-output-dir = ""
-"""
 
 
-def write_app(folder):
-    folder.mkdir()
-    (folder / "pyproject.toml").write_text(PROJECT)
-    (folder / "my_app.py").write_text(APP)
-    (folder / "my_help.py").write_text("")
-    return folder
+def app_in(folder):
+    return write_app(folder, "num-rounds = 12\noutput-dir = ''", my_app=APP, my_help="")
 
 
 def environment(home, **more):
@@ -230,7 +211,7 @@ def listens_to_others(process):
 @pytest.mark.flwr_run
 @pytest.mark.timeout(2400)
 def test_a_run_on_two_machines_goes_on_when_one_is_lost(tmp_path):
-    app, run = write_app(tmp_path / "app"), tmp_path / "run"
+    app, run = app_in(tmp_path / "app"), tmp_path / "run"
     with machines(str(tmp_path)) as (port, (first, second)):
         raylet = psutil.Process(int((second / "pid").read_text()))
         assert listens_to_others(raylet) == []

@@ -20,6 +20,7 @@ import flower_dp
 from flower_dp.core.checks import SettingsError
 from flower_dp.simulation import run as simulation
 from flower_dp.simulation import workers
+from tests.own_apps import write_app
 from tests.simulation.obedient import pair
 from tests.torch_free import module
 
@@ -105,13 +106,7 @@ def query(message, context):
 @pytest.mark.flwr_run
 @pytest.mark.usefixtures("ray_here")
 def test_a_folder_that_changes_between_two_calls(tmp_path, monkeypatch):
-    app = tmp_path / "app"
-    app.mkdir()
-    (app / "pyproject.toml").write_text(
-        '[project]\nname = "mine"\n[tool.flwr.app.components]\nserverapp = "my_apps:server"\nclientapp = "my_apps:client"\n'
-        "[tool.flwr.app.config]\nrounds = 3\n"
-    )
-    (app / "my_apps.py").write_text(APPS)
+    app = write_app(tmp_path / "app", "rounds = 3", my_app=APPS)
     monkeypatch.chdir(tmp_path)
     for word, rounds in (("first", 3), ("second", 4)):
         (app / "my_word.py").write_text(f"WORD = {word!r}\n")
