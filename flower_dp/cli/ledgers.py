@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 # Of a device's ledger, and of a server's without a run.
 _DELTA = 1e-5
 # Options with those without which they mean nothing.
-_NEEDED = (
-    *(("--budget", "--create-server"), ("--budget", "--delta")),
-    *(("--fully-adaptive", "--budget"), ("--renyi-order", "--fully-adaptive")),
-)
+_NEEDED = {
+    "--budget": ("--create-server", "--delta"),
+    "--fully-adaptive": ("--create-server", "--budget"),
+    "--renyi-order": ("--fully-adaptive",),
+}
 # Clients that are listed, those that were charged most first; all are in the JSON.
 _LISTED = 20
 
@@ -78,9 +79,9 @@ def ledger(
         if delta is not None:
             checks.number("--delta", delta, above=0, below=1)
         options = given().values()
-        for option, needed in _NEEDED:
-            if option in options and needed not in options:
-                raise ValueError(f"{option}: means nothing without {needed}")
+        for option, others in _NEEDED.items():
+            if option in options and (missing := [one for one in others if one not in options]):
+                raise ValueError(f"{option}: means nothing without {missing[0]}")
         if create and create_server:
             raise ValueError("--create: is of a device's ledger; leave out --create-server")
         if create_server:

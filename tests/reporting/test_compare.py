@@ -4,19 +4,11 @@ import math
 
 import numpy as np
 import pytest
-import tomli_w
 from matplotlib.figure import Figure
 
 from flower_dp.reporting import compare, tables
 from flower_dp.reporting.figures import against_epsilon, figure
-
-CONFIG = {"method": "dp-fedavg", "num-rounds": 2, "clip-norm": 0.5, "seed": 0, "output-dir": "x"}
-STATEMENT = {"private": True, "epsilon": 1.5, "delta": 1e-3, "unit": "client", "relation": "add-or-remove-one"}
-STATEMENT["adversary"] = "outsiders"
-
-
-def line(at, accuracy, epsilon, **more):
-    return {"round": at, "num-rounds": 2, "accuracy": accuracy, "loss": 2 * accuracy, "epsilon": epsilon, "delta": 1e-3} | more
+from tests.reporting.conftest import STATEMENT, line
 
 
 @pytest.fixture(autouse=True)
@@ -24,28 +16,6 @@ def most_pictures_are_not_drawn(request, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     if request.node.get_closest_marker("drawn") is None:
         monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Write a run's folder and return its path."""
-
-    def written(name, accuracies, *, statement=STATEMENT, finished=True, lines=None, **settings):
-        folder = tmp_path / name
-        folder.mkdir()
-        config = CONFIG | {key.replace("_", "-"): value for key, value in settings.items()} | {"output-dir": str(folder)}
-        (folder / "run-config.toml").write_text(tomli_w.dumps(config))
-        if lines is None:
-            lines = [line(at, value, 0.5 * at if at else 0.0) for at, value in enumerate(accuracies)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-        if statement is not None:
-            (folder / "statement.json").write_text(json.dumps(statement))
-            if finished:
-                (folder / "model.safetensors").write_bytes(b"")
-                (folder / "model.json").write_text("{}")
-        return str(folder)
-
-    return written
 
 
 def curves(*folders, metric="accuracy", **options):

@@ -1,24 +1,23 @@
 """The norms of client updates before the clip: what a run records on request, the figure, and the command."""
 
-import json
 
 import numpy as np
 import pytest
-import tomli_w
 
 from flower_dp.reporting.past_run import read_past_run
 from flower_dp.reporting.update_norms import figure, in_words, read_update_norms
 from tests.app_runs import play
 
-STATEMENT = {"private": True, "epsilon": 1.5, "noise": {"clip_norm": 0.5}}
 
+@pytest.fixture
+def norms_of(write):
+    """Write a run's folder, and return the norms that are read from it."""
 
-def recorded(folder, lines, statement=STATEMENT):
-    folder.mkdir()
-    (folder / "run-config.toml").write_text(tomli_w.dumps({"method": "dp-fedavg"}))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"round": at} | line) + "\n" for at, line in enumerate(lines)))
-    (folder / "statement.json").write_text(json.dumps(statement))
-    return read_past_run(folder)
+    def read(name, *lines):
+        rows = [{"round": at} | line for at, line in enumerate(lines)]
+        return read_update_norms(read_past_run(write(name, [], lines=rows, statement={"noise": {"clip_norm": 0.5}})))
+
+    return read
 
 
 def answer(*norms):
@@ -26,8 +25,8 @@ def answer(*norms):
     return {"client-update-norm": np.mean(norms), "client-update-norm-squared": np.mean(np.square(norms))}
 
 
-def test_mean_and_spread_of_every_round_that_told_them(tmp_path):
-    norms = read_update_norms(recorded(tmp_path / "run", [{}, answer(1.0, 3.0), {}, answer(2.0, 2.0, 5.0)]))
+def test_mean_and_spread_of_every_round_that_told_them(norms_of):
+    norms = norms_of("run", {}, answer(1.0, 3.0), {}, answer(2.0, 2.0, 5.0))
     assert norms.rounds.tolist() == [1, 3]
     assert norms.mean == pytest.approx([2.0, 3.0])
     assert norms.std == pytest.approx([1.0, 2.0**0.5])
@@ -41,13 +40,13 @@ def test_mean_and_spread_of_every_round_that_told_them(tmp_path):
     assert axes.get_yscale() == "linear"
 
 
-def test_a_clip_norm_that_moves_is_that_of_the_rounds(tmp_path):
+def test_a_clip_norm_that_moves_is_that_of_the_rounds(norms_of):
     lines = [{"clip-norm": 100.0} | answer(1.0, 1.5), {"clip-norm": 10.0} | answer(1.0), {"clip-norm": 1.0} | answer(1.0)]
-    norms = read_update_norms(recorded(tmp_path / "run", lines))
+    norms = norms_of("run", *lines)
     assert norms.clip_norms.tolist() == [100.0, 10.0, 1.0]
     (axes,) = figure(norms, "x").axes
     assert axes.get_yscale() == "log"
-    alone = read_update_norms(recorded(tmp_path / "alone", [{"clip-norm": 2.0}, {"clip-norm": 1.0}]))
+    alone = norms_of("alone", {"clip-norm": 2.0}, {"clip-norm": 1.0})
     assert (alone.rounds.size, alone.clip_norms.tolist()) == (0, [2.0, 1.0])
     assert in_words(alone) == "clip norm 1"
     (axes,) = figure(alone, "x").axes

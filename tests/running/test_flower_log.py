@@ -37,22 +37,11 @@ def test_all_that_a_process_writes_meanwhile_is_in_the_log_without_colours(tmp_p
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-TRACE = """INFO : Starting
-ERROR : Simulation raised an exception
-Traceback (most recent call last):
-  File "a.py", line 1, in run
-    raise KeyError("x")
-KeyError: 'x'
-
-During handling of the above exception, another exception occurred:
-
-Traceback (most recent call last):
-  File "b.py", line 2, in run
-    app()
-    ^^^^^
-{error}
-ERROR : Exit Code: 700
-"""
+TRACE = (
+    "INFO : Starting\nTraceback (most recent call last):\n    raise KeyError('x')\nKeyError: 'x'\n\n"
+    "During handling of the above exception, another exception occurred:\n\n"
+    "Traceback (most recent call last):\n    app()\n    ^^^^^\n{error}\nERROR : Exit Code: 700\n"
+)
 
 
 @pytest.mark.parametrize(
