@@ -12,7 +12,7 @@ def call(capsys):
             cli.main(list(arguments))
         out, err = capsys.readouterr()
         # The workers of another test's simulation, which stay in this process, may log at any time.
-        err = "".join(line for line in err.splitlines(keepends=True) if "(Worker pid=" not in line)
+        err = "".join(line for line in err.splitlines(keepends=True) if " pid=" not in line)
         return ended.value.code, out, err
 
     return run
