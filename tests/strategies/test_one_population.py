@@ -7,20 +7,16 @@ import pytest
 import torch
 from dp_accounting import (
     GaussianDpEvent,
-    NeighboringRelation,
     PoissonSampledDpEvent,
-    SampledWithoutReplacementDpEvent,
     SelfComposedDpEvent,
 )
 from dp_accounting.pld import PLDAccountant
-from dp_accounting.rdp import RdpAccountant
 from flwr.app import Context, RecordDict
 from scipy import integrate, stats
 from torch import nn
 
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
-from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP, PrivateEvaluation
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.release import Round
@@ -71,6 +67,7 @@ def start(strategy, grid, num_rounds=1, model=None):
 
 
 FULL, POISSON = FullSampling(), PoissonSampling(sampling_rate=0.9)
+SHARED = {"clip_norm": 1.0, "noise_multiplier": 2.0, "delta": DELTA, "placement": "distributed"}
 
 
 @pytest.mark.parametrize(
@@ -102,26 +99,15 @@ def test_the_noise_of_a_sum_of_shares_is_that_of_the_statement_whoever_registers
             return self.linear(inputs) + 0 * self.weights.sum()
 
     evaluation = PrivateEvaluation(noise_multiplier=1.0, sampling=FullSampling()) if evaluating else None
-    strategy = DPFedSAM(
-        clip_norm=1.0,
-        noise_multiplier=2.0,
-        sampling=sampling,
-        num_clients=4,
-        delta=DELTA,
-        placement="distributed",
-        evaluation=evaluation,
-    )
-    models = [torch.zeros(size).numpy()]
-    grid, model = Nodes(sizes, late, Wide), Wide()
+    strategy = DPFedSAM(**SHARED, sampling=sampling, num_clients=4, evaluation=evaluation)
+    grid, model, models = Nodes(sizes, late, Wide), Wide(), []
+
+    def keep(number, arrays):
+        models.append(np.concatenate([part.ravel() for part in arrays.to_numpy_ndarrays()]))
+
     nn.init.zeros_(model.linear.weight)
-    result = strategy.start(
-        grid,
-        model_arrays(model),
-        num_rounds=3,
-        evaluate_fn=lambda number, arrays: models.append(np.concatenate([part.ravel() for part in arrays.to_numpy_ndarrays()])),
-    )
-    assert result.arrays
-    steps = np.diff(models[1:], axis=0) * strategy.rules.release.expected_cohort
+    strategy.start(grid, model_arrays(model), num_rounds=3, evaluate_fn=keep)
+    steps = np.diff(models, axis=0) * strategy.rules.release.expected_cohort
     assert len(steps) == 3
     for step in steps:
         assert step.std() == pytest.approx(strategy.rules.release.noise_scale, rel=5 / math.sqrt(2 * size))
@@ -137,16 +123,13 @@ def test_the_noise_of_a_sum_of_shares_is_that_of_the_statement_whoever_registers
 
 
 def test_a_round_with_more_replies_than_shares_is_not_released():
-    strategy = DPFedSAM(
-        clip_norm=1.0, noise_multiplier=2.0, sampling=FullSampling(), num_clients=3, delta=DELTA, placement="distributed"
-    )
+    strategy = DPFedSAM(**SHARED, sampling=FULL, num_clients=3)
     release, shared, rng, state = strategy.rules.training, strategy.rules.noise, np.random.default_rng(), strategy.state
 
     def released(names):
         asked, begun, _ = release.ask(state, 6, "abc", rng)
-        now = Round(
-            server_round=1, method=release.name, ask=asked, length=6, model=None, asked={1: tuple(names) or ("a",)}, begun=begun
-        )
+        words = {"server_round": 1, "method": release.name, "length": 6, "model": None}
+        now = Round(**words, ask=asked, asked={1: tuple(names) or ("a",)}, begun=begun)
         release.noised(state, now, Collected(total=np.zeros(6), clients=list(names), seeded=False), rng)
 
     for replied in range(4):
@@ -183,8 +166,6 @@ FIXED = {"clip_norm": 1.0, "noise_multiplier": 1.0, "num_clients": 10, "delta": 
     [
         ((4, 4, 4), (), None),
         ((1,) * 5 + (9,), (), None),
-        ((1,) * 9 + (2,), (), None),
-        ((1,) * 10, (), 10),
         ((1,) * 10 + (9,), (), 10),
         ((4, 4, 4, 2), (), 10),
         ((5, 5), (5, 1), 10),
@@ -200,20 +181,11 @@ def test_cohorts_of_a_fixed_size_are_drawn_from_as_many_clients_as_are_charged(s
             start(strategy, grid)
         assert strategy.rules.num_rounds(strategy.charges) == 0
         return
-    start(strategy, grid, num_rounds=2)
-    names = strategy._session._manager._known.names
+    start(strategy, grid)
+    names, epsilon = strategy._session._manager._known.names, strategy.statement.epsilon
     assert len(names) == known
-    assert (
-        strategy.rules.ledger(strategy.charges)
-        .lines()[0]
-        .startswith("2 x SampledWithoutReplacementDpEvent(source_dataset_size=10, sample_size=5")
-    )
-    one = DPFedAvg(**FIXED, sampling=FixedSizeSampling(cohort_size=5))
-    start(one, Nodes(sizes))
-    drawn = len(one.rules.training.cohort(one.state, names, one._session.generator("cohort"))[0])
-    exact = true_delta(one.statement.epsilon, drawn / len(names), 1.0)
-    assert exact <= DELTA
-    assert exact == pytest.approx(DELTA, rel=0.02)
+    drawn = len(strategy.rules.training.cohort(strategy.state, names, strategy._session.generator("cohort"))[0])
+    assert 0.98 * DELTA <= true_delta(epsilon, drawn / len(names), 1.0) <= DELTA
 
 
 @pytest.mark.parametrize("sampling", [FixedSizeSampling(cohort_size=2), RoundRobinSampling(cohort_size=2)], ids=["size", "turn"])
@@ -284,47 +256,3 @@ def test_a_second_release_of_the_round_has_the_same_clients():
 
 
 # A run that goes on, and several runs
-
-
-def test_a_run_does_not_go_on_with_fewer_clients_than_it_is_charged_for(tmp_path):
-    """After a crash three nodes of four come: eight would be drawn from. With ten others it goes on, and round 1 stays charged."""
-
-    def strategy_of():
-        return DPFedAvg(**FIXED, sampling=FixedSizeSampling(cohort_size=5))
-
-    def crash(number, arrays):
-        if number == 1:
-            raise OSError("the server's process has ended")
-
-    words = {"num_rounds": 3, "checkpoint_dir": tmp_path / "run"}
-    with pytest.raises(RuntimeError, match="evaluate_fn"):
-        strategy_of().start(Nodes((1,) * 10), model_arrays(nn.Linear(2, 2)), evaluate_fn=crash, **words)
-    with pytest.raises(TimeoutError, match="only 8 clients"):
-        strategy_of().start(Nodes((4, 4, 4)), model_arrays(nn.Linear(2, 2)), evaluate_fn=lambda *_: None, resume=True, **words)
-    strategy = strategy_of()
-    strategy.start(Nodes((5, 5, 9)), model_arrays(nn.Linear(2, 2)), evaluate_fn=lambda *_: None, resume=True, **words)
-    assert len(strategy._session._manager._known.names) == 10
-    assert (
-        strategy.rules.ledger(strategy.charges)
-        .lines()[0]
-        .startswith("3 x SampledWithoutReplacementDpEvent(source_dataset_size=10, sample_size=5")
-    )
-
-
-def test_runs_with_other_numbers_of_clients_are_composed_each_by_its_own(tmp_path):
-    """The joint epsilon of 5 of 10 and 2 of 4 is at most that of Google's Renyi accountant, and more than that of either run.
-
-    One that is replaced by another moves the sum by twice the clip norm.
-    """
-    path = tmp_path / "server.sqlite"
-    Store.create(path)
-    alone, accountant = [], RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-    for num_clients, cohort_size in ((10, 5), (4, 2)):
-        sampling = FixedSizeSampling(cohort_size=cohort_size)
-        strategy = DPFedAvg(**FIXED | {"num_clients": num_clients, "noise_multiplier": 6.0}, sampling=sampling, ledger=path)
-        start(strategy, Nodes((1,) * num_clients, (1,)), num_rounds=2)
-        alone.append(strategy.statement.epsilon)
-        accountant.compose(SampledWithoutReplacementDpEvent(num_clients, cohort_size, GaussianDpEvent(6.0 / 2)), 2)
-    joint = strategy.statement.joint
-    assert joint.num_runs == 2
-    assert max(alone) < joint.epsilon <= accountant.get_epsilon(DELTA)

@@ -8,14 +8,13 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from flower_dp import wire
 from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, TensorRecords, Training, client_app, model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import DPFedAvg, FedSGDDPC, PrivateEvaluation
-from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
+from flower_dp.strategies.population.client_manager import ClientManager
 from tests.charges import charge
 from tests.grids import LocalGrid
-from tests.stock import arrays, shifted, stock_app
+from tests.stock import shifted, stock_app
 
 WORDS = {"clip_norm": 1e6, "noise_multiplier": 1e-9, "sampling": FullSampling(), "num_clients": 3, "delta": 1e-3}
 RECORDS = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
@@ -116,16 +115,14 @@ def test_more_clients_than_num_clients_at_the_start():
 
 
 def test_a_newcomer_that_runs_another_method_or_no_client_is_not_asked(caplog):
+    said = {4: '{"clients":["d"],"methods":["nbafl"]}', 5: '{"error":"no data here"}'}
+
     class Other(Moving):
         def send_and_receive(self, messages, *, timeout=None):
-            out = list(messages)
-            for reply in super().send_and_receive(out, timeout=timeout):
+            for reply in super().send_and_receive(list(messages), timeout=timeout):
                 for record in reply.content.config_records.values() if reply.has_content() else ():
-                    text = str(record.get("flower-dp", ""))
-                    if reply.metadata.src_node_id == 4 and "methods" in text:
-                        record["flower-dp"] = '{"clients":["d"],"methods":["nbafl"]}'
-                    if reply.metadata.src_node_id == 5 and "methods" in text:
-                        record["flower-dp"] = '{"error":"no data here"}'
+                    if reply.metadata.src_node_id in said and "methods" in str(record.get("flower-dp", "")):
+                        record["flower-dp"] = said[reply.metadata.src_node_id]
                 yield reply
 
     grid = Other(app(), THREE, {2: {4: "d", 5: "e"}})
@@ -173,23 +170,9 @@ def test_fixed_size_cohorts_are_drawn_from_all_that_were_ever_there():
     assert line.startswith("40 x SampledWithoutReplacementDpEvent(source_dataset_size=3, sample_size=2, ")
 
 
-def test_everybody_by_a_fixed_size_stays_everybody():
-    """With a fourth client three of four would be drawn, and one that is left out makes room for another."""
-    _, grid, _ = run(THREE, {2: {4: "d"}}, strategy=DPFedAvg(**WORDS | {"sampling": FixedSizeSampling(cohort_size=3)}))
-    assert grid.asked == [{1, 2, 3}] * 3
-
-
 def test_methods_with_terms_of_single_clients_take_no_newcomers_but_take_back_their_own(caplog):
-    strategy = FedSGDDPC(
-        mechanism="laplace",
-        num_clients=3,
-        cohort_size=3,
-        num_records=4,
-        clip_norm=1.0,
-        epsilon=1.0,
-        learning_rate=0.1,
-        num_replies=9,
-    )
+    words = {"mechanism": "laplace", "num_clients": 3, "cohort_size": 3, "num_records": 4, "clip_norm": 1.0}
+    strategy = FedSGDDPC(**words, epsilon=1.0, learning_rate=0.1, num_replies=9)
     _, grid, _ = run(THREE, {2: {3: None, 4: "d"}, 3: {30: "c"}}, strategy=strategy, kind="fedsgd-dpc")
     assert grid.asked == [{1, 2, 3}, {1, 2}, {1, 2, 30}]
     assert "1 clients of node 4 are not asked: d; with them there would be more than 3 (num_clients)" in caplog.text
@@ -197,39 +180,20 @@ def test_methods_with_terms_of_single_clients_take_no_newcomers_but_take_back_th
     assert counts == {"a": 3, "b": 3, "c": 2}
 
 
-def test_stock_clients_join_as_nodes():
-    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 4)
-    fourth = grid.contexts.pop(4)
-    strategy = DPFedAvg(**WORDS)
-    messages = strategy.configure_train(1, arrays(w=np.zeros(2, np.float32)), {}, grid)
-    strategy.aggregate_train(1, grid.send_and_receive(messages))
-    grid.contexts[4] = fourth
-    assert len(strategy.configure_train(2, arrays(w=np.zeros(2, np.float32)), {}, grid)) == 4
-
-
 @pytest.mark.parametrize("how", ["training", "evaluation"])
 def test_in_turn_a_run_goes_on_with_the_clients_and_the_order_with_which_it_began(how, tmp_path):
     """With another first client 'a' would have a second turn in the second round, and everyone be charged for one."""
     in_turn = RoundRobinSampling(cohort_size=1)
-    words = WORDS | {"noise_multiplier": 1.0}
-    words |= (
-        {"sampling": in_turn} if how == "training" else {"evaluation": PrivateEvaluation(noise_multiplier=1.0, sampling=in_turn)}
-    )
-    known = {
-        one: KnownClients(names=tuple(one), nodes=(1, 2, 3), record_names=wire.MESSAGE_API, hosting=True)
-        for one in ("abc", "bca")
-    }
+    evaluation = PrivateEvaluation(noise_multiplier=1.0, sampling=in_turn)
+    words = WORDS | {"noise_multiplier": 1.0} | ({"sampling": in_turn} if how == "training" else {"evaluation": evaluation})
 
     def stop(server_round, arrays):
         if server_round == 1:
             raise OSError("the server's process has ended")
 
     def begin(nodes, *, resume):
-        strategy = DPFedAvg(**words)
-        grid = Moving(app(), nodes, {})
-        strategy.start(
-            grid, model_arrays(nn.Linear(2, 2)), num_rounds=3, evaluate_fn=stop, checkpoint_dir=tmp_path / "run", resume=resume
-        )
+        place = {"checkpoint_dir": tmp_path / "run", "resume": resume, "evaluate_fn": stop}
+        DPFedAvg(**words).start(Moving(app(), nodes, {}), model_arrays(nn.Linear(2, 2)), num_rounds=3, **place)
 
     with pytest.raises(RuntimeError, match="evaluate_fn"):
         begin(THREE, resume=False)
@@ -239,12 +203,10 @@ def test_in_turn_a_run_goes_on_with_the_clients_and_the_order_with_which_it_bega
         begin(THREE, resume=True)
     strategy = DPFedAvg(**words)
     release = strategy.rules.training if how == "training" else strategy.rules.evaluation
-    begun, _ = strategy._session.drawn(release, known["abc"])
-    strategy._session.note(releases=begun.releases)
+    _, begun = release.cohort(strategy.state, ("a", "b", "c"), strategy._session.generator("cohort"))
+    strategy._session.note(releases={release.name: begun})
     with pytest.raises(ValueError, match="in the same order"):
-        strategy._session.drawn(release, known["bca"])
-    with pytest.raises(ValueError, match=r"there are 2, and RoundRobinSampling.* is accounted for num_clients=3"):
-        release.cohort(strategy.state, ("a", "b"), strategy._session.generator("cohort"))
+        release.cohort(strategy.state, ("b", "c", "a"), strategy._session.generator("cohort"))
 
 
 def test_charges_in_turn_without_their_order_are_not_gone_on_from():
