@@ -1,7 +1,6 @@
 """What real apps and real nodes do that tests of our own clients don't: constant arrays, dead nodes, evaluation of their own."""
 
 import logging
-from itertools import count
 
 import numpy as np
 import pytest
@@ -11,13 +10,11 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from flower_dp import wire
-from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
+from flower_dp.clients import DPClient, TensorRecords, Training, model_arrays
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
-from flower_dp.strategies.population import client_manager, client_query
 from flower_dp.strategies.population.client_manager import ClientManager
 from flower_dp.strategies.releases import replies
-from tests.clock import Clock
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -135,24 +132,10 @@ def gone(message):
     return create_message_error_unavailable_res_message(message.metadata, "node_unavail")
 
 
-class DyingGrid(LocalGrid):
-    """A grid on which a node is gone when it is asked to train; the SuperLink says so in its own name."""
-
-    dead = (1,)
-
-    def send_and_receive(self, messages, *, timeout=None):
-        out = list(messages)
-        received = list(super().send_and_receive(out, timeout=timeout))
-        train = [message for message in out if message.metadata.message_type == "train"]
-        errors = [gone(message) for message in train if message.metadata.dst_node_id in self.dead]
-        return errors + [
-            reply for reply in received if reply.metadata.message_type != "train" or reply.metadata.src_node_id not in self.dead
-        ]
-
-
 def test_a_node_that_is_gone_counts_as_silent_and_is_named(caplog):
-    grid = DyingGrid(stock_app(shifted(lambda node: 1.0)), 2)
-    strategy = DPFedAvg(**WORDS)
+    """The SuperLink says so in its own name."""
+    grid, strategy = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), DPFedAvg(**WORDS)
+    grid.tamper = lambda node, reply: [gone(grid.sent[-1]) if node == 1 else reply]
     with caplog.at_level(logging.WARNING, "flwr"):
         strategy.start(grid, arrays(weight=np.zeros(4, np.float32)), num_rounds=1)
     assert strategy.missing == replies.Missing(silent=1)
@@ -161,25 +144,15 @@ def test_a_node_that_is_gone_counts_as_silent_and_is_named(caplog):
 
 
 def test_failures_dead_nodes_and_refused_replies_are_counted_apart():
-    def error(reply, reason):
-        return [Message(metadata=reply.metadata, error=Error(code=2, reason=reason))]
-
     def tamper(node, reply):
         if node == 2:
-            return error(reply, "RuntimeError: out of memory")
+            return [Message(metadata=reply.metadata, error=Error(code=2, reason="RuntimeError: out of memory"))]
         if node == 3:
-            reply.content = RecordDict(
-                {"any": ConfigRecord({wire.REFUSED: wire.Refusal(reason="clip_norm=2: too much").to_json()})}
-            )
-            return [reply]
-        if node == 4:
-            return []
-        return [reply]
+            refusal = ConfigRecord({wire.REFUSED: wire.Refusal(reason="clip_norm=2: too much").to_json()})
+            reply.content = RecordDict({"any": refusal})
+        return [reply] if node != 4 else []
 
-    def shift(node):
-        return np.nan if node == 5 else 1.0
-
-    grid = LocalGrid(stock_app(shifted(shift)), 6, tamper=tamper)
+    grid = LocalGrid(stock_app(shifted(lambda node: np.nan if node == 5 else 1.0)), 6, tamper=tamper)
     strategy = DPFedAvg(**WORDS | {"num_clients": 6})
     strategy.start(grid, arrays(weight=np.zeros(4, np.float32)), num_rounds=1)
     assert strategy.missing == replies.Missing(silent=1, failed=1, declined=1, rejected=1)
@@ -193,69 +166,29 @@ def test_failures_dead_nodes_and_refused_replies_are_counted_apart():
 # waiting for clients
 
 
-def test_waiting_says_how_many_clients_have_registered(caplog):
-    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 3)
-    nodes, calls = list(grid.contexts), count()
-    grid.get_node_ids = lambda: nodes[: next(calls) + 1]
-    with caplog.at_level(logging.INFO, "flwr"):
-        ClientManager(3, timeout=10, newcomers=True).known_clients(grid)
-    said = [record.getMessage() for record in caplog.records]
-    assert [any(line.startswith(f"{number} of 3 clients registered") for line in said) for number in (1, 2)] == [True, True]
-
-
-def test_waiting_for_missing_clients_says_every_half_minute_who_is_there_and_how_long_it_waits(caplog, monkeypatch):
-    clock = Clock()
-    for module in (client_manager, client_query):
-        monkeypatch.setattr(module, "time", clock)
+def test_waiting_for_missing_clients_says_every_half_minute_who_is_there_and_how_long_it_waits(caplog, clock):
     grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 3)
     grid.get_node_ids = lambda: [] if clock.now < 1035 else [1]
     with caplog.at_level(logging.INFO, "flwr"), pytest.raises(TimeoutError, match="only 1 clients on 1 nodes after 100 s"):
         ClientManager(3, timeout=100, newcomers=True).known_clients(grid)
     said = [record.getMessage() for record in caplog.records if "registered" in record.getMessage()]
-    assert said == [
-        "0 of 3 clients registered; 0 nodes are connected; registration_timeout=100: 100 s left",
-        "0 of 3 clients registered; 0 nodes are connected; registration_timeout=100: 70 s left",
-        "1 of 3 clients registered: node-1; 1 nodes are connected; registration_timeout=100: 65 s left",
-        "1 of 3 clients registered: node-1; 1 nodes are connected; registration_timeout=100: 35 s left",
-        "1 of 3 clients registered: node-1; 1 nodes are connected; registration_timeout=100: 5 s left",
-    ]
+    nobody, one = ("0 of 3 clients registered; 0 nodes are connected", "1 of 3 clients registered: node-1; 1 nodes are connected")
+    lines = [(nobody, 100), (nobody, 70), (one, 65), (one, 35), (one, 5)]
+    assert said == [f"{line}; registration_timeout=100: {left} s left" for line, left in lines]
 
 
-def test_a_run_that_has_lost_all_clients_says_every_half_minute_how_long_it_waits(caplog, monkeypatch):
-    clock = Clock()
-    for module in (client_manager, client_query):
-        monkeypatch.setattr(module, "time", clock)
-    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 3)
-    manager = ClientManager(3, timeout=50, newcomers=True)
-    manager.known_clients(grid)
-    grid.get_node_ids = lambda: []
-    with caplog.at_level(logging.INFO, "flwr"), pytest.raises(TimeoutError, match="no client is connected any more"):
-        manager.known_clients(grid)
-    said = [record.getMessage() for record in caplog.records if "registration_timeout" in record.getMessage()]
-    assert said == [f"no client is connected; registration_timeout=50: {left} s left" for left in (50, 20)]
-
-
-class InMemoryGrid(LocalGrid):
-    """Told by its name, as Flower's is."""
-
-
-class SimulatedGrid(LocalGrid):
-    """Says it, as this package's is."""
-
-    simulated = True
-
-
-@pytest.mark.parametrize("kind", [InMemoryGrid, SimulatedGrid])
-def test_a_simulation_with_too_few_clients_fails_at_once(kind):
-    grid = kind(stock_app(shifted(lambda node: 1.0)), 3)
+@pytest.mark.parametrize(("name", "simulated"), [("InMemoryGrid", False), ("LocalGrid", True)])
+def test_a_simulation_with_too_few_clients_fails_at_once(name, simulated):
+    """Told by its name, as Flower's is; or it says so, as this package's does."""
+    grid = type(name, (LocalGrid,), {"simulated": simulated})(stock_app(shifted(lambda node: 1.0)), 3)
     with pytest.raises(ValueError, match="num_clients=5: the simulation has 3 clients on 3 nodes"):
         ClientManager(5, timeout=30, newcomers=True).known_clients(grid)
 
 
-# a run that can't pay
-
-
 # evaluation
+
+
+STILL = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(weight=np.zeros(4, np.float32))
 
 
 class Evaluating(DPFedAvg):
@@ -269,12 +202,7 @@ class Evaluating(DPFedAvg):
 
 def test_evaluation_of_a_subclass_runs_and_the_statement_says_that_it_is_not_covered():
     strategy = Evaluating(**WORDS)
-    result = strategy.start(
-        LocalGrid(stock_app(shifted(lambda node: 1.0)), 2),
-        arrays(weight=np.zeros(4, np.float32)),
-        num_rounds=2,
-        evaluate_config=ConfigRecord({"batch-size": 8}),
-    )
+    result = strategy.start(*STILL, num_rounds=2, evaluate_config=ConfigRecord({"batch-size": 8}))
     assert strategy.asked == [2, {"batch-size": 8}]
     assert dict(result.evaluate_metrics_clientapp[2]) == {"accuracy": 0.5}
     assert any("configure_evaluate" in line for line in strategy.statement.not_covered)
@@ -283,35 +211,16 @@ def test_evaluation_of_a_subclass_runs_and_the_statement_says_that_it_is_not_cov
 
 def test_an_evaluate_config_that_nobody_reads_is_refused():
     with pytest.raises(ValueError, match="evaluate_config: no client evaluates"):
-        DPFedAvg(**WORDS).start(
-            LocalGrid(stock_app(shifted(lambda node: 1.0)), 2),
-            arrays(weight=np.zeros(4, np.float32)),
-            evaluate_config=ConfigRecord({"batch-size": 8}),
-        )
+        DPFedAvg(**WORDS).start(*STILL, evaluate_config=ConfigRecord({"batch-size": 8}))
 
 
-def test_what_evaluate_fn_returns_is_logged_and_kept(caplog):
-    with caplog.at_level(logging.INFO, "flwr"):
-        result = DPFedAvg(**WORDS).start(
-            LocalGrid(stock_app(shifted(lambda node: 1.0)), 2),
-            arrays(weight=np.zeros(4, np.float32)),
-            num_rounds=2,
-            evaluate_fn=lambda server_round, arrays: MetricRecord({"accuracy": server_round / 10}),
-        )
-    assert {number: dict(record) for number, record in result.evaluate_metrics_serverapp.items()} == {
-        number: {"accuracy": number / 10} for number in (0, 1, 2)
-    }
-    assert any("round 2: evaluate_fn: {'accuracy': 0.2}" in record.getMessage() for record in caplog.records)
-
-
-@pytest.mark.parametrize("numpy_client", [False, True])
-def test_clients_of_this_package_pass_over_frozen_arrays(numpy_client):
+def test_clients_of_this_package_pass_over_frozen_arrays():
     def client_fn(context):
         records = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
         name = str(context.node_id)
         return DPClient(model=nn.Linear(2, 2), clients={name: records}, training=Training(learning_rate=1.0))
 
-    app = ClientApp(client_fn=lambda context: client_fn(context).to_client()) if numpy_client else client_app(client_fn)
+    app = ClientApp(client_fn=lambda context: client_fn(context).to_client())
     initial = arrays(mask=MASK, weight=np.zeros((2, 2), np.float32), bias=np.zeros(2, np.float32))
     strategy = DPFedAvg(**WORDS, frozen_arrays=["mask"])
     result = strategy.start(LocalGrid(app, 2), initial, num_rounds=1)
@@ -322,16 +231,3 @@ def test_clients_of_this_package_pass_over_frozen_arrays(numpy_client):
 
 
 # will it learn?
-
-
-@pytest.mark.parametrize(("noise_multiplier", "warns"), [(0.1, False), (1.0, True)])
-def test_the_log_compares_them_once_where_an_app_has_its_own_start(noise_multiplier, warns, caplog):
-    strategy = DPFedAvg(**WORDS | {"clip_norm": 0.5, "noise_multiplier": noise_multiplier})
-    grid, model = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(w=np.zeros(100, np.float32))
-    with caplog.at_level(logging.INFO, "flwr"):
-        for server_round in (1, 2):
-            messages = strategy.configure_train(server_round, model, ConfigRecord(), grid)
-            strategy.aggregate_train(server_round, grid.send_and_receive(messages))
-    norm = noise_multiplier * 0.5 / 2 * 10
-    assert caplog.text.count(f"norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most 0.5") == 1
-    assert caplog.text.count(f"the noise on the mean is {norm / 0.5:.1f} times as long") == warns
