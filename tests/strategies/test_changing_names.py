@@ -12,10 +12,8 @@ from flwr.clientapp import ClientApp
 
 from flower_dp import wire
 from flower_dp.clients import NbAFLTerms, privacy_mod
-from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.store import Store
-from flower_dp.strategies import DPFedAvg, NbAFL
+from flower_dp.strategies import NbAFL
 from flower_dp.strategies.population.client_manager import KnownClients
 from tests.grids import LocalGrid
 from tests.stock import arrays
@@ -96,32 +94,6 @@ def test_names_that_stay_are_counted_over_all_runs(tmp_path):
         assert strategy.statement.joint.num_runs == 4
         assert strategy.statement.joint.epsilon == pytest.approx(composed(4), rel=1e-2)
         assert strategy.statement.joint.epsilon > 4.5
-
-
-def test_a_charge_of_every_client_needs_no_names(tmp_path):
-    path = tmp_path / "server.sqlite"
-    Store.create(path)
-    words = {"clip_norm": 1.0, "noise_multiplier": 2.0, "sampling": FullSampling(), "num_clients": 3, "delta": DELTA}
-    for start in STARTS:
-        strategy = DPFedAvg(**words, ledger=path)
-        strategy.start(grid_of(start, app()), MODEL, num_rounds=1)
-    assert strategy.statement.joint.num_runs == 4
-    assert math.isfinite(strategy.statement.joint.epsilon)
-    assert not any("NAMES CHANGE" in line for line in strategy.statement.not_covered)
-
-
-def test_a_devices_ledger_has_no_account_of_a_name_that_changes(tmp_path):
-    def path_of(device):
-        path = tmp_path / f"{device}.json"
-        if not path.exists():
-            DeviceLedger.create(path, [f"device-{device}"])
-        return str(path)
-
-    tmp_path.chmod(0o700)
-    strategy = nbafl()
-    with pytest.raises(RuntimeError, match="its ledger can't be used"):
-        strategy.start(grid_of(1001, app(terms=TERMS), **{"ledger-path": path_of}), MODEL, num_rounds=1)
-    assert all(DeviceLedger(path_of(device)).read()[f"device-{device}"].replies == 0 for device in range(3))
 
 
 @pytest.mark.parametrize(

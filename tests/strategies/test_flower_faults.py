@@ -11,8 +11,6 @@ from torch import nn
 
 import flower_dp
 from flower_dp import clients
-from flower_dp.clients import model_arrays
-from flower_dp.core.clipping import clip_l2
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.strategies import DPFedAvg
 from tests.grids import LocalGrid
@@ -39,19 +37,6 @@ def test_missing_replies_do_not_raise_the_weight_of_the_others():
     everyone = shifted(lambda node: 100.0)
     vector, _ = run(everyone, tamper=lambda node, reply: [reply] if node == 1 else [])
     assert np.linalg.norm(vector) <= 1.0 / 4
-
-
-def test_an_all_zero_update_divides_by_nothing():
-    vector, _ = run(shifted(lambda node: 0.0))
-    assert np.array_equal(vector, np.zeros(4))
-
-
-@pytest.mark.parametrize("clip_norm", [1.0, 0.3, 1e-4, 3.3333333e4])
-def test_clipped_float32_norms_never_exceed_the_bound(clip_norm):
-    rng = np.random.default_rng(5)
-    for scale in (0.1, 1.0, 1e3):
-        rows = (rng.standard_normal((50, 1000)) * scale).astype(np.float32)
-        assert np.linalg.norm(clip_l2(rows, clip_norm).astype(np.float64), axis=1).max() <= clip_norm
 
 
 @pytest.mark.parametrize(
@@ -91,22 +76,8 @@ def test_no_module_uses_a_global_generator():
             assert lent or word not in text, f"{path.name} uses {word}"
 
 
-def test_clip_and_noise_are_those_of_one_norm():
-    # An adaptive bound that moves between clip and noise would break this; here both derive from one release.
-    strategy = DPFedAvg(clip_norm=0.7, noise_multiplier=1.3, sampling=FullSampling(), num_clients=4, delta=1e-3)
-    assert strategy.rules.release.noise_scale == 0.7 * 1.3
-    with pytest.raises(AttributeError):
-        strategy.rules.release.clip_norm = 1.0
-
-
 def test_all_hooks_have_flowers_signatures():
     for name in ("start", "configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate", "summary"):
         ours = inspect.signature(getattr(DPFedAvg, name)).parameters
         own = ["checkpoint_dir", "resume"] if name == "start" else []  # behind Flower's, with defaults
         assert list(ours) == [*inspect.signature(getattr(Strategy, name)).parameters, *own]
-
-
-def test_frozen_parameters_stay_out_of_the_model_that_travels():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].weight.requires_grad_(False)
-    assert list(model_arrays(model)) == ["0.bias", "1.weight", "1.bias"]
