@@ -1,19 +1,23 @@
 """The round: client query, messages, refusals, early end. Expected models are computed by hand."""
 
+import inspect
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Strategy
 from torch import nn
 
+import flower_dp
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, DPClient, FlatModel, TensorRecords, Training, client_app, model_arrays
-from flower_dp.core.sampling import FixedSizeSampling, FullSampling
+from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.strategies import DPFedAvg, DPFedSAM
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.replies import MOST_REASON, Collected, Missing
@@ -31,12 +35,6 @@ def start(strategy, grid, record=None, num_rounds=1, **arguments):
 
 
 # Drop-in: stock clients, and the clients of this package through both of Flower's client APIs
-
-
-def test_a_stock_message_api_client_works_and_its_example_count_weighs_nothing():
-    app = stock_app(shifted(float), num_examples=lambda node: 10**6 if node == 1 else 1)
-    result = start(fedavg(4), LocalGrid(app, 4))
-    assert np.allclose(result.arrays["w"].numpy(), (1 + 2 + 3 + 4) / 4)
 
 
 def test_a_stock_app_with_a_query_of_its_own_works():
@@ -382,3 +380,60 @@ def test_a_reason_of_a_single_client_is_one_short_line():
     assert collected.refused["a"] == "x EPSILON: 0.0"
     assert len(collected.refused["b"]) <= MOST_REASON
     assert collected.missing == Missing(failed=1, declined=1)
+
+
+# Faults of Flower's own differential privacy
+
+
+def test_example_counts_do_not_raise_one_clients_influence_above_c_over_m():
+    for count in (1, 10**9):
+        app = stock_app(shifted(lambda node: 100.0 * (node == 1)), num_examples=lambda node, count=count: count ** (node == 1))
+        norm = np.linalg.norm(start(fedavg(4, clip_norm=1.0), LocalGrid(app, 4)).arrays["w"].numpy())
+        assert 0.25 * (1 - 1e-6) <= norm <= 0.25
+
+
+def test_missing_replies_do_not_raise_the_weight_of_the_others():
+    grid = LocalGrid(stock_app(shifted(lambda node: 100.0)), 4, tamper=lambda node, reply: [reply] if node == 1 else [])
+    assert np.linalg.norm(start(fedavg(4, clip_norm=1.0), grid).arrays["w"].numpy()) <= 0.25
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False)]
+)
+def test_batch_statistics_are_refused_on_both_sides(norm):
+    model = nn.Sequential(nn.Linear(4, 4), norm)
+    if any("running" in name for name in model.state_dict()):
+        with pytest.raises(ValueError, match="GroupNorm"):
+            start(fedavg(4), LocalGrid(stock_app(shifted(float)), 4), ArrayRecord(model.state_dict()))
+    with pytest.raises(ValueError, match=r"layer '1' \(BatchNorm1d\).*GroupNorm"):
+        FlatModel(model)
+
+
+def test_noise_does_not_come_from_a_global_generator():
+    strategy = fedavg(4, clip_norm=1, noise_multiplier=1, sampling=PoissonSampling(sampling_rate=0.5))
+
+    def noise():
+        np.random.seed(7)  # noqa: NPY002
+        result = start(strategy, LocalGrid(stock_app(shifted(lambda node: 0.0)), 4))
+        assert np.random.random() == pytest.approx(0.07630829)  # noqa: NPY002  (the first draw of seed 7: nobody drew before)
+        return result.arrays["w"].numpy()
+
+    assert not np.allclose(noise(), noise())
+
+
+def test_no_module_uses_a_global_generator():
+    """One module lends them to a user's data set, seeded for one record, and gives them back as they were."""
+    lends = Path(flower_dp.__file__).parent / "clients" / "training" / "draws.py"
+    for path in set(Path(flower_dp.__file__).parent.rglob("*.py")) - {lends}:
+        text = path.read_text(encoding="utf-8")
+        for word in ("np.random.seed", "np.random.normal", "np.random.rand", "torch.manual_seed", "random.seed"):
+            # There, what apps draw from the global generators is seeded for a while, and the generators are put back.
+            lent = path.name == "draws.py" and word in ("np.random.seed", "random.seed")
+            assert lent or word not in text, f"{path.name} uses {word}"
+
+
+def test_all_hooks_have_flowers_signatures():
+    for name in ("start", "configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate", "summary"):
+        ours = inspect.signature(getattr(DPFedAvg, name)).parameters
+        own = ["checkpoint_dir", "resume"] if name == "start" else []  # behind Flower's, with defaults
+        assert list(ours) == [*inspect.signature(getattr(Strategy, name)).parameters, *own]
