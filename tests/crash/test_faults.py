@@ -4,7 +4,6 @@ import os
 import resource
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from dp_accounting import GaussianDpEvent
 
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy import store
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.store import Store
 from flower_dp.strategies.checkpoint import CheckpointFolder
@@ -109,24 +107,6 @@ def test_with_a_full_disk_nothing_is_released_that_is_not_charged(size, tmp_path
     case.live(before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY)))
     assert case.holes(ended=False) == []
     assert case.live() == 0, case.output()[-2000:]
-    assert case.holes(ended=True) == []
-
-
-def test_a_clock_that_is_set_back_changes_nothing(tmp_path):
-    case = Case(tmp_path)
-    case.die_in(2)
-
-    def set_back() -> None:
-        class Past(store.datetime):
-            @classmethod
-            def now(cls, zone=None):
-                return cls(1980, 1, 1, tzinfo=zone)
-
-        store.datetime = Past
-        wall = time.time
-        time.time = lambda: wall() - 1e9
-
-    assert case.live(before=set_back) == 0, case.output()[-2000:]
     assert case.holes(ended=True) == []
 
 

@@ -83,19 +83,6 @@ def test_names_that_change_have_no_joint_epsilon():
     assert not any("NAMES CHANGE" in line for line in strategy.statement.not_covered)
 
 
-def test_names_that_stay_are_counted_over_all_runs(tmp_path):
-    path = tmp_path / "server.sqlite"
-    Store.create(path)
-    named = app(terms=TERMS, name=lambda context: f"device-{context.node_config['device']}")
-    for options in ({}, {"ledger": path}):
-        for number, start in enumerate(STARTS, start=1):
-            strategy = nbafl(**options) if options or number == 1 else strategy  # noqa: F821
-            strategy.start(grid_of(start, named), MODEL, num_rounds=1)
-        assert strategy.statement.joint.num_runs == 4
-        assert strategy.statement.joint.epsilon == pytest.approx(composed(4), rel=1e-2)
-        assert strategy.statement.joint.epsilon > 4.5
-
-
 @pytest.mark.parametrize(
     ("name", "node", "changes"),
     [

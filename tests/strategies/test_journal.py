@@ -5,7 +5,6 @@ import logging
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
-from flwr.serverapp.strategy import Result
 
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.strategies import DPFedAvg
@@ -245,11 +244,3 @@ def test_a_run_that_did_not_begin_has_no_line(seen):
     with pytest.raises(ValueError, match="num_rounds"):
         made().start(grid(), weights(), num_rounds=-1)
     assert seen.lines == []
-
-
-def test_a_strategy_that_starts_again_has_a_new_journal(seen):
-    strategy = made()
-    for _ in range(2):
-        assert isinstance(strategy.start(grid(), weights(), num_rounds=1), Result)
-    assert [line["round"] for line in seen.lines] == [0, 1, 0, 1]
-    assert strategy._session.journal is None

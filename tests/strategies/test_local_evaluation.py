@@ -150,25 +150,6 @@ def test_values_are_those_of_the_clients_records(method, nodes):
     assert reported["loss"] == pytest.approx(math.log1p(math.exp(-2)) + 2 * (1 - 0.625), abs=1e-4)
 
 
-def test_clients_weigh_by_their_public_data_sizes_as_in_training():
-    sizes = {"c0": 10, "c1": 20, "c2": 30, "c3": 40}
-    recipe = FedSGDDPCRecipe(**SGD, num_replies=3, num_records=sizes)
-
-    def client_fn(context):
-        name = NAMES[int(context.node_config["partition-id"])]
-        records = data(name, sizes[name])
-        return LocalDPClient(model=nn.Linear(2, 2), clients={name: records}, recipe=recipe, evaluation=PLENTY, device="cpu")
-
-    grid = LocalGrid(client_app(client_fn), CLIENTS)
-    plan = LocalEvaluation(budget=PLENTY)
-    strategy = FedSGDDPC(**SGD, **TURN | {"num_records": sizes}, evaluation=plan)
-    strategy.plan(3)
-    strategy._known_clients(grid)
-    # The first records of every client are those that the model gets right: all of them here.
-    right = sum(min(RIGHT[name], size) for name, size in sizes.items())
-    assert dict(evaluate(strategy, grid))["accuracy"] == pytest.approx(right / 100, abs=1e-4)
-
-
 def test_a_metric_of_ones_own_is_clipped_to_its_bound_record_by_record():
     values = iter([3.0, -1.0, math.nan, 0.5] * (SIZE // 4) * CLIENTS)
     metrics = RecordMetrics(names=("age",), of=lambda outputs, target: {"age": next(values)})
@@ -353,21 +334,6 @@ def test_a_client_refuses_more_evaluations_than_it_agreed_to_whatever_the_server
     assert not answers[2].total.any()
 
 
-def test_a_charge_stands_before_a_record_is_touched():
-    state, seen = RecordDict(), []
-
-    class Watched(TensorRecords):
-        def batch(self, positions, device):
-            seen.append(list(state["flower-dp.account"]["replies"]))
-            return super().batch(positions, device)
-
-    client = device(state=state)
-    whole = data("c0")
-    client.clients = {"c0": Watched(inputs=whole.inputs, targets=whole.targets)}
-    ask(client, instruction_of(BUDGET))
-    assert set(map(tuple, seen)) == {(1,)}
-
-
 @pytest.mark.parametrize(
     ("budget", "changes", "match"),
     [
@@ -408,8 +374,6 @@ def test_a_policy_is_asked_as_well(policy, match):
     ("changes", "match"),
     [
         ({"metrics": {"bounds": {"f1": 1.0}}}, "metric 'f1': this client has loss, accuracy"),
-        ({"metrics": {"bounds": {}}}, "metrics="),
-        ({"metrics": GONE}, "metrics: must be asked for by method='private-evaluation'"),
         ({"own": {}}, "own: has no terms of 1 of 1 clients"),
         (told("c0", weight=-1.0), "weight=-1"),
         ({"placement": "central"}, "own: must be there for placement='local' alone"),

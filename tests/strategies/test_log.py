@@ -123,9 +123,12 @@ def test_a_charge_that_cannot_be_written_sends_nothing_and_is_not_taken(path, mo
     Store(path).close()
 
 
-def test_a_run_on_a_ledger_in_use_or_missing_ends_before_any_client_is_asked(path, tmp_path, monkeypatch):
+def test_a_run_on_a_ledger_in_use_or_missing_or_of_a_device_ends_before_any_client_is_asked(path, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_LOCK_SECONDS", 0.05)
     nodes = grid()
+    DeviceLedger.create(tmp_path / "device.sqlite", ["c0"])
+    with pytest.raises(LedgerError, match="is a device's ledger, and no server's"):
+        run(DPFedAvg(**WORDS, ledger=tmp_path / "device.sqlite"), path, 2, nodes)
     with Store(path), pytest.raises(LedgerError, match="is in use: another process writes to it"):
         run(DPFedAvg(**WORDS, ledger=path), path, 2, nodes)
     with pytest.raises(LedgerError, match="does not exist"):
@@ -312,14 +315,6 @@ def test_an_evaluation_that_the_ledgers_budget_does_not_cover_is_left_out(tmp_pa
 def test_the_owner_of_a_client_level_run_is_every_client(path):
     run(DPFedAvg(**WORDS, ledger=path), path, 1)
     assert written(path)[0][0].owners == (EVERY_CLIENT,)
-
-
-def test_a_devices_ledger_is_no_servers(tmp_path):
-    DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
-    nodes = grid()
-    with pytest.raises(LedgerError, match="is a device's ledger, and no server's"):
-        run(DPFedAvg(**WORDS, ledger=tmp_path / "ledger.sqlite"), None, 1, nodes)
-    assert nodes.sent == []
 
 
 # A charge stands in one place

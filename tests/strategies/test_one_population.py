@@ -301,31 +301,6 @@ def test_a_name_is_asked_on_one_node_alone(caplog):
     assert "client 'c' is hosted by nodes 3 and 9: the first one is asked" in caplog.text
 
 
-def test_more_clients_than_num_clients_at_the_start():
-    strategy, _ = run({**THREE, 4: "d"}, {}, num_rounds=1)
-    assert strategy.rounds[0].replies == 4
-    _, grid = run({**THREE, 4: "d"}, {}, strategy=DPFedAvg(**WORDS | {"sampling": RoundRobinSampling(cohort_size=3)}))
-    assert grid.asked == [{1, 2, 3}] * 3
-
-
-def test_a_newcomer_that_runs_another_method_or_no_client_is_not_asked(caplog):
-    said = {4: '{"clients":["d"],"methods":["nbafl"]}', 5: '{"error":"no data here"}'}
-
-    class Other(Moving):
-        def send_and_receive(self, messages, *, timeout=None):
-            for reply in super().send_and_receive(list(messages), timeout=timeout):
-                for record in reply.content.config_records.values() if reply.has_content() else ():
-                    if reply.metadata.src_node_id in said and "methods" in str(record.get("flower-dp", "")):
-                        record["flower-dp"] = said[reply.metadata.src_node_id]
-                yield reply
-
-    grid = Other(app(), THREE, {2: {4: "d", 5: "e"}})
-    DPFedAvg(**WORDS).start(grid, model_arrays(linear()), num_rounds=3)
-    assert grid.asked == [{1, 2, 3}] * 3
-    assert "node 4 is not asked" in caplog.text
-    assert "node 5 is not asked" in caplog.text
-
-
 def test_a_run_that_everybody_left_waits_and_then_fails():
     with pytest.raises(TimeoutError, match="no client is connected any more"):
         run(THREE, {2: dict.fromkeys(THREE)}, strategy=DPFedAvg(**WORDS, registration_timeout=0.3))

@@ -1,7 +1,6 @@
 """Apps and nodes that are not this package's: constant arrays, dead nodes, evaluation of their own, the client query, old APIs."""
 
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.server import Server, ServerAppComponents, ServerConfig, SimpleClientManager
+from flwr.server import ServerAppComponents, ServerConfig
 from flwr.serverapp import ServerApp
 from torch import nn
 
@@ -178,17 +177,6 @@ def test_failures_dead_nodes_and_refused_replies_are_counted_apart():
 # waiting for clients
 
 
-def test_waiting_for_missing_clients_says_every_half_minute_who_is_there_and_how_long_it_waits(caplog, clock):
-    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 3)
-    grid.get_node_ids = lambda: [] if clock.now < 1035 else [1]
-    with caplog.at_level(logging.INFO, "flwr"), pytest.raises(TimeoutError, match="only 1 clients on 1 nodes after 100 s"):
-        ClientManager(3, timeout=100, newcomers=True).known_clients(grid)
-    said = [record.getMessage() for record in caplog.records if "registered" in record.getMessage()]
-    nobody, one = ("0 of 3 clients registered; 0 nodes are connected", "1 of 3 clients registered: node-1; 1 nodes are connected")
-    lines = [(nobody, 100), (nobody, 70), (one, 65), (one, 35), (one, 5)]
-    assert said == [f"{line}; registration_timeout=100: {left} s left" for line, left in lines]
-
-
 @pytest.mark.parametrize(("name", "simulated"), [("InMemoryGrid", False), ("LocalGrid", True)])
 def test_a_simulation_with_too_few_clients_fails_at_once(name, simulated):
     """Told by its name, as Flower's is; or it says so, as this package's does."""
@@ -344,19 +332,6 @@ def test_an_app_that_fails_at_first_on_its_only_node_is_not_taken_for_a_stock_on
     assert (answer[1].names, client_query.hosting) == (("device-1",), True)
 
 
-def test_a_node_that_fails_is_asked_again_after_longer_and_longer_pauses(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr("flower_dp.strategies.population.client_query.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    app = stock_app(shifted(lambda node: 1.0))
-    client_query, grid, asked = ClientQuery(), LocalGrid(faltering(app, failures=6), 1), []
-    while not (answer := client_query.ask(grid, [1], most_names=9)):
-        if len(grid.sent) > len(asked):
-            asked += [clock[0]] * (len(grid.sent) - len(asked))
-        clock[0] += 0.25
-    assert sorted(set(asked)) == [0.0, 0.5]
-    assert (clock[0], answer[1].names, client_query.failures) == (1.5, ("node-1",), {})
-
-
 # Flower's old server API
 
 
@@ -373,8 +348,3 @@ def test_server_fn_is_told_what_to_write():
         assert line in text
     assert not grid.sent
     assert not strategy.rounds
-
-
-def test_the_error_comes_from_what_flower_calls_first():
-    with pytest.raises(LegacyAppError):
-        Server(client_manager=SimpleClientManager(), strategy=DPFedAvg(**WORDS)).fit(num_rounds=1, timeout=None)

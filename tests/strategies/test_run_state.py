@@ -4,7 +4,7 @@ import copy
 import hashlib
 import math
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import cloudpickle
 import msgspec
@@ -14,7 +14,7 @@ from dp_accounting import SelfComposedDpEvent
 from flwr.app import ArrayRecord, ConfigRecord
 
 from flower_dp.core.sampling import FullSampling, PoissonSampling
-from flower_dp.core.stored import packed, same, stored, unpacked
+from flower_dp.core.stored import packed, same, unpacked
 from flower_dp.privacy import accounting
 from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.private_file import LedgerError
@@ -101,16 +101,6 @@ def test_what_another_method_was_charged_is_not_forgotten(evaluated):
     with pytest.raises(ValueError, match="state: dp-fedavg was charged, and this strategy releases"):
         moved(other, strategy.state)
     assert other.statement == before
-
-
-def test_a_run_that_has_ended_stays_so():
-    strategy = DPFedAvg(**WORDS, target_epsilon=6.0)
-    strategy.plan(50)
-    rounds(strategy, arrays(w=np.zeros(9, np.float32)), range(1, 2))
-    strategy._session.note(ended_before=2)
-    other = moved(DPFedAvg(**WORDS, target_epsilon=6.0), strategy.state)
-    grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), 4)
-    assert not other.configure_train(2, arrays(w=np.zeros(9, np.float32)), ConfigRecord(), grid)
 
 
 def test_a_run_of_local_ledgers_does_not_go_on_with_clients_that_it_did_not_begin_with():
@@ -205,29 +195,6 @@ def test_of_several_copies_between_rounds_one_alone_goes_on(how, first):
     other.begin()
     rounds(other, MODEL, range(1, 2))
     assert other.statement.joint.num_runs == 2
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, pickled])
-def test_copies_of_a_strategy_that_has_charged_nothing_are_different_runs(how):
-    strategy = DPFedAvg(**PRIVATE)
-    copied = [strategy, how(strategy), how(how(strategy))]
-    assert len({one._session.log.run for one in copied}) == 3
-    for one in copied:
-        rounds(one, MODEL, range(1, 2))
-
-
-def test_a_state_of_another_run_does_not_take_the_place_of_what_this_run_has_released():
-    """The statement had the charges of the other run, and its own first round was told nowhere."""
-    strategy, other = DPFedAvg(**PRIVATE), DPFedAvg(**PRIVATE)
-    rounds(strategy, MODEL, range(1, 2))
-    rounds(other, MODEL, range(1, 4))
-    with pytest.raises(LedgerError, match="this run was charged 1 x dp-fedavg, and the state has 3 x dp-fedavg"):
-        strategy.state = other.state
-    strategy.begin()
-    strategy.state = other.state
-    rounds(strategy, MODEL, range(4, 5))
-    assert strategy.statement.num_rounds == 4
-    assert strategy.statement.joint.num_runs == 2
 
 
 def test_a_state_of_another_run_that_was_charged_as_often_is_refused():
@@ -395,16 +362,6 @@ def test_a_run_that_released_what_the_one_before_it_did_has_its_own_joint_epsilo
     assert strategy.statement.joint.epsilon == cost(2)
 
 
-def test_a_run_that_has_ended_tells_of_no_unfinished_round_where_it_is_opened_again(tmp_path):
-    statements = []
-    for _ in range(2):
-        strategy = DPFedAvg(**PRIVATE)
-        strategy.start(grid_of_four(), MODEL, num_rounds=2, checkpoint_dir=tmp_path / "run", resume=bool(statements))
-        statements.append(strategy.statement)
-    assert statements[0].incidents == statements[1].incidents == ()
-    assert str(statements[0]) == str(statements[1])
-
-
 class Twice(DPFedAvg):
     def start(self, grid, initial_arrays, num_rounds=3, **named):
         result = super().start(grid, initial_arrays, num_rounds, **named)
@@ -453,20 +410,6 @@ def test_a_value_that_was_stored_is_what_it_was(value):
     found = unpacked(packed(value))
     assert same(found, value)
     assert packed(found) == packed(value)
-
-
-def test_a_stored_class_may_be_defined_again_and_no_other_takes_its_name():
-    def define(module: str) -> type:
-        kind = dataclass(type("Bounds", (), {"__annotations__": {"norm": float}, "__module__": module}))
-        return stored(kind)
-
-    define("a")
-    again = define("a")
-    assert isinstance(unpacked(packed(again(norm=2.0))), again)
-    with pytest.raises(ValueError, match="Bounds: must be a dataclass of a name that no other stored one has"):
-        define("b")
-    with pytest.raises(ValueError, match="str: must be a dataclass"):
-        stored(str)
 
 
 @pytest.mark.parametrize(
