@@ -6,19 +6,33 @@ import math
 import numpy as np
 import pytest
 import torch
+from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
+from dp_accounting.pld import PLDAccountant
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, TensorRecords, Training, client_app, model_arrays
+from flower_dp import wire
+from flower_dp.clients import (
+    DPClient,
+    FedSGDDPCRecipe,
+    LocalDPClient,
+    NbAFLTerms,
+    TensorRecords,
+    Training,
+    client_app,
+    model_arrays,
+    privacy_mod,
+)
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
-from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, FedSMP, PrivateEvaluation
-from flower_dp.strategies.population.client_manager import ClientManager
+from flower_dp.privacy.store import Store
+from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, PrivateEvaluation
+from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
 from tests.charges import charge
 from tests.grids import LocalGrid
-from tests.stock import shifted, stock_app
+from tests.stock import arrays, shifted, stock_app
 
 WORDS = {"clip_norm": 1e6, "noise_multiplier": 1e-9, "sampling": FullSampling(), "num_clients": 3, "delta": 1e-3}
 RECORDS = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
@@ -383,3 +397,71 @@ def test_charges_in_turn_without_their_order_are_not_gone_on_from():
     charge(strategy, ("a",))
     with pytest.raises(ValueError, match="in the same order"):
         strategy.rules.training.cohort(strategy.state, ("a", "b", "c"), strategy._session.generator("cohort"))
+
+
+# Names that are made of their nodes' ids, which change when a node starts anew
+
+
+TERMS = NbAFLTerms(clip_norm=1.0, epsilon=2.0, delta=DELTA, min_records=8, num_records=8, num_replies=1)
+MODEL = arrays(w=np.zeros(4, np.float32))
+
+
+def devices(first, **words):
+    """Nodes that have started anew: their ids are others than before, and the devices the same."""
+    mod = privacy_mod(terms=TERMS, **words)
+    made = stock_app(shifted(lambda node: 0.1), num_examples=lambda node: 8, mods=[mod])
+    return Moving(made, {first + device: f"device-{device}" for device in range(3)}, {})
+
+
+def nbafl(**options):
+    return NbAFL(num_clients=3, num_records=8, clip_norm=1.0, epsilon=2.0, delta=DELTA, num_replies=1, **options)
+
+
+def composed(count):
+    """Return the epsilon of so many replies of one client, by Google's accountant: sensitivity is twice the clip norm."""
+    multiplier = nbafl().rules.uplink_noise_std / 2
+    accountant = PLDAccountant(value_discretization_interval=1e-3)
+    return accountant.compose(SelfComposedDpEvent(GaussianDpEvent(multiplier), count)).get_epsilon(DELTA)
+
+
+STARTS = (1, 1001, 7 * 10**18, 9 * 10**18)
+
+
+def test_names_that_change_are_refused_on_a_ledger_that_runs_share(tmp_path):
+    """By its new name a client had a new budget: four runs of 2 were stated as 2, and a budget of 2.5 never ended."""
+    path = tmp_path / "server.sqlite"
+    Store.create(path)
+    for first in STARTS:
+        with pytest.raises(ValueError, match=f"ledger: client 'node-{first}' is named by its node's id, which changes when"):
+            nbafl(ledger=path).start(devices(first), MODEL, num_rounds=1)
+    with Store(path, read_only=True) as ledger:
+        assert not ledger.num_charges
+
+
+def test_names_that_change_have_no_joint_epsilon():
+    strategy = nbafl()
+    for number, first in enumerate(STARTS, start=1):
+        strategy.start(devices(first), MODEL, num_rounds=1)
+        assert strategy.statement.epsilon == pytest.approx(2.0, rel=1e-3)
+        assert any(line.startswith("NAMES CHANGE: ") for line in strategy.statement.not_covered)
+        assert strategy.statement.joint is None if number == 1 else strategy.statement.joint.epsilon >= composed(number)
+    assert strategy.statement.joint.epsilon == math.inf
+    strategy.start(devices(5, name=lambda context: context.node_config["names"]), MODEL, num_rounds=1)
+    assert strategy.statement.joint.epsilon == math.inf  # of the runs before
+    assert not any("NAMES CHANGE" in line for line in strategy.statement.not_covered)
+
+
+@pytest.mark.parametrize(
+    ("name", "node", "changes"),
+    [
+        ("node-7", 7, True),
+        ("node-7", 8, False),
+        ("client-7", 7, False),
+        ("site-12345678901", 12345678901, True),
+        ("site-12345678901", 12345678902, False),
+        ("node-7", None, False),
+    ],
+)
+def test_a_name_is_known_to_be_made_of_its_nodes_id(name, node, changes):
+    known = KnownClients(names=("x", name), nodes=(3, node), record_names=wire.MESSAGE_API, hosting=True)
+    assert known.named_by_node == ((name,) if changes else ())
