@@ -6,13 +6,11 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from flower_dp.core import checks
-from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
-from flower_dp.strategies.journal import Journal, Told, observers_of, place_of
-from flower_dp.strategies.rules import OnRound
+from flower_dp.strategies.journal import Journal, observers_of, place_of
 from flower_dp.strategies.session import Session
 from flower_dp.strategies.writer import CheckpointPlace, Writer
 
@@ -23,16 +21,6 @@ Start = TypeVar("Start", bound=Callable[..., Any])
 
 class Stated(SystemExit):
     """The statement of a run was made from its folder; its ServerApp ends there."""
-
-
-class _Strategy(Told, Protocol):
-    """What a run is followed by: what it tells, its session, and its statement."""
-
-    _session: Session
-    on_round: OnRound | None
-
-    @property
-    def statement(self) -> PrivacyStatement: ...
 
 
 def _place(given: Mapping[str, Any], own: CheckpointPlace | None) -> CheckpointPlace | None:
@@ -55,8 +43,8 @@ def followed(start: Start) -> Start:
     keywords = next((one.name for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD), "")
 
     @functools.wraps(start)
-    def run(self: _Strategy, *arguments: Any, **named: Any) -> Any:
-        session = self._session
+    def run(self: Any, *arguments: Any, **named: Any) -> Any:
+        session: Session = self._session
         if session.journal is not None:
             return start(self, *arguments, **named)
         forgettable = session.log.charges.numbers() == session.finished

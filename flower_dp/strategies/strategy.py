@@ -85,11 +85,6 @@ class DPStrategy(RunFigures, Strategy):
         if not hasattr(cls.start, "__wrapped__"):
             setattr(cls, "start", followed(cls.start))  # noqa: B010
 
-    @property
-    def ledger(self) -> str | os.PathLike[str] | None:
-        """The file of the server's ledger, as it was given; None for none."""
-        return self._session.ledger
-
     def begin(self) -> None:
         """Forget the last run; the joint epsilon of later runs has what it cost, if both are on one ledger or both on none."""
         self._session.begin()
