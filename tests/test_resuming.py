@@ -28,6 +28,7 @@ from tests.adversaries.fuzzing import THOROUGH
 from tests.chance import chance_of
 from tests.contract_runs import SEED, SMALL, app_of, evaluating_stock_app
 from tests.contracts import METHODS, Method, Words
+from tests.gaps import Killed
 from tests.grids import LocalGrid, asks_to_train
 from tests.stock import arrays, shifted, stock_app
 from tests.strategies.test_journal import OwnLoop
@@ -41,10 +42,6 @@ WORDS = {"clip_norm": 0.5, "noise_multiplier": 1.0, "num_clients": 4, "delta": 1
 def every_round(monkeypatch):
     """A checkpoint after every round, however short."""
     monkeypatch.setattr(writer, "_SHARE", 1.0)
-
-
-class Killed(BaseException):
-    """The server's process has ended."""
 
 
 class DyingGrid(LocalGrid):

@@ -11,8 +11,6 @@ import pytest
 import torch
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
 from torch import nn
 
 from flower_dp import wire
@@ -55,18 +53,6 @@ def stock(metrics=metrics_of, *mods):
     return app
 
 
-class StockNumPyClient(NumPyClient):
-    def __init__(self, node):
-        self.node = node
-
-    def fit(self, parameters, config):
-        return parameters, 1, {}
-
-    def evaluate(self, parameters, config):
-        reported = metrics_of(self.node)
-        return reported.pop("loss"), 7, reported
-
-
 def own(context, *, clients_per_node=1, **arguments):
     """Clients whose model says class 0 for every record; client i has i of 40 records of that class."""
     first = (context.node_id - 1) * clients_per_node
@@ -86,11 +72,6 @@ def flat():
 APPS = {
     "stock Message API": (stock(), 40, "acc"),
     "stock Message API, mod": (stock(metrics_of, privacy_mod()), 40, "acc"),
-    "stock NumPyClient, mod": (
-        ClientApp(client_fn=lambda context: StockNumPyClient(context.node_id).to_client(), mods=[privacy_mod()]),
-        40,
-        "acc",
-    ),
     "ours": (client_app(own), 40, "accuracy"),
     "ours, 10 a node": (client_app(lambda context: own(context, clients_per_node=10)), 4, "accuracy"),
 }

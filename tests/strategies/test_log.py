@@ -24,6 +24,7 @@ from flower_dp.strategies.log import MemoryLog, StoreLog
 from tests.charges import Kept, assert_charges_are_the_ledgers, charge
 from tests.contract_runs import SMALL, app_of, evaluating_stock_app
 from tests.contracts import Words
+from tests.gaps import Killed
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear
 from tests.stock import shifted, stock_app
@@ -182,10 +183,6 @@ def together(count):
     """Of so many rounds of the strategy of these tests."""
     event = SelfComposedDpEvent(GaussianDpEvent(WORDS["noise_multiplier"]), count)
     return pytest.approx(accounting.epsilon(event, delta=WORDS["delta"], relation="add-or-remove-one").epsilon, rel=1e-9)
-
-
-class Killed(BaseException):
-    """The server's process has ended."""
 
 
 def checkpointed(strategy, folder, num_rounds, *, resume=False, dies_in=None):

@@ -26,7 +26,7 @@ from flower_dp.clients import (
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, PrivateEvaluation
-from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
+from flower_dp.strategies.population.client_manager import KnownClients
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected
@@ -325,22 +325,6 @@ def test_a_node_that_is_left_out_is_nobody_for_whom_a_run_goes_on():
     words = {"most_newcomers": 0, "registration_timeout": 0.3}
     with pytest.raises(TimeoutError, match="no client is connected any more"):
         run(THREE, {2: {**dict.fromkeys(THREE), 9: "x"}}, strategy=DPFedAvg(**WORDS, **words))
-
-
-def test_every_known_client_is_drawn_with_the_same_rate():
-    """2,000 Poisson cohorts of 3 + 3 clients: a rate 5 standard deviations (0.05) from 0.3 has a probability below 1e-6."""
-    strategy = DPFedAvg(**WORDS | {"sampling": PoissonSampling(sampling_rate=0.3)}, noise_seed=1)
-    manager = ClientManager(3, timeout=1, newcomers=True)
-    grid = LocalGrid(stock_app(shifted(lambda node: 0.0)), 3)
-    manager.known_clients(grid)
-    grid.contexts.update(dict.fromkeys((11, 12, 13), grid.contexts[1]))
-    known_clients = manager.known_clients(grid)
-    assert len(known_clients.names) == 6
-    counts = np.zeros(6)
-    for number in range(2000):
-        rng = strategy._session.generator("cohort", number)
-        counts[strategy.rules.training.cohort(strategy.state, known_clients.names, rng)[0]] += 1
-    assert (abs(counts / 2000 - 0.3) < 0.05).all()
 
 
 def test_fixed_size_cohorts_are_drawn_from_all_that_were_ever_there():

@@ -430,11 +430,9 @@ def test_a_value_that_was_stored_is_what_it_was(value):
     [
         ["Nobody", {}],
         ["SumState", {"unknown": 1}],
-        ["SumState"],
         ["SumState", 3],
         [None, "<f8", [3], b"12345678"],
         [None, "|O", [1], b"12345678"],
-        [None, "no dtype", [1], b"12345678"],
         [None],
         [],
     ],
