@@ -14,6 +14,7 @@ from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPFedPAQ, LocalEvaluation
+from tests.gaps import Killed
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear, records
 
@@ -28,10 +29,6 @@ BUDGET = EvaluationBudget(epsilon=0.5, num_evaluations=NUM_ROUNDS)
 def strategy_of():
     evaluation = LocalEvaluation(budget=BUDGET, metrics={"accuracy": 1.0})
     return DPFedPAQ(**FEDPAQ, sampling=FullSampling(), num_clients=2, num_records=8, evaluation=evaluation)
-
-
-class Lost(Exception):
-    """The server's process ends here."""
 
 
 class DyingGrid(LocalGrid):
@@ -51,7 +48,7 @@ class DyingGrid(LocalGrid):
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
         if any(asks_to_train(message) and asked(message)["server_round"] == self.dies_in for message in messages):
-            raise Lost
+            raise Killed
         return super().send_and_receive(messages, timeout=timeout)
 
 
@@ -91,7 +88,7 @@ class Case:
         place = {"checkpoint_dir": self.checkpoint, "resume": True, "num_rounds": NUM_ROUNDS} | changes
         try:
             strategy.start(grid, model_arrays(linear()), **place)
-        except Lost:
+        except Killed:
             assert dies_in is not None
         return grid, strategy
 

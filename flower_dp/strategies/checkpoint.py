@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord
@@ -18,6 +18,8 @@ from flower_dp.privacy.private_file import why_not_own
 from flower_dp.strategies.run_state import RunState
 
 log = logging.getLogger("flwr")
+
+T = TypeVar("T")
 
 NEWEST, PREVIOUS, NOISE = "checkpoint.state", "checkpoint.previous.state", "noise.state"
 
@@ -213,14 +215,12 @@ class CheckpointFolder:
         except (CheckpointError, OSError) as error:
             return str(error)
 
-    def read(self, usable: Callable[[Checkpoint], None] = lambda checkpoint: None) -> Checkpoint:
-        """Return the newest checkpoint; the previous one if the newest is damaged.
-
-        Args:
-            usable: raises a ValueError for a checkpoint that is whole and can't be used; then there is no other to try.
+    def read(self) -> Checkpoint:
+        """Return the newest checkpoint, with the noise that was drawn after it; the previous one if the newest is damaged.
 
         Raises:
-            CheckpointError: there is none, none that is whole, or one that somebody else could have written.
+            CheckpointError: there is none, none that is whole, or one that somebody else could have written; or its noise is
+                damaged: without it noise could be drawn twice.
         """
         problems = []
         for name in (NEWEST, PREVIOUS):
@@ -229,35 +229,28 @@ class CheckpointFolder:
             _check_own(self.path)
             _check_own(self.path / name)
             try:
-                checkpoint = unpacked((self.path / name).read_bytes())
-                if not isinstance(checkpoint, Checkpoint):
-                    raise ValueError("is no checkpoint")
+                checkpoint = _whole(self.path / name, Checkpoint)
             except (ValueError, OSError) as error:
                 problems.append(f"{name} {error}")
                 continue
             for problem in problems:
                 log.warning("%s: %s; the one before it is taken", self.path, problem)
-            usable(checkpoint)
-            return self._with_noise(checkpoint)
+            if not (place := self.path / NOISE).exists():
+                return checkpoint
+            _check_own(place)
+            try:
+                return _whole(place, DrawnNoise).into(checkpoint)
+            except (ValueError, OSError) as error:
+                raise CheckpointError(f"{place}: {error}") from error
         raise CheckpointError(f"{self.path}: {'; '.join(problems) or 'has no checkpoint'}")
 
-    def _with_noise(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return a checkpoint with the noise that was drawn after it.
 
-        Raises:
-            CheckpointError: if that is damaged: without it noise could be drawn twice.
-        """
-        place = self.path / NOISE
-        if not place.exists():
-            return checkpoint
-        _check_own(place)
-        try:
-            noise = unpacked(place.read_bytes())
-            if not isinstance(noise, DrawnNoise):
-                raise ValueError("is no state of noise")
-            return noise.into(checkpoint)
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{place}: {error}") from error
+def _whole(place: Path, kind: type[T]) -> T:
+    """Return what a file holds, which is of this kind."""
+    found = unpacked(place.read_bytes())
+    if not isinstance(found, kind):
+        raise ValueError(f"is no {kind.__name__}")
+    return found
 
 
 def _check_own(place: Path) -> None:

@@ -34,11 +34,8 @@ class Named:
             raise RuntimeError(f"evaluate_fn failed {when}: {type(error).__name__}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Around:
+class Around(Named):
     """A function of this package's around somebody's: its own errors stay what they are."""
-
-    function: EvaluateFn
 
     def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Return what the function returns."""
@@ -47,4 +44,4 @@ class Around:
 
 def named(evaluate_fn: EvaluateFn) -> EvaluateFn:
     """Return a function whose failure is reported as that of somebody's `evaluate_fn`."""
-    return evaluate_fn if isinstance(evaluate_fn, Named | Around) else Named(evaluate_fn)
+    return evaluate_fn if isinstance(evaluate_fn, Named) else Named(evaluate_fn)

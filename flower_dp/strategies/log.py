@@ -9,7 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 from flower_dp.core import checks
@@ -19,52 +19,6 @@ from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.statement import JointEpsilon
 from flower_dp.privacy.store import Store
-
-
-class ChargeLog(Protocol):
-    """The charges of one run, and of the runs that it adds up with.
-
-    Attributes:
-        run: the run's id, the same for all of the run: devices count its charges under it.
-        charges: those of the run.
-    """
-
-    @property
-    def run(self) -> str: ...  # noqa: D102
-    @property
-    def charges(self) -> Charges: ...  # noqa: D102
-
-    def append(self, charge: Charge) -> None:
-        """Write a charge down; it is on the disk when this returns, and no message of its round has left before.
-
-        Raises:
-            BudgetSpentError: if all runs together would pass the ledger's budget; nothing was written then.
-            LedgerError: if it could not be written; nothing may be released then.
-        """
-
-    def check_state(self, numbers: Mapping[str, int], charges: Charges) -> None:
-        """Refuse a state that has not the charges of this run: a statement of it would lack what was released.
-
-        Args:
-            numbers: how often the state was charged for every release.
-            charges: of the state; the log of a run without any takes them over.
-
-        Raises:
-            LedgerError: naming the numbers.
-        """
-
-    def beyond(self, numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-        """Return release and round of what the run was charged with beyond so many charges of each release.
-
-        Raises:
-            LedgerError: if it was charged less often: then this is an older copy.
-        """
-
-    def joint(self, scope: Scope, delta: float) -> JointEpsilon | None:
-        """Return what this run and earlier ones have cost together; None if there were none before."""
-
-    def close(self) -> None:
-        """Let other processes write; nothing is charged after that."""
 
 
 class MemoryLog:
@@ -226,7 +180,12 @@ class StoreLog:
         self._budget: JointBudget | None = self._store.budget
 
     def append(self, charge: Charge) -> None:
-        """Write a charge down."""
+        """Write a charge down; it is on the disk when this returns, and no message of its round has left before.
+
+        Raises:
+            BudgetSpentError: if all runs together would pass the ledger's budget; nothing was written then.
+            LedgerError: if it could not be written; nothing may be released then.
+        """
         if self._store is None:
             raise RuntimeError("ledger: the run has ended")
         before, memory = (self.charges, self._all), self.memory
@@ -273,6 +232,11 @@ class StoreLog:
         if self._store is not None:
             self._store.close()
             self._store = None
+
+
+# The charges of one run, and of the runs that it adds up with. Its `run` is the id of the run, the same for all of it: devices
+# count its charges under it.
+ChargeLog = MemoryLog | StoreLog
 
 
 def _other_state(own: Mapping[str, int], numbers: Mapping[str, int]) -> LedgerError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -25,12 +24,6 @@ from flower_dp.strategies.run_state import RoundReport, RunState
 _GOES_BACK = ("rounds", "model", "own", "optimizer")
 
 
-def drawn(release: Release, state: RunState, known_clients: KnownClients, rng: Generator) -> tuple[RunState, dict[int, Any]]:
-    """Return the state after the next cohort of a release was drawn, and the cohort by nodes: whom a round asks."""
-    chosen, after = release.cohort(state, known_clients.names, rng)
-    return state.with_release(release.name, after), known_clients.by_node(chosen)
-
-
 def asked(
     release: Release,
     state: RunState,
@@ -47,7 +40,7 @@ def asked(
 
     Args:
         release: what is asked.
-        state: after `drawn`.
+        state: after the cohort was drawn.
         server_round: 1, 2, ...
         size: of a client's update, or of its metrics.
         model: that is sent.
@@ -85,17 +78,12 @@ def learnt(rules: Rules, state: RunState, now: Round, collected: Collected, rng:
     try:
         made = rules.learn(state, now, collected, rng)
     except RoundLeftOut as why:
-        return left_out(state, now, why), None
+        return state.happened(f"round {now.server_round} was left out: {why}"), None
     collected.total = collected.total[:0].copy()  # nobody needs it any more
     after = replace(state, own=made.own, releases={**state.releases, **made.releases})
     for charge in made.charges:
         after = after.charged_with(charge)
     return after, made
-
-
-def left_out(state: RunState, now: Round, why: RoundLeftOut) -> RunState:
-    """Return the state after a round that has no model."""
-    return state.happened(f"round {now.server_round} was left out: {why}")
 
 
 def reported(rules: Rules, release: Release, state: RunState, now: Round, collected: Collected, vector: np.ndarray) -> RunState:

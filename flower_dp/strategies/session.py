@@ -271,8 +271,9 @@ class Session:
     def drawn(
         self, release: Release, known_clients: KnownClients, *purpose: object
     ) -> tuple[RunState, dict[int, tuple[str, ...]]]:
-        """Draw the cohort of the next round of a release; return the state after that, which `ask` takes, and the cohort."""
-        return run.drawn(release, self.current, known_clients, self.generator(*purpose))
+        """Draw the cohort of the next round of a release; return the state after that, for `ask`, and the cohort by nodes."""
+        chosen, after = release.cohort(self.current, known_clients.names, self.generator(*purpose))
+        return self.current.with_release(release.name, after), known_clients.by_node(chosen)
 
     def ask(
         self,
@@ -309,10 +310,10 @@ class Session:
         """
         state, cohort = drawn
         if (number := self.log.charges.number(release.name)) != state.charged.get(release.name, 0):
+            has = state.charged.get(release.name, 0)
             raise LedgerError(
-                f"state: {release.name} was charged {number} times in this run, and the state has "
-                f"{state.charged.get(release.name, 0)} of them: it is an older one, or a copy of this strategy has gone on; "
-                "begin() begins a new run"
+                f"state: {release.name} was charged {number} times in this run, and the state has {has} of them: it is an older "
+                "one, or a copy of this strategy has gone on; begin() begins a new run"
             )
         state, charge, now = run.asked(
             release,
@@ -332,14 +333,8 @@ class Session:
         letter = Letter(record_names=known_clients.record_names, arrays=arrays, config=config, fields=fields)
         messages = list(self.exchange.messages(now, letter))  # Flower's own grid reads them twice
         now = replace(now, bytes_down=sum(wire.content_bytes(message.content) for message in messages))
-        self.asked[release.name] = Asked(
-            now=now,
-            limits=release.limits(now),
-            sent=tuple(message.metadata for message in messages),
-            number=charge.number,
-            letter=letter,
-            grid=grid,
-        )
+        sent, limits = tuple(message.metadata for message in messages), release.limits(now)
+        self.asked[release.name] = Asked(now=now, limits=limits, sent=sent, number=charge.number, letter=letter, grid=grid)
         return messages
 
     @property
@@ -355,8 +350,7 @@ class Session:
 
     def waits(self, release: Release, server_round: int) -> bool:
         """Return whether clients were asked in this round, and their replies were not added up yet."""
-        asked = self.asked.get(release.name)
-        return asked is not None and asked.now.server_round == server_round
+        return release.name in self.asked and self.asked[release.name].now.server_round == server_round
 
     def total(self, release: Release, replies: Any) -> tuple[Round, Collected]:
         """Check the replies to what was asked and add them up, once.
@@ -402,7 +396,7 @@ class Session:
             try:
                 vector = self._moved(now, made.vector)
             except RoundLeftOut as why:
-                state = run.left_out(state, now, why)
+                state = state.happened(f"round {server_round} was left out: {why}")
         if state.incidents != self._own.incidents:
             log.warning("%s", state.incidents[-1])
         state = run.reported(self.rules, release, state, now, collected, vector)
@@ -452,9 +446,7 @@ class Session:
             return
         evaluates = not diagnostics.why_no_evaluation(self._own, self.rules.about.num_clients)
         state = run.gone_back(self.state, answered.state, evaluates=evaluates)
-        # Told as what was charged after that round, which it was.
-        told = run.resumed(self.rules, replace(state, charged=answered.state.charged), self.log.beyond(answered.state.charged))
-        self._set(told, self.rules)
+        self._set(self._told(state, answered.state.charged), self.rules)
         self.writer.went_back(self.state)
 
     def stop(self, server_round: int, reason: str) -> list[Message]:
@@ -471,12 +463,11 @@ class Session:
             raise ValueError(f"no round was run: {self._own.incidents[-1]}")
         return []
 
-    def close(self) -> None:
-        """Let other runs write to the ledger."""
-        self.log.close()
-
     def unfinished(self) -> None:
         """Tell, at the end of the run, of what was charged and not finished."""
         if (last := self.writer.last) is not None:
-            charged = last.state.charged
-            self._own = run.resumed(self.rules, replace(self._own, charged=charged), self.log.beyond(charged))
+            self._own = self._told(self._own, last.state.charged)
+
+    def _told(self, state: RunState, charged: Mapping[str, int]) -> RunState:
+        """Return a state with what the run was charged beyond so many charges of each release, as charged and not finished."""
+        return run.resumed(self.rules, replace(state, charged=charged), self.log.beyond(charged))

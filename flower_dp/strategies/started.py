@@ -3,17 +3,14 @@
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from flower_dp.core import checks
-from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
-from flower_dp.strategies.journal import Journal, Told, observers_of, place_of
-from flower_dp.strategies.rules import OnRound
+from flower_dp.strategies.journal import Journal, observers_of, place_of
 from flower_dp.strategies.session import Session
 from flower_dp.strategies.writer import CheckpointPlace, Writer
 
@@ -26,46 +23,14 @@ class Stated(SystemExit):
     """The statement of a run was made from its folder; its ServerApp ends there."""
 
 
-class _Strategy(Told, Protocol):
-    """What a run is followed by: what it tells, its session, and its statement."""
-
-    _session: Session
-    on_round: OnRound | None
-
-    @property
-    def statement(self) -> PrivacyStatement: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The arguments of a call of `start`, whatever a subclass's own one takes by keyword."""
-
-    bound: inspect.BoundArguments
-    rest: dict[str, Any]
-
-    @classmethod
-    def of(cls, signature: inspect.Signature, *arguments: Any, **named: Any) -> "_Call":
-        bound = signature.bind(*arguments, **named)
-        bound.apply_defaults()
-        kinds = {one.kind: one.name for one in signature.parameters.values()}
-        return cls(bound, bound.arguments.get(kinds.get(inspect.Parameter.VAR_KEYWORD, ""), {}))
-
-    def get(self, name: str) -> Any:
-        return self.bound.arguments.get(name, self.rest.get(name))
-
-    def change(self, name: str, value: Any) -> None:
-        for place in (self.bound.arguments, self.rest):
-            if name in place:
-                place[name] = value
-
-    def place(self, own: CheckpointPlace | None) -> CheckpointPlace | None:
-        """Return where checkpoints are to be: where the call says, or else where an observer does."""
-        resume, folder = checks.flag("resume", self.get("resume") or False), self.get("checkpoint_dir")
-        if folder is not None:
-            return CheckpointPlace(folder=Path(folder), resume=resume)
-        if resume and (own is None or not own.resume):
-            raise checks.refusal("resume", True, "needs checkpoint_dir, the folder that the run was started with")
-        return own
+def _place(given: Mapping[str, Any], own: CheckpointPlace | None) -> CheckpointPlace | None:
+    """Return where checkpoints are to be: where a call says, or else where an observer does."""
+    resume, folder = checks.flag("resume", given.get("resume") or False), given.get("checkpoint_dir")
+    if folder is not None:
+        return CheckpointPlace(folder=Path(folder), resume=resume)
+    if resume and (own is None or not own.resume):
+        raise checks.refusal("resume", True, "needs checkpoint_dir, the folder that the run was started with")
+    return own
 
 
 def followed(start: Start) -> Start:
@@ -75,25 +40,29 @@ def followed(start: Start) -> Start:
     that has ended is not run again: its result is returned.
     """
     signature = inspect.signature(start)
+    keywords = next((one.name for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD), "")
 
     @functools.wraps(start)
-    def run(self: _Strategy, *arguments: Any, **named: Any) -> Any:
-        session = self._session
+    def run(self: Any, *arguments: Any, **named: Any) -> Any:
+        session: Session = self._session
         if session.journal is not None:
             return start(self, *arguments, **named)
         forgettable = session.log.charges.numbers() == session.finished
-        call = _Call.of(signature, self, *arguments, **named)
+        bound = signature.bind(self, *arguments, **named)
+        bound.apply_defaults()
+        rest = bound.arguments.get(keywords, {})  # what a subclass's own `start` takes by keyword
+        given = {**rest, **bound.arguments}
         observers = observers_of(self.on_round)
-        session.journal = journal = Journal(self, observers, call.get("num_rounds"))
-        if call.get("evaluate_fn") is not None:
-            call.change("evaluate_fn", journal.evaluated(call.get("evaluate_fn")))
+        session.journal = journal = Journal(self, observers, given.get("num_rounds"))
+        if (evaluate_fn := given.get("evaluate_fn")) is not None:
+            (rest if "evaluate_fn" in rest else bound.arguments)["evaluate_fn"] = journal.evaluated(evaluate_fn)
         writer: Writer | None = None
         result, failed = None, True
         with ExitStack() as ends:  # in turn, the last one first, whatever fails: what was released before stays released
 
             @ends.callback
             def close() -> None:
-                session.close()
+                session.log.close()
                 if forgettable:  # what was charged here has a statement
                     session.finished = session.log.charges.numbers()
 
@@ -110,19 +79,16 @@ def followed(start: Start) -> Start:
                     if session.knows_clients:  # before anybody is asked there is nothing to state
                         diagnostics.log_statement(self.statement)
 
-            session.writer = writer = Writer(call.place(place_of(observers)))
+            session.writer = writer = Writer(_place(given, place_of(observers)))
             found = writer.found
             if found is None or not (found.ended or writer.only_state):
-                result = start(*call.bound.args, **call.bound.kwargs)
+                result = start(*bound.args, **bound.kwargs)
                 failed = False
             else:
                 session.begin()
                 session.go_on(found)
                 if found.ended:
-                    log.info(
-                        "the run in %s has ended: no round is run, and its result is returned",
-                        writer.place and writer.place.folder,
-                    )
+                    log.info("the run in %s has ended: no round is run, and its result is returned", writer.folder.path)
                     result, failed = found.result, False
         if writer.only_state:
             raise Stated

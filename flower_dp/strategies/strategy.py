@@ -27,7 +27,7 @@ from flower_dp.strategies.figures import RunFigures
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import Rounds
 from flower_dp.strategies.population.client_manager import KnownClients
-from flower_dp.strategies.population.fit import changing_names, check_evaluate_config, check_overrides
+from flower_dp.strategies.population.fit import changing_names
 from flower_dp.strategies.rules import Options, Rules, check_options
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
@@ -73,13 +73,8 @@ class DPStrategy(RunFigures, Strategy):
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
         self.on_round = options.get("on_round")
-        self._session = Session(
-            rules,
-            PlainExchange(),
-            optimizer=self._optimizer,
-            noise_seed=options.get("noise_seed"),
-            ledger=options.get("ledger"),
-        )
+        noise_seed, ledger = options.get("noise_seed"), options.get("ledger")
+        self._session = Session(rules, PlainExchange(), optimizer=self._optimizer, noise_seed=noise_seed, ledger=ledger)
         if options.get("evaluation") is not None and self._session.evaluation is None:
             raise ValueError(f"evaluation: {type(self).__name__} does not give it to its rules; pass evaluation=... to them")
         self._had_changing_names = False  # in any run of this strategy
@@ -89,11 +84,6 @@ class DPStrategy(RunFigures, Strategy):
         super().__init_subclass__(**named)
         if not hasattr(cls.start, "__wrapped__"):
             setattr(cls, "start", followed(cls.start))  # noqa: B010
-
-    @property
-    def ledger(self) -> str | os.PathLike[str] | None:
-        """The file of the server's ledger, as it was given; None for none."""
-        return self._session.ledger
 
     def begin(self) -> None:
         """Forget the last run; the joint epsilon of later runs has what it cost, if both are on one ledger or both on none."""
@@ -195,7 +185,11 @@ class DPStrategy(RunFigures, Strategy):
         """
         checks.integer("num_rounds", num_rounds, at_least=0)
         clients_evaluate = self._overrides("configure_evaluate") or self._session.evaluation is not None
-        check_evaluate_config(evaluate_config, clients_evaluate=clients_evaluate)
+        if evaluate_config and not clients_evaluate:
+            raise ValueError(
+                "evaluate_config: no client evaluates with this strategy, since its metrics would leave without protection; "
+                "give evaluation=PrivateEvaluation(...), evaluate_fn with public data, or override configure_evaluate"
+            )
         if self._session.log.charges.numbers() != self._session.finished:
             raise RuntimeError(
                 "start: rounds were charged already, and a new run would forget what they have cost: call super().start(...) "
@@ -249,11 +243,9 @@ class DPStrategy(RunFigures, Strategy):
             diagnostics.log_start(self.rules, known_clients, model)
         # Checked here, so that no `start` of a subclass can bypass it: then nothing is sent, and nothing is charged.
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
-        if (
-            reason := "the run has ended"
-            if session.record.ended_before
-            else self.rules.why_stop(session.current, server_round, None)
-        ):
+        if session.record.ended_before:
+            return session.stop(server_round, "the run has ended")
+        if reason := self.rules.why_stop(session.current, server_round, None):
             return session.stop(server_round, reason)
         drawn = session.drawn(session.training, known_clients, "cohort", server_round)
         if reason := self.rules.why_stop(session.current, server_round, sum(map(len, drawn[1].values()))):
@@ -347,12 +339,16 @@ class DPStrategy(RunFigures, Strategy):
 
     def close(self) -> None:
         """Let other runs write to the ledger; `start` calls it at its end."""
-        self._session.close()
+        self._session.log.close()
 
     def _known_clients(self, grid: Grid) -> KnownClients:
         """Return the clients as they are now."""
-        if not self._session.knows_clients:
-            check_overrides(type(self).__name__, {name: self._overrides(name) for name in _EVALUATING})
+        if not self._session.knows_clients and len(own := [name for name in _EVALUATING if self._overrides(name)]) == 1:
+            (other,) = {*_EVALUATING} - {*own}
+            raise ValueError(
+                f"{type(self).__name__} overrides {own[0]}, but not {other}: override both, or neither, so that what clients are "
+                "asked and what their replies are read for go together"
+            )
         return self._session.known_clients(
             grid,
             timeout=self.registration_timeout,

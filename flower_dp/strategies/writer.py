@@ -63,6 +63,7 @@ class Writer:
         place: where they are; None: nowhere.
         found: the checkpoint from which the run goes on; None for a new run.
         went_on: whether it has.
+        folder: of the checkpoints, if there is a place.
         result: of the rounds so far; the loop fills it.
         last: the last snapshot.
         answered: the last one after a round with a reply.
@@ -87,11 +88,11 @@ class Writer:
         self._began = self._due = time.monotonic()
         if place is None:
             return
-        self._folder = CheckpointFolder(place.folder)
-        if not self._folder.is_empty:
+        self.folder = CheckpointFolder(place.folder)
+        if not self.folder.is_empty:
             if not place.resume:
                 raise CheckpointError(f"checkpoint_dir={str(place.folder)!r}: already holds a run; resume=True goes on with it")
-            self.found = self._folder.read()
+            self.found = self.folder.read()
             if (why := self.found.why_stuck) and not place.only_state:
                 raise CheckpointError(f"{place.folder}: this run can't go on: {why}; a new run needs another folder")
             self._began -= self.found.elapsed
@@ -102,7 +103,7 @@ class Writer:
             )
         elif place.resume:
             log.info("%s has no checkpoint: a new run begins", place.folder)
-        self._folder.create()
+        self.folder.create()
 
     @property
     def only_state(self) -> bool:
@@ -137,7 +138,7 @@ class Writer:
         """
         if self.place is None:
             return None
-        path = self._folder.path / LEDGER
+        path = self.folder.path / LEDGER
         if self.found is not None:
             return path
         if not path.exists():
@@ -163,7 +164,7 @@ class Writer:
             OSError: if it can't be written; nothing may be sent then, for noise could be drawn twice.
         """
         if self.place is not None:
-            self._folder.write_noise(DrawnNoise(run=run, charged=charged, secret=secret))
+            self.folder.write_noise(DrawnNoise(run=run, charged=charged, secret=secret))
 
     def went_on_with(self, state: RunState) -> None:
         """Note that the run has gone on from the checkpoint that was found, with this state."""
@@ -183,12 +184,12 @@ class Writer:
                 can't be written: whoever is charged by a run that is then killed would have no statement.
         """
         if self.found is not None and not self.went_on:
-            raise CheckpointError(f"{self._folder.path}: the run there can't go on: {OWN_LOOP}; a new run needs another folder")
+            raise CheckpointError(f"{self.folder.path}: the run there can't go on: {OWN_LOOP}; a new run needs another folder")
         self._take(Snapshot(server_round=server_round, is_over=is_over, state=state, arrays=arrays))
         if is_over and time.monotonic() >= self._due:
             error = self._write(ended=False)
-            if error is not None and self._folder.is_empty:
-                raise CheckpointError(f"no checkpoint can be written in {self._folder.path}: {error}") from error
+            if error is not None and self.folder.is_empty:
+                raise CheckpointError(f"no checkpoint can be written in {self.folder.path}: {error}") from error
 
     def evaluated(self, state: RunState) -> None:
         """Clients have evaluated the model of the last snapshot: its state has changed, and their charge is finished."""
@@ -233,7 +234,7 @@ class Writer:
             checkpoint = replace(checkpoint, **metrics_of(self.result, now.server_round))
         failed = None
         try:
-            self._folder.write(checkpoint)
+            self.folder.write(checkpoint)
         except OSError as error:  # the ledger has what was charged
             failed = error
             log.warning("no checkpoint after round %s: %s; the one before it stays", now.server_round, error)

@@ -68,14 +68,6 @@ class Kills:
         shutil.rmtree(folder)
         return sum(line["passed"].values()), seconds
 
-    def run_at(self, at: int, num_points: int, seconds: float) -> None:
-        """Kill a run at a point; where small cohorts leave it fewer points than that, kill another one earlier."""
-        before = self.tally.points
-        self.run(at, num_points, seconds)
-        while self.tally.points == before and at > 1 and not self.tally.holes:
-            at = at * 3 // 4
-            self.run(at, num_points, seconds)
-
     def run(self, at: int | None, num_points: int, seconds: float) -> None:
         """Kill a run at a point, or at a random time, go on, kill it perhaps again, and let it end.
 
@@ -84,8 +76,9 @@ class Kills:
         """
         before = self.tally.points
         self._run(at, num_points, seconds)
-        if at is not None and self.tally.points == before and not self.tally.holes:
-            self.run(self._draw.randrange(1, max(at, 2)), num_points, seconds)
+        while at is not None and at > 1 and self.tally.points == before and not self.tally.holes:
+            at = at * 3 // 4
+            self._run(at, num_points, seconds)
 
     def _run(self, at: int | None, num_points: int, seconds: float) -> None:
         folder, killed = self._new(), []
@@ -97,7 +90,7 @@ class Kills:
             if status == 0:
                 break
             if status != (1 if interrupts else -9):
-                self._hole(folder, killed, f"life {life} failed: {self._tail(folder)}")
+                self._hole(folder, killed, f"life {life} failed: {tail(folder)}")
                 return
             killed.append(told)
             self._count(folder, at, interrupts)
@@ -111,7 +104,7 @@ class Kills:
                 break
             at = self._draw.randrange(1, num_points) if self._draw.random() < 0.5 else None
         if status != 0 and self._live(folder, MOST_KILLS + 1, None, None) != 0:
-            self._hole(folder, killed, f"it does not go on: {self._tail(folder)}")
+            self._hole(folder, killed, f"it does not go on: {tail(folder)}")
             return
         self._end(folder, killed)
 
@@ -143,14 +136,9 @@ class Kills:
     def _hole(self, folder: Path, killed: Sequence[str], what: str) -> None:
         self.tally.holes.append(f"{self.name}: killed at {', '.join(killed)}: {what} [{folder}]")
 
-    def _tail(self, folder: Path) -> str:
-        return (folder / "output").read_text()[-1500:]
 
-
-def points_of(total: int, wanted: int | None, draw: random.Random) -> list[int]:
-    """Every point of a run, or some of them."""
-    every = list(range(1, total + 1))
-    return every if wanted is None or wanted >= total else sorted(draw.sample(every, wanted))
+def tail(folder: Path) -> str:
+    return (folder / "output").read_text()[-1500:]
 
 
 def _say(line: str) -> None:
@@ -175,8 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw = random.Random(f"{chosen.seed} {name}")
         kills = Kills(name, *WHOM[name], folder, draw)
         total, seconds = kills.measure()
-        for at in points_of(total, chosen.points, draw):
-            kills.run_at(at, total, seconds)
+        every = range(1, total + 1)
+        for at in every if chosen.points is None else sorted(draw.sample(every, min(chosen.points, total))):
+            kills.run(at, total, seconds)
         for _ in range(chosen.times):
             kills.run(None, total, seconds)
         tallies[name] = kills.tally

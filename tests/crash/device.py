@@ -13,6 +13,7 @@ from flower_dp.privacy.device_store import DeviceLedger
 from tests.crash.points import Points
 from tests.crash.server import EVALUATION, NUM_NODES, NUM_ROUNDS, SETUPS, Holes, Setup, TellingGrid, grid_of
 from tests.crash.witness import Heard, Witness
+from tests.grids import asks_to_train
 from tests.local_grids import linear
 
 DEVICES = {name: setup for name, setup in SETUPS.items() if setup.local}
@@ -25,22 +26,20 @@ class ReplyingGrid(TellingGrid):
         replies: list[Message] = []
         for message in messages:
             answered = list(super().send_and_receive([message], timeout=timeout))
-            texts = [
-                record[wire.messages.KEY] for record in message.content.config_records.values() if wire.messages.KEY in record
-            ]
-            for reply in answered if texts and message.metadata.message_type != "query" else ():
-                asked = json.loads(str(texts[0]))
-                if reply.has_content() and "method" in asked:
-                    self.witness.say("replied", evaluation=asked["method"] == EVALUATION, clients=_heard(reply, asked["clients"]))
+            asks = asks_to_train(message) or message.metadata.message_type == "evaluate"
+            for reply in answered if asks else ():
+                asked = json.loads(_text(message))
+                if reply.has_content():
+                    refused = wire.Answer.from_json(_text(reply), asked["clients"]).refused
+                    left = [name for name in asked["clients"] if name not in refused]
+                    self.witness.say("replied", evaluation=asked["method"] == EVALUATION, clients=left)
                     self.points.here("after a reply has left")
             replies += answered
         return replies
 
 
-def _heard(reply: Message, asked: list[str]) -> list[str]:
-    (text,) = (record[wire.messages.KEY] for record in reply.content.config_records.values() if wire.messages.KEY in record)
-    refused = wire.Answer.from_json(str(text), asked).refused
-    return [name for name in asked if name not in refused]
+def _text(message: Message) -> str:
+    return next(str(record[wire.KEY]) for record in message.content.config_records.values() if wire.KEY in record)
 
 
 def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bool = False, often: bool = False) -> None:

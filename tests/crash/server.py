@@ -84,6 +84,9 @@ class Setup:
 _POISSON = PoissonSampling(sampling_rate=RATE)
 _STEPS = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=0.5, sensitivity="per-step")
 _BUDGET = EvaluationBudget(epsilon=0.5, num_evaluations=NUM_ROUNDS)
+_TURNS = RoundRobinSampling(cohort_size=3)
+_ADAPTIVE = AdaptiveClip(initial=0.5, smallest=0.1, largest=2.0)
+_EVALUATION = PrivateEvaluation(noise_multiplier=EVALUATION_NOISE, sampling=FullSampling())
 
 
 def central(**own: Any) -> Callable[[], DPStrategy]:
@@ -91,28 +94,30 @@ def central(**own: Any) -> Callable[[], DPStrategy]:
     return lambda: DPFedAvg(**common | own)
 
 
-def _own(cls: type[DPStrategy], **own: Any) -> Callable[[], DPStrategy]:
-    return lambda: cls(
-        steps=_STEPS,
-        sampling=FullSampling(),
-        num_clients=NUM_CLIENTS,
-        num_records=NUM_RECORDS,
-        epsilon=4.0,
-        delta=DELTA,
-        quantization_levels=None,
-        num_replies=NUM_ROUNDS,
-        **own,
-    )
-
-
 def _dp_client(**node: Any) -> DPClient:
     node.pop("ledger")
     return DPClient(training=Training(learning_rate=0.1, batch_size=4), device="cpu", **node)
 
 
-def _local_client(recipe: Any, **own: Any) -> Callable[..., LocalDPClient]:
-    made = recipe(steps=_STEPS, epsilon=4.0, delta=DELTA, num_replies=NUM_ROUNDS, quantization_levels=None)
-    return lambda **node: LocalDPClient(recipe=made, device="cpu", **own, **node)
+def local(cls: type[DPStrategy], recipe: Any, budget: EvaluationBudget | None = None) -> Setup:
+    """A method whose devices have ledgers of their own, with evaluations by this budget."""
+    words: dict[str, Any] = {
+        "steps": _STEPS,
+        "epsilon": 4.0,
+        "delta": DELTA,
+        "quantization_levels": None,
+        "num_replies": NUM_ROUNDS,
+    }
+    made, own = recipe(**words), words | {"num_clients": NUM_CLIENTS, "num_records": NUM_RECORDS}
+    if budget is not None:
+        own["evaluation"] = LocalEvaluation(budget=budget, metrics={"accuracy": 1.0})
+    return Setup(
+        strategy=lambda: cls(**own, sampling=FullSampling()),
+        client=lambda **node: LocalDPClient(recipe=made, device="cpu", evaluation=budget, **node),
+        event=_charged,
+        relation="replace-one",
+        local=True,
+    )
 
 
 def _half(_: str) -> DpEvent:
@@ -129,37 +134,13 @@ def _charged(release: str) -> None:
 
 SETUPS: Mapping[str, Setup] = {
     "DP-FedAvg": Setup(strategy=central(), client=_dp_client, event=_half, drawn=True),
-    "DP-FedAvg, round robin": Setup(
-        strategy=central(sampling=RoundRobinSampling(cohort_size=3)),
-        client=_dp_client,
-        event=lambda _: GaussianDpEvent(NOISE),
-    ),
-    "adaptive clip": Setup(
-        strategy=central(clip_norm=AdaptiveClip(initial=0.5, smallest=0.1, largest=2.0)),
-        client=_dp_client,
-        event=_half,
-        drawn=True,
-    ),
-    "private evaluation": Setup(
-        strategy=central(evaluation=PrivateEvaluation(noise_multiplier=EVALUATION_NOISE, sampling=FullSampling())),
-        client=_dp_client,
-        event=_or_evaluated,
-        drawn=True,
-    ),
+    "DP-FedAvg, round robin": Setup(strategy=central(sampling=_TURNS), client=_dp_client, event=lambda _: GaussianDpEvent(NOISE)),
+    "adaptive clip": Setup(strategy=central(clip_norm=_ADAPTIVE), client=_dp_client, event=_half, drawn=True),
+    "private evaluation": Setup(strategy=central(evaluation=_EVALUATION), client=_dp_client, event=_or_evaluated, drawn=True),
     "FedAdam": Setup(strategy=central(server_optimizer=FedAdam()), client=_dp_client, event=_half, drawn=True),
-    "DP-FedPAQ": Setup(
-        strategy=_own(DPFedPAQ), client=_local_client(DPFedPAQRecipe), event=_charged, relation="replace-one", local=True
-    ),
-    "DP-FedPAQ, evaluation": Setup(
-        strategy=_own(DPFedPAQ, evaluation=LocalEvaluation(budget=_BUDGET, metrics={"accuracy": 1.0})),
-        client=_local_client(DPFedPAQRecipe, evaluation=_BUDGET),
-        event=_charged,
-        relation="replace-one",
-        local=True,
-    ),
-    "SCAFFOLD": Setup(
-        strategy=_own(Scaffold), client=_local_client(ScaffoldRecipe), event=_charged, relation="replace-one", local=True
-    ),
+    "DP-FedPAQ": local(DPFedPAQ, DPFedPAQRecipe),
+    "DP-FedPAQ, evaluation": local(DPFedPAQ, DPFedPAQRecipe, _BUDGET),
+    "SCAFFOLD": local(Scaffold, ScaffoldRecipe),
 }
 
 
@@ -177,7 +158,7 @@ class TellingGrid(LocalGrid):
         for message in messages:
             evaluates = message.metadata.message_type == "evaluate"
             if evaluates or asks_to_train(message):
-                text = next(iter(message.content.config_records.values()))[wire.messages.KEY]
+                text = next(iter(message.content.config_records.values()))[wire.KEY]
                 said = json.loads(text)
                 self.points.here("before message")
                 self.witness.say("sent", release=said["method"], round=said["server_round"], owners=said["clients"])
@@ -257,20 +238,11 @@ def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bo
         setattr(writer, "_SHARE", 1.0)  # noqa: B010
     points.install()
     try:
-        result = strategy.start(
-            grid,
-            model_arrays(linear()),
-            num_rounds=NUM_ROUNDS,
-            evaluate_fn=evaluate,
-        )
+        result = strategy.start(grid, model_arrays(linear()), num_rounds=NUM_ROUNDS, evaluate_fn=evaluate)
     finally:
         witness.say("points", passed=dict(points.passed))
-    witness.say(
-        "ended",
-        digest=digest(result.arrays),
-        reported=[report.server_round for report in strategy.rounds],
-        evaluated=list(strategy.evaluations),
-    )
+    reported = [report.server_round for report in strategy.rounds]
+    witness.say("ended", digest=digest(result.arrays), reported=reported, evaluated=list(strategy.evaluations))
 
 
 # What must hold

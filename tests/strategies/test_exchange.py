@@ -5,7 +5,6 @@ import json
 import random
 import time
 import tracemalloc
-from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -15,11 +14,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flower_dp import wire
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
-from flower_dp.strategies.exchange import Asked, Letter, More, PlainExchange
+from flower_dp.strategies.exchange import Asked, Letter, More
 from flower_dp.strategies.releases.limits import Limits
 from flower_dp.strategies.releases.release import Round
 from flower_dp.strategies.releases.replies import Collected, collect
-from tests.banded import BandedStrategy
 from tests.grids import LocalGrid
 
 
@@ -75,14 +73,6 @@ def test_a_round_holds_few_rows_whatever_the_number_of_nodes():
     assert peak < 8.5
 
 
-@pytest.mark.slow
-def test_a_round_of_2000_replies_of_a_million_values_holds_less_than_10_rows():
-    peak_of_rounds(2, 10, 1)
-    peak, strategy = peak_of_rounds(2000, 1_000_000, 1)
-    assert strategy.rounds[0].replies == 2000
-    assert peak < 10
-
-
 @pytest.mark.parametrize("step", [2.0**-20, 0.0], ids=["lattice", "no lattice"])
 def test_the_order_of_replies_changes_nothing(step):
     """Sums, metrics and names are the same to the last bit. Values of very different sizes: a float64 sum alone would differ."""
@@ -104,14 +94,6 @@ def test_the_order_of_replies_changes_nothing(step):
         assert (again.clients, again.metrics, again.refused) == (first.clients, first.metrics, first.refused)
     assert len(first.clients) == 39
     assert first.missing.silent == 1
-
-
-def test_a_refused_row_changes_no_bit_of_the_sum():
-    limits, total = Limits(length=3, clip_norm=1.0, step=2.0**-20, honest_norm=lambda names: 0.0), np.array([1.0, 2.0, 3.0])
-    for bad in (np.array([0.5, np.nan, 0.5]), np.array([0.5, np.inf, 0.5])):
-        with pytest.raises(ValueError, match="NaN or infinite"):
-            limits.add(total, bad, ["a"])
-    assert total.tolist() == [1.0, 2.0, 3.0]
 
 
 # Three stages
@@ -178,45 +160,29 @@ class Party(LocalGrid):
         return [reply for reply in replies if self.leaves.get(reply.metadata.src_node_id) != stage]
 
 
-def quiet():
-    return DPFedAvg(num_clients=4, clip_norm=1.0, noise_multiplier=1e-7, sampling=FullSampling(), delta=1e-3)
-
-
-def masked_run(grid, *, own_loop=False, strategy=None):
-    strategy = strategy or quiet()
-    strategy._session.exchange, grid.strategy = Masked(), strategy
+def masked_run(grid, *, own_loop=False, exchange=None, timeout=60.0):
+    strategy = DPFedAvg(num_clients=4, clip_norm=1.0, noise_multiplier=1e-7, sampling=FullSampling(), delta=1e-3)
+    strategy._session.exchange, grid.strategy = exchange or Masked(), strategy
     arrays = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
     if not own_loop:
-        return strategy, strategy.start(grid, arrays, num_rounds=2, timeout=60.0).arrays["w"].numpy()
+        return strategy, strategy.start(grid, arrays, num_rounds=2, timeout=timeout).arrays["w"].numpy()
     for server_round in (1, 2):
         messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
         arrays, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages))
     return strategy, arrays["w"].numpy()
 
 
-def banded():
-    return BandedStrategy(num_rounds=2, noise_multiplier=1e-7)
-
-
-@pytest.mark.parametrize(("noise", "cohort"), [(quiet, 4), (banded, 2)], ids=["independent", "banded"])
 @pytest.mark.parametrize("own_loop", [False, True])
-def test_an_exchange_of_three_stages_gives_the_sum_and_is_charged_once_a_round(own_loop, noise, cohort):
-    """With banded noise two clients have their turn in each of the two rounds."""
+def test_an_exchange_of_three_stages_gives_the_sum_and_is_charged_once_a_round(own_loop):
     grid = Party(4)
-    strategy, model = masked_run(grid, own_loop=own_loop, strategy=noise())
+    strategy, model = masked_run(grid, own_loop=own_loop)
     np.testing.assert_allclose(model, 2 * sum(round(node * 0.01 / STEP) * STEP for node in (1, 2, 3, 4)) / 4, atol=1e-5)
-    sent = Counter((stage, many) for stage, many, _ in grid.stages)
-    assert sent == dict.fromkeys([("seed", cohort), ("row", cohort), ("unmask", cohort)], 2)
+    assert [stage[:2] for stage in grid.stages] == [("seed", 4), ("row", 4), ("unmask", 4)] * 2
     assert grid.charged == [1, 1, 1, 2, 2, 2]
     assert strategy.statement.num_rounds == 2
-
-
-def test_the_stages_of_a_round_share_its_time():
-    grid = Party(4)
-    masked_run(grid)
-    times = [left for _, _, left in grid.stages]
-    assert times[0] > times[1] > times[2] > 0
-    assert times[0] <= 60
+    if not own_loop:  # the stages of a round share its time
+        times = [left for *_, left in grid.stages]
+        assert 60 >= times[0] > times[1] > times[2] > 0
 
 
 def test_a_node_that_leaves_between_two_stages_is_missing_in_the_sum():
@@ -233,16 +199,9 @@ def test_after_the_deadline_no_stage_is_sent():
             return super().total(asked, replies, more, seeded=seeded)
 
     grid = Party(4)
-    strategy = quiet()
-    strategy._session.exchange, grid.strategy = Late(), strategy
-    arrays = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
     with pytest.raises(RuntimeError, match="usable update"):
-        strategy.start(grid, arrays, num_rounds=1, timeout=0.2)
-    assert [stage for stage, _, _ in grid.stages] == ["seed"]
-
-
-def test_the_exchange_of_a_strategy_is_the_plain_one():
-    assert isinstance(quiet()._session.exchange, PlainExchange)
+        masked_run(grid, exchange=Late(), timeout=0.2)
+    assert {stage for stage, *_ in grid.stages} == {"seed"}
 
 
 @pytest.mark.parametrize("clip_norm", [2.0, None])

@@ -1,11 +1,10 @@
-"""The journal of a run: who follows it, what they learn, and what their errors do."""
+"""The journal of a run and its `evaluate_fn`: who follows it, what they learn, and what their errors do."""
 
 import logging
 
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
-from flwr.serverapp.strategy import Result
 
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
 from flower_dp.strategies import DPFedAvg
@@ -26,6 +25,10 @@ def grid():
 
 def weights():
     return arrays(w=np.zeros(3, np.float32))
+
+
+def made(kind=DPFedAvg, **words):
+    return kind(**WORDS | {"sampling": FullSampling()} | words)
 
 
 class Keep:
@@ -95,7 +98,7 @@ def test_a_tracker_learns_of_every_round_and_its_errors_change_nothing(method, c
 
 def test_a_tracker_that_cannot_begin_ends_the_run_before_any_client_is_asked():
     keep, asked = Keep(fails=("open",)), grid()
-    strategy = DPFedAvg(**WORDS, sampling=FullSampling(), on_round=keep)
+    strategy = made(on_round=keep)
     with pytest.raises(OSError, match="open: no connection"):
         strategy.start(asked, weights(), num_rounds=2)
     assert (keep.calls, asked.sent, strategy.epsilon) == (["open"], [], 0.0)
@@ -104,12 +107,10 @@ def test_a_tracker_that_cannot_begin_ends_the_run_before_any_client_is_asked():
     assert keep.calls[1:] == ["open", "line", "line", "line", "close"]
 
 
-@pytest.mark.parametrize(
-    "sampling", [PoissonSampling(sampling_rate=0.9), FixedSizeSampling(cohort_size=2), FullSampling()], ids=str
-)
+@pytest.mark.parametrize("sampling", [PoissonSampling(sampling_rate=0.9), FixedSizeSampling(cohort_size=2), FullSampling()])
 def test_a_tracker_learns_nothing_of_a_secret_cohort(sampling):
     keep = Keep()
-    strategy = DPFedAvg(**WORDS, sampling=sampling, relation="replace-one", on_round=keep)
+    strategy = made(sampling=sampling, relation="replace-one", on_round=keep)
     strategy.start(grid(), weights(), num_rounds=3, evaluate_fn=lambda number, model: MetricRecord({"rmse": number / 2}))
     public = {"round", "num-rounds", "epsilon", "delta", "rmse"}
     secret = not isinstance(sampling, FullSampling)
@@ -120,26 +121,31 @@ def test_a_tracker_learns_nothing_of_a_secret_cohort(sampling):
     assert [line["epsilon"] for line in keep.lines] == [0.0, *(report.epsilon for report in strategy.rounds)]
 
 
-def test_a_folder_that_cannot_be_written_at_the_end_leaves_no_tracker_open(seen, monkeypatch):
-    def full(statement, result):
-        raise OSError("no space left on device")
+@pytest.mark.parametrize(("failing", "rounds"), [("line", 1), ("end", 2)])
+def test_a_folder_that_cannot_be_written_ends_the_run_and_leaves_no_tracker_open(failing, rounds, seen, monkeypatch):
+    """It is no failure of the user's function."""
 
-    monkeypatch.setattr(seen, "end", full)
-    keep = Keep()
+    def full(*given):
+        if failing == "end" or given[0]["round"] == 1:
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr(seen, failing, full)
+    strategy = made(on_round=Keep())
     with pytest.raises(OSError, match="no space left"):
-        DPFedAvg(**WORDS, sampling=FullSampling(), on_round=keep).start(grid(), weights(), num_rounds=1)
-    assert keep.calls == ["open", "line", "line", "close"]
+        strategy.start(grid(), weights(), num_rounds=2)
+    assert len(strategy.rounds) == rounds
+    assert (strategy.on_round.calls[0], strategy.on_round.calls[-1]) == ("open", "close")
 
 
 def test_what_a_tracker_does_to_a_line_reaches_nobody_else(seen):
-    strategy = DPFedAvg(**WORDS, sampling=FullSampling(), on_round=Keep())
+    strategy = made(on_round=Keep())
     strategy.start(grid(), weights(), num_rounds=2)
     assert [line["epsilon"] for line in seen.lines] == [0.0, *(report.epsilon for report in strategy.rounds)]
 
 
 def test_what_is_no_function_is_refused():
     with pytest.raises(ValueError, match=r"on_round='runs': must be a function"):
-        DPFedAvg(**WORDS, sampling=FullSampling(), on_round="runs")
+        made(on_round="runs")
 
 
 # Loops of one's own
@@ -175,7 +181,7 @@ class Mixed(Mixin, DPFedAvg):
 
 @pytest.mark.parametrize("kind", [OwnLoop, InKeywords, Mixed])
 def test_a_loop_of_ones_own_is_followed(kind, seen):
-    strategy = kind(**WORDS, sampling=FullSampling())
+    strategy = made(kind)
     model = strategy.start(grid(), weights(), num_rounds=2, evaluate_fn=lambda number, model: MetricRecord({"rmse": number}))
     assert isinstance(model, ArrayRecord)
     assert [(line["round"], line.get("rmse"), line["num-rounds"]) for line in seen.lines] == [(0, None, 2), (1, 1, 2), (2, 2, 2)]
@@ -184,62 +190,57 @@ def test_a_loop_of_ones_own_is_followed(kind, seen):
     np.testing.assert_array_equal(result.arrays["w"].numpy(), model["w"].numpy())
 
 
-class Chooses(DPFedAvg):
-    """Another final model than the last."""
+class Own(DPFedAvg):
+    """Another final model than the last, and a number of its own in the lines."""
 
     def start(self, grid, initial_arrays, num_rounds=3, **named):
         result = super().start(grid, initial_arrays, num_rounds, **named)
         result.arrays = arrays(w=np.full(3, 7.0, np.float32))
         return result
 
-
-class Named(DPFedAvg):
-    """A number of its own in the lines."""
-
     def line_of(self, server_round):
         return {**super().line_of(server_round), "site": 7}
 
 
-def test_the_lines_are_those_of_the_strategys_own_class(seen):
-    Named(**WORDS, sampling=FullSampling()).start(grid(), weights(), num_rounds=2)
-    assert [line["site"] for line in seen.lines] == [7, 7, 7]
-
-
-def test_the_final_model_is_that_of_the_outermost_start(seen):
-    result = Chooses(**WORDS, sampling=FullSampling()).start(grid(), weights(), num_rounds=2)
+def test_lines_and_final_model_are_those_of_the_strategys_own_class(seen):
+    result = made(Own).start(grid(), weights(), num_rounds=2)
+    assert [(line["round"], line["site"]) for line in seen.lines] == [(0, 7), (1, 7), (2, 7)]
     ((_, found),) = seen.ends
     assert found is result
     assert found.arrays["w"].numpy()[0] == 7.0
-    assert [line["round"] for line in seen.lines] == [0, 1, 2]
 
 
 # Runs that fail
 
 
-def test_a_round_that_was_released_before_a_failure_is_in_the_journal(seen):
+@pytest.mark.parametrize(
+    ("which", "when"), [(0, "on the initial model, before any charge"), (2, "in round 2, whose cost is stated")]
+)
+def test_a_failing_evaluate_fn_is_named_and_what_was_released_before_is_in_the_journal(which, when, seen):
     def broken(number, model):
-        if number == 2:
-            raise RuntimeError("the disk is full")
-        return MetricRecord({"rmse": number})
+        if number == which:
+            raise KeyError("rmse")
+        return {"rmse": float(number)}
 
-    strategy = DPFedAvg(**WORDS, sampling=FullSampling())
-    with pytest.raises(RuntimeError, match="disk is full"):
-        strategy.start(grid(), weights(), num_rounds=3, evaluate_fn=broken)
-    assert [(line["round"], line.get("rmse")) for line in seen.lines] == [(0, 0), (1, 1), (2, None)]
+    strategy, nodes = made(), grid()
+    with pytest.raises(RuntimeError, match=f"evaluate_fn failed {when}: KeyError: 'rmse'"):
+        strategy.start(nodes, weights(), num_rounds=3, evaluate_fn=broken)
+    assert [line["round"] for line in seen.lines] == list(range(which + 1))
+    assert ["rmse" in line for line in seen.lines] == [True] * which + [False]
     assert seen.lines[-1]["epsilon"] == strategy.epsilon
     ((statement, result),) = seen.ends
-    assert (statement.num_rounds, result) == (2, None)
+    assert (statement.num_rounds, len(strategy.rounds), len(nodes.received), result) == (which, which, 4 * which, None)
+
+
+@pytest.mark.parametrize("returned", [(0.5, {"accuracy": 0.9}), 0.5, [0.5]])
+def test_what_is_no_metrics_is_refused_by_name_before_a_charge(returned):
+    strategy, nodes = made(), grid()
+    with pytest.raises(RuntimeError, match=r"before any charge: TypeError: it returned a .*: must be a MetricRecord, a dict"):
+        strategy.start(nodes, weights(), num_rounds=3, evaluate_fn=lambda server_round, arrays: returned)
+    assert (strategy.epsilon, nodes.received) == (0, [])
 
 
 def test_a_run_that_did_not_begin_has_no_line(seen):
     with pytest.raises(ValueError, match="num_rounds"):
-        DPFedAvg(**WORDS, sampling=FullSampling()).start(grid(), weights(), num_rounds=-1)
+        made().start(grid(), weights(), num_rounds=-1)
     assert seen.lines == []
-
-
-def test_a_strategy_that_starts_again_has_a_new_journal(seen):
-    strategy = DPFedAvg(**WORDS, sampling=FullSampling())
-    for _ in range(2):
-        assert isinstance(strategy.start(grid(), weights(), num_rounds=1), Result)
-    assert [line["round"] for line in seen.lines] == [0, 1, 0, 1]
-    assert strategy._session.journal is None

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from dp_accounting import ComposedDpEvent, GaussianDpEvent, LaplaceDpEvent
+from dp_accounting import ComposedDpEvent, LaplaceDpEvent
 from flwr.app import RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,10 +31,9 @@ from flower_dp.clients import (
     Training,
     client_app,
 )
-from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.clients.local.evaluation import record_loss_and_accuracy
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
+from flower_dp.core.sampling import FullSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
@@ -67,15 +66,8 @@ STEPS = FedPAQSteps(
     learning_rate=1e-6, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step", decay_iterations=None
 )
 PAQ = {"steps": STEPS, "epsilon": EPSILON, "delta": 1e-3, "quantization_levels": None}
-PASGD = {
-    "batch_size": 16,
-    "clip_norm": 1.0,
-    "epsilon": EPSILON,
-    "delta": 1e-3,
-    "num_steps": 6,
-    "num_local_steps": 2,
-    "learning_rate": 1e-6,
-}
+PASGD = {"batch_size": 16, "clip_norm": 1.0, "epsilon": EPSILON, "delta": 1e-3}
+PASGD |= {"num_steps": 6, "num_local_steps": 2, "learning_rate": 1e-6}
 NBAFL = {"clip_norm": 2.0, "paper_epsilon": 1.0, "delta": 1e-3, "uplink_exposures": 3}
 SGD = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": EPSILON}
 GAUSSIAN = {"mechanism": "gaussian", "clip_norm": 1.0, "epsilon": EPSILON, "delta": 1e-3}
@@ -100,10 +92,7 @@ METHODS = {
     "fedsgd-dpc add-or-remove": sgd(GAUSSIAN, relation="add-or-remove-one"),
     "dp-fedpaq": paq(DPFedPAQ, DPFedPAQRecipe),
     "scaffold": paq(Scaffold, ScaffoldRecipe),
-    "dp-pasgd": (
-        lambda **options: DPPASGD(**PASGD, num_clients=CLIENTS, num_records=SIZE, **options),
-        DPPASGDRecipe(**PASGD),
-    ),
+    "dp-pasgd": (lambda **options: DPPASGD(**PASGD, num_clients=CLIENTS, num_records=SIZE, **options), DPPASGDRecipe(**PASGD)),
     "nbafl": (
         lambda **options: NbAFL(**NBAFL, num_clients=CLIENTS, num_records=SIZE, **options),
         NbAFLRecipe(**NBAFL, min_records=SIZE, training=Training(learning_rate=1e-6)),
@@ -161,25 +150,6 @@ def test_values_are_those_of_the_clients_records(method, nodes):
     assert reported["loss"] == pytest.approx(math.log1p(math.exp(-2)) + 2 * (1 - 0.625), abs=1e-4)
 
 
-def test_clients_weigh_by_their_public_data_sizes_as_in_training():
-    sizes = {"c0": 10, "c1": 20, "c2": 30, "c3": 40}
-    recipe = FedSGDDPCRecipe(**SGD, num_replies=3, num_records=sizes)
-
-    def client_fn(context):
-        name = NAMES[int(context.node_config["partition-id"])]
-        records = data(name, sizes[name])
-        return LocalDPClient(model=nn.Linear(2, 2), clients={name: records}, recipe=recipe, evaluation=PLENTY, device="cpu")
-
-    grid = LocalGrid(client_app(client_fn), CLIENTS)
-    plan = LocalEvaluation(budget=PLENTY)
-    strategy = FedSGDDPC(**SGD, **TURN | {"num_records": sizes}, evaluation=plan)
-    strategy.plan(3)
-    strategy._known_clients(grid)
-    # The first records of every client are those that the model gets right: all of them here.
-    right = sum(min(RIGHT[name], size) for name, size in sizes.items())
-    assert dict(evaluate(strategy, grid))["accuracy"] == pytest.approx(right / 100, abs=1e-4)
-
-
 def test_a_metric_of_ones_own_is_clipped_to_its_bound_record_by_record():
     values = iter([3.0, -1.0, math.nan, 0.5] * (SIZE // 4) * CLIENTS)
     metrics = RecordMetrics(names=("age",), of=lambda outputs, target: {"age": next(values)})
@@ -195,19 +165,6 @@ def test_the_standard_error_is_that_of_the_noise_where_all_clients_are_there():
     error = math.sqrt(2) * 8 / 40 / math.sqrt(4) * 2 / 2
     assert reported["accuracy-standard-error"] == pytest.approx(error)
     assert reported["loss-standard-error"] == pytest.approx(4 * error)
-
-
-def test_the_estimate_is_unbiased_and_its_error_is_as_told():
-    """3,000 evaluations of one client: the mean is 5 standard errors off with probability 6e-7; the seed is fixed."""
-    terms = BUDGET.terms("c1", METHODS["fedsgd-dpc laplace"][1].terms("c1", data("c1")))
-    metric_bounds = MetricBounds(bounds={"loss": 4.0, "accuracy": 1.0})
-    rng = np.random.default_rng(5)
-    rows = metric_bounds.centred(np.tile([[0.7, 1.0], [2.3, 0.0]], (SIZE // 2, 1)))
-    fractions = np.asarray([metric_bounds.fractions(private_row(rows, terms.release, rng)) for _ in range(3000)])
-    std = math.sqrt(2) * 8 / 40
-    assert np.abs(fractions.mean(0) - [1.5 / 4, 0.5]).max() < 5 * std / math.sqrt(3000)
-    # Of a Laplace sample's std the relative error is sqrt(5 / 4 / 3000) = 2 %.
-    assert fractions.std(0) == pytest.approx(std, rel=0.1)
 
 
 # Noise
@@ -234,9 +191,7 @@ def test_a_budget_pays_for_all_evaluations_and_not_for_one_more(method):
     relation = "add-or-remove-one" if "add" in method else "replace-one"
     assert (release.relation, release.unit) == (relation, "client" if method == "nbafl" else "record")
     assert (terms.num_replies, release.num_clients) == (2, {"nbafl": 1}.get(method, SIZE))
-    one = release.sensitivity / release.noise_scale
-    assert 2 * one <= 0.5
-    assert 2 * one == pytest.approx(0.5, rel=1e-9)
+    assert 0.5 * (1 - 1e-9) <= 2 * release.sensitivity / release.noise_scale <= 0.5
 
 
 VALUES = arrays_of.arrays(np.float64, (5, 3), elements=st.floats(allow_nan=True, allow_infinity=True))
@@ -251,36 +206,16 @@ def test_one_record_moves_the_sum_by_what_the_noise_is_made_for(values, others):
     assert np.abs(rows.sum(0) - rows[1:].sum(0)).sum() <= 1 + 1e-12
 
 
-class Mixing(nn.Module):
-    """A model whose outputs depend on the whole batch."""
+class MixingSome(nn.Module):
+    """A model that mixes a batch only where one of its records is [5, 0], which no made-up record is."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(2, 2)
 
     def forward(self, inputs):
-        return self.linear(inputs - inputs.mean(0))
-
-
-def test_a_records_metrics_are_its_own_whatever_the_model_does_with_a_batch():
-    inputs = torch.tensor([[5.0, 0.0], [0.0, 0.0], [-1.0, 3.0], [2.0, 2.0]])
-    records = TensorRecords(inputs=inputs, targets=torch.tensor([0, 1, 0, 1]))
-    model = FlatModel(Mixing())
-    training = gradient_terms(**SGD, delta=0.0, num_replies=3, num_records=4)
-    release = PLENTY.terms("a", training).release
-    metrics = record_loss_and_accuracy(nn.functional.cross_entropy)
-    metric_bounds = MetricBounds(bounds={"loss": 10.0})
-    row = evaluated_row(model, records, metrics, bounds=metric_bounds, release=release, rng=np.random.default_rng(0))
-    with torch.no_grad():  # alone, every record is its own mean
-        alone = [float(nn.functional.cross_entropy(model.module.linear.bias[None], torch.tensor([label]))) for label in (0, 1)]
-    assert metric_bounds.fractions(row)[0] == pytest.approx(np.mean(alone) / 10, abs=1e-5)
-
-
-class MixingSome(Mixing):
-    """A model that mixes a batch only where one of its records is [5, 0], which no made-up record is."""
-
-    def forward(self, inputs):
-        return super().forward(inputs) if (inputs == torch.tensor([5.0, 0.0])).all(1).any() else self.linear(inputs)
+        mixes = (inputs == torch.tensor([5.0, 0.0])).all(1).any()
+        return self.linear(inputs - inputs.mean(0) if mixes else inputs)
 
 
 def test_a_record_that_a_model_mixes_with_others_is_evaluated_alone():
@@ -307,21 +242,14 @@ class Broken(TensorRecords):
         return super().batch(positions, device)
 
 
-def row_of(records, size=SIZE, *, metrics=None, relation="replace-one", module=None):
+def row_of(records, size=SIZE, *, metrics=None, relation="replace-one"):
     training = gradient_terms(**SGD, delta=0.0, num_replies=3, num_records=size, relation=relation)
     metric_bounds = MetricBounds(bounds={"accuracy": 1.0})
-    model = FlatModel(module or nn.Linear(2, 2))
+    model = FlatModel(nn.Linear(2, 2))
     model.vector.copy_(torch.tensor([1.0, 1, 0, 0, 0, 0]))
     metrics = metrics or record_loss_and_accuracy(nn.functional.cross_entropy)
     release = PLENTY.terms("a", training).release
     return evaluated_row(model, records, metrics, bounds=metric_bounds, release=release, rng=np.random.default_rng(0))
-
-
-def test_an_evaluation_leaves_every_layer_in_its_mode():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.5)))
-    module[1].eval()
-    row_of(data("c1"), module=module)
-    assert [layer.training for layer in module.modules()] == [True, True, False, False]
 
 
 def test_a_record_that_cannot_be_read_counts_as_zero_and_changes_no_other(caplog):
@@ -406,29 +334,6 @@ def test_a_client_refuses_more_evaluations_than_it_agreed_to_whatever_the_server
     assert not answers[2].total.any()
 
 
-def test_the_account_of_evaluations_is_not_that_of_training():
-    state = RecordDict()
-    for _ in range(2):
-        ask(device(state=state), instruction_of(BUDGET))
-    record = state["flower-dp.account"]
-    assert (record["clients"], record["replies"]) == (["c0, evaluation"], [2])
-
-
-def test_a_charge_stands_before_a_record_is_touched():
-    state, seen = RecordDict(), []
-
-    class Watched(TensorRecords):
-        def batch(self, positions, device):
-            seen.append(list(state["flower-dp.account"]["replies"]))
-            return super().batch(positions, device)
-
-    client = device(state=state)
-    whole = data("c0")
-    client.clients = {"c0": Watched(inputs=whole.inputs, targets=whole.targets)}
-    ask(client, instruction_of(BUDGET))
-    assert set(map(tuple, seen)) == {(1,)}
-
-
 @pytest.mark.parametrize(
     ("budget", "changes", "match"),
     [
@@ -457,7 +362,7 @@ def test_a_client_works_by_its_own_budget_alone(budget, changes, match):
         (ClientPolicy(min_evaluation_noise_std=9.0), "min_evaluation_noise_std=9: this client's own terms have less noise"),
         (
             ClientPolicy(min_evaluation_noise_multiplier=9.0),
-            "min_evaluation_noise_multiplier=9: this client's own terms have less noise",
+            "min_evaluation_noise_multiplier=9: this client's own terms have less",
         ),
     ],
 )
@@ -469,16 +374,11 @@ def test_a_policy_is_asked_as_well(policy, match):
     ("changes", "match"),
     [
         ({"metrics": {"bounds": {"f1": 1.0}}}, "metric 'f1': this client has loss, accuracy"),
-        ({"metrics": {"bounds": {}}}, "metrics="),
-        ({"metrics": GONE}, "metrics: must be asked for by method='private-evaluation'"),
         ({"own": {}}, "own: has no terms of 1 of 1 clients"),
         (told("c0", weight=-1.0), "weight=-1"),
         ({"placement": "central"}, "own: must be there for placement='local' alone"),
         ({"placement": "central", **NO_OWN}, "placement='central': this client's messages are private on its own terms"),
-        (
-            {"placement": "distributed", "noise_std": 0.5, "step": 2.0**-20, **NO_OWN},
-            "placement='distributed': this client's messages are private on its own terms",
-        ),
+        ({"placement": "distributed", "noise_std": 0.5, "step": 2.0**-20, **NO_OWN}, "placement='distributed': this client's"),
         ({"clip_norm": 100.0}, "clip_norm=100: must be 1 for an evaluation"),
     ],
 )
@@ -500,29 +400,6 @@ def test_a_ledger_on_the_device_counts_the_evaluations_of_all_runs(tmp_path):
     assert {name: entry.replies for name, entry in entries.items()} == {"c0": 0, "c0, evaluation": 2}
     ((event, count),) = entries["c0, evaluation"].counts.items()
     assert (event, count) == (LaplaceDpEvent(event.noise_multiplier), 2)
-
-
-def test_a_ledger_of_somebody_else_pays_no_evaluation(tmp_path):
-    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["somebody"])
-    assert "ledger can't be used" in ask(device(ledger=str(ledger.path)), instruction_of(BUDGET)).refused["c0"]
-
-
-def test_a_ledger_that_is_put_back_pays_no_evaluation(tmp_path):
-    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
-    old, state = ledger.path.read_bytes(), RecordDict()
-    assert not ask(device(ledger=str(ledger.path), state=state), instruction_of(BUDGET)).refused
-    ledger.path.write_bytes(old)
-    answer = ask(device(ledger=str(ledger.path), state=state), instruction_of(BUDGET))
-    assert "ledger can't be used" in answer.refused["c0"]
-
-
-def test_the_ledger_of_the_nodes_config_is_used(tmp_path):
-    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", NAMES)
-    grid = grid_of(METHODS["fedsgd-dpc laplace"][1])
-    for context in grid.contexts.values():
-        context.node_config[LEDGER_PATH] = str(ledger.path)
-    evaluate(opened("fedsgd-dpc laplace", grid), grid)
-    assert {entry.replies for name, entry in ledger.read().items() if name.endswith("evaluation")} == {1}
 
 
 # The server
@@ -566,7 +443,6 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
     papers = [statement.paper, *(one.paper for one in statement.adversaries)]
     assert not any(paper.valid for paper in papers if paper is not None)
     assert strategy.rounds[-1].epsilon >= total - 1e-6
-    assert "\nEach client's evaluations alone: 0.5000\n" in str(statement)
 
 
 def test_pure_epsilons_add_up():
@@ -590,13 +466,12 @@ def test_a_clients_total_keeps_the_sum_of_its_budgets(sampling_rate):
 
 def test_outsiders_of_nbafl_see_evaluations():
     make, recipe = METHODS["nbafl"]
-    epsilons = {}
-    for name, options in {"with": {"evaluation": LocalEvaluation(budget=BUDGET)}, "without": {}}.items():
+    stated = []
+    for options in ({}, {"evaluation": LocalEvaluation(budget=BUDGET)}):
         strategy = make(**options)
         strategy.start(grid_of(recipe), flat(), num_rounds=3)
-        epsilons[name] = {one.name: one.epsilon for one in strategy.statement.adversaries}
-    for who, alone in epsilons["without"].items():
-        assert alone < epsilons["with"][who] <= alone + 0.5 + 1e-6
+        stated.append([one.epsilon for one in strategy.statement.adversaries])
+    assert all(alone < both <= alone + 0.5 + 1e-6 for alone, both in zip(*stated, strict=True))
 
 
 def test_a_round_is_evaluated_once():
@@ -636,38 +511,22 @@ def test_plans_of_the_other_kind_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "match"),
+    ("make", "arguments", "match"),
     [
-        ({"epsilon": 0.0}, "evaluation epsilon=0"),
-        ({"epsilon": math.inf}, "evaluation epsilon=inf"),
-        ({"epsilon": {"a": -1.0}}, "evaluation epsilon=-1"),
-        ({"num_evaluations": 0}, "num_evaluations=0"),
+        (EvaluationBudget, {"epsilon": 0.0}, "evaluation epsilon=0"),
+        (EvaluationBudget, {"epsilon": math.inf}, "evaluation epsilon=inf"),
+        (EvaluationBudget, {"epsilon": {"a": -1.0}}, "evaluation epsilon=-1"),
+        (EvaluationBudget, {"num_evaluations": 0}, "num_evaluations=0"),
+        (LocalEvaluation, {"every": 0}, "every=0"),
+        (LocalEvaluation, {"metrics": {"loss": 0.0}}, "metrics\\['loss'\\]=0"),
+        (LocalEvaluation, {"budget": 0.5}, "budget=0.5: must be an EvaluationBudget"),
+        (LocalEvaluation, {"sampling": 0.5}, "sampling=0.5"),
     ],
 )
-def test_budgets_that_make_no_sense_are_refused(arguments, match):
+def test_budgets_and_plans_that_make_no_sense_are_refused(make, arguments, match):
+    good = {"budget": BUDGET} if make is LocalEvaluation else {"epsilon": 1.0, "num_evaluations": 1}
     with pytest.raises(ValueError, match=match):
-        EvaluationBudget(**{"epsilon": 1.0, "num_evaluations": 1} | arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"every": 0}, "every=0"),
-        ({"metrics": {"loss": 0.0}}, "metrics\\['loss'\\]=0"),
-        ({"budget": 0.5}, "budget=0.5: must be an EvaluationBudget"),
-        ({"sampling": 0.5}, "sampling=0.5"),
-    ],
-)
-def test_plans_that_make_no_sense_are_refused(arguments, match):
-    with pytest.raises(ValueError, match=match):
-        LocalEvaluation(**{"budget": BUDGET} | arguments)
-
-
-def test_a_sampled_cohort_evaluates_and_the_others_are_not_charged():
-    grid = grid_of(METHODS["dp-fedpaq"][1])
-    strategy = opened("dp-fedpaq", grid, sampling=PoissonSampling(sampling_rate=0.5))
-    asked = len(strategy.configure_evaluate(1, flat(), {}, grid))
-    assert sum(strategy.rules.evaluation.counts(strategy.charges).values()) == asked
+        make(**good | arguments)
 
 
 def test_every_metric_has_noise_of_its_own():
@@ -677,10 +536,13 @@ def test_every_metric_has_noise_of_its_own():
     assert len(set(row.tolist())) == 16
 
 
+def instructed(message):
+    return json.loads(next(record[wire.KEY] for record in message.content.config_records.values() if wire.KEY in record))
+
+
 def asked_by_name(messages):
     """How often each client was asked to evaluate."""
-    texts = [next(record[wire.KEY] for record in one.content.config_records.values() if wire.KEY in record) for one in messages]
-    return Counter(name for text in texts for name in json.loads(text)["clients"])
+    return Counter(name for message in messages for name in instructed(message)["clients"])
 
 
 @pytest.mark.slow
@@ -735,19 +597,7 @@ def test_clients_of_one_node_are_promised_the_least_noise_of_them():
     grid = grid_of(METHODS["fedsgd-dpc laplace"][1], budget, nodes=1)
     strategy = opened("fedsgd-dpc laplace", grid, budget)
     (message,) = strategy.configure_evaluate(1, flat(), {}, grid)
-    (text,) = (record[wire.KEY] for record in message.content.config_records.values() if wire.KEY in record)
-    reported = json.loads(text)["ask"]
+    reported = instructed(message)["ask"]
     assert reported["promise"]["noise_multiplier"] == pytest.approx(2 * 2 / 4.0)
     assert [one["noise_multiplier"] for one in reported["own"].values()] == pytest.approx([8.0, 4.0, 2.0, 1.0])
     assert strategy.statement.clients.evaluation == pytest.approx({"c0": 0.25, "c1": 0.5, "c2": 1.0, "c3": 2.0})
-
-
-def test_noise_of_training_is_what_it_was():
-    """The evaluation's budget is added to the method's, not taken from it."""
-    plain = METHODS["fedsgd-dpc gaussian"][0]()
-    grid = grid_of(METHODS["fedsgd-dpc gaussian"][1])
-    strategy = opened("fedsgd-dpc gaussian", grid)
-    plain.plan(3)
-    plain._known_clients(grid_of(METHODS["fedsgd-dpc gaussian"][1]))
-    assert strategy.rules.books.terms["c0"] == plain.rules.books.terms["c0"]
-    assert isinstance(strategy.rules.books.terms["c0"].event, GaussianDpEvent)

@@ -3,12 +3,9 @@
 import json
 import math
 import sqlite3
-import sys
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import count
 
 import pytest
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, SelfComposedDpEvent
@@ -22,11 +19,12 @@ from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.store import Store
-from flower_dp.strategies import DPPASGD, DPFedAvg, EvaluationBudget, LocalEvaluation, PrivateEvaluation
+from flower_dp.strategies import DPPASGD, DPFedAvg, PrivateEvaluation
 from flower_dp.strategies.log import MemoryLog, StoreLog
 from tests.charges import Kept, assert_charges_are_the_ledgers, charge
 from tests.contract_runs import SMALL, app_of, evaluating_stock_app
-from tests.contracts import METHODS, Words
+from tests.contracts import Words
+from tests.gaps import Killed
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear
 from tests.stock import shifted, stock_app
@@ -46,13 +44,12 @@ class LookingGrid(LocalGrid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         messages = list(messages)
-        kinds = {message.metadata.message_type for message in messages}
-        if self.path is not None and ("evaluate" in kinds or any(map(asks_to_train, messages))):
+        asks = any(asks_to_train(one) or one.metadata.message_type == "evaluate" for one in messages)
+        if self.path is not None and asks:
             db = sqlite3.connect(self.path)
             told = [json.loads(about) for (about,) in db.execute("SELECT about FROM charges ORDER BY id")]
-            found = [(one["release"], one["round"]) for one in told]
             db.close()
-            self.seen.append((next(iter(kinds)), found[-1] if found else None, len(found)))
+            self.seen.append((told[-1]["release"], told[-1]["round"], len(told)))
         return super().send_and_receive(messages, timeout=timeout)
 
 
@@ -87,11 +84,9 @@ def test_every_round_of_every_method_is_in_the_file_before_its_messages_leave(me
     nodes = LookingGrid(app_of(method, arguments, SMALL, num_nodes=4), 4)
     nodes.path = path
     run(strategy, path, arguments.num_rounds, nodes)
-    trained = [entry for entry in nodes.seen if entry[1] is not None]
     # The broadcasts of NbAFL are charged before the model of the next round leaves.
     late = any(charge.rounds_late for charge in method.charges)
-    expected = [(method.name, one, one + late * (one - 1)) for one in (1, 2, 3)]
-    assert [(name, rounds, count) for _, (name, rounds), count in trained] == expected
+    assert nodes.seen == [(method.name, one, one + late * (one - 1)) for one in (1, 2, 3)]
     (charges,) = written(path)
     assert_charges_are_the_ledgers(strategy, Kept(each=list(charges)))
     assert strategy.charges.numbers() == {method.name: 3} | ({"broadcast": 3} if late else {})
@@ -103,14 +98,9 @@ def test_evaluations_are_in_the_file_before_their_messages_leave(path):
     nodes = LookingGrid(evaluating_stock_app(), 4)
     nodes.path = path
     run(DPFedAvg(**WORDS, evaluation=evaluation, ledger=path), path, 4, nodes)
-    assert [(kind, *entry, count) for kind, entry, count in nodes.seen if entry] == [
-        ("train", "dp-fedavg", 1, 1),
-        ("train", "dp-fedavg", 2, 2),
-        ("evaluate", "private-evaluation", 2, 3),
-        ("train", "dp-fedavg", 3, 4),
-        ("train", "dp-fedavg", 4, 5),
-        ("evaluate", "private-evaluation", 4, 6),
-    ]
+    expected = [("dp-fedavg", 1), ("dp-fedavg", 2), ("private-evaluation", 2)]
+    expected += [("dp-fedavg", 3), ("dp-fedavg", 4), ("private-evaluation", 4)]
+    assert nodes.seen == [(*one, number) for number, one in enumerate(expected, start=1)]
 
 
 def test_a_charge_that_cannot_be_written_sends_nothing_and_is_not_taken(path, monkeypatch):
@@ -126,17 +116,20 @@ def test_a_charge_that_cannot_be_written_sends_nothing_and_is_not_taken(path, mo
     monkeypatch.setattr(Store, "append", full)
     with pytest.raises(LedgerError, match="disk is full"):
         run(strategy, path, 5, nodes)
-    assert [count for kind, entry, count in nodes.seen if entry] == [1, 2]
-    assert len(nodes.sent) == len([one for one in nodes.sent if one.metadata.message_type != "train"]) + 8
+    assert [number for *_, number in nodes.seen] == [1, 2]
+    assert sum(one.metadata.message_type == "train" for one in nodes.sent) == 8
     assert strategy.statement.num_rounds == 2 == len(written(path)[0])
     assert strategy._session.log.charges.numbers() == {"dp-fedavg": 2}
     # The lock is free again.
     Store(path).close()
 
 
-def test_a_run_on_a_ledger_in_use_or_missing_ends_before_any_client_is_asked(path, tmp_path, monkeypatch):
+def test_a_run_on_a_ledger_in_use_or_missing_or_of_a_device_ends_before_any_client_is_asked(path, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_LOCK_SECONDS", 0.05)
     nodes = grid()
+    DeviceLedger.create(tmp_path / "device.sqlite", ["c0"])
+    with pytest.raises(LedgerError, match="is a device's ledger, and no server's"):
+        run(DPFedAvg(**WORDS, ledger=tmp_path / "device.sqlite"), path, 2, nodes)
     with Store(path), pytest.raises(LedgerError, match="is in use: another process writes to it"):
         run(DPFedAvg(**WORDS, ledger=path), path, 2, nodes)
     with pytest.raises(LedgerError, match="does not exist"):
@@ -192,10 +185,6 @@ def together(count):
     return pytest.approx(accounting.epsilon(event, delta=WORDS["delta"], relation="add-or-remove-one").epsilon, rel=1e-9)
 
 
-class Killed(BaseException):
-    """The server's process has ended."""
-
-
 def checkpointed(strategy, folder, num_rounds, *, resume=False, dies_in=None):
     def evaluate(server_round, arrays):
         if server_round == dies_in:
@@ -220,8 +209,10 @@ def test_runs_of_one_strategy_with_ledgers_of_their_own_have_a_joint_epsilon(tmp
     assert f"All 4 runs of this strategy together: epsilon {math.ceil(last.epsilon * 1e4) / 1e4:.4f}" in str(strategy.statement)
 
 
-def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_epsilon(tmp_path, monkeypatch):
-    strategy, append = DPFedAvg(**WORDS), Store.append
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_epsilon(shared, path, tmp_path, monkeypatch):
+    """A signal is handled when SQLite returns from the disk, before the process knows that the charge is there."""
+    strategy, append = DPFedAvg(**WORDS, ledger=path if shared else None), Store.append
 
     def interrupted(self, run, one):
         append(self, run, one)
@@ -231,15 +222,14 @@ def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_
     with monkeypatch.context() as patch:
         patch.setattr(Store, "append", interrupted)
         assert checkpointed(strategy, tmp_path / "a", 4) is None
+    assert strategy.statement.num_rounds == 2
     assert checkpointed(strategy, tmp_path / "b", 1).epsilon == together(3)
 
 
-def test_a_charge_that_could_not_be_written_does_not_stand_for_the_next_one_of_its_number(tmp_path, monkeypatch):
+def test_a_charge_that_could_not_be_written_does_not_stand_for_the_next_one_of_its_number(path, monkeypatch):
     """The joint epsilon had the clients of the first cohort, who were not asked, and not those of the second."""
-    tmp_path.chmod(0o700)
-    Store.create(tmp_path / "ledger.sqlite")
     scope, memory = Scope(unit="record", relation="replace-one"), MemoryLog(private=True)
-    log = StoreLog(tmp_path / "ledger.sqlite", method="m", delta=1e-3, private=True, memory=memory)
+    log = StoreLog(path, method="m", delta=1e-3, private=True, memory=memory)
     words = {"release": "m", "number": 1, "server_round": 1, "kind": "k", "scope": scope, "events": (GaussianDpEvent(1.0),)}
 
     def full(self, run, one):
@@ -252,51 +242,6 @@ def test_a_charge_that_could_not_be_written_does_not_stand_for_the_next_one_of_i
     log.append(Charge(owners=("b",), **words))
     log.close()
     assert memory.all.owners(scope) == log.charges.owners(scope) == ["b"]
-
-
-class Interrupts:
-    """Raises KeyboardInterrupt, as a signal may, at one of the lines that write a charge of a second round."""
-
-    def __init__(self, line):
-        self.line, self.count, self.writes = line, 0, False
-
-    def __call__(self, frame, event, argument):
-        charges = frame.f_code.co_name in ("append", "_transaction") and frame.f_code.co_filename.endswith(("log.py", "store.py"))
-        return self.at if charges else None
-
-    def at(self, frame, event, argument):
-        charge = frame.f_locals.get("charge") or next(iter(frame.f_locals.get("charges", ())), None)
-        self.writes = self.writes if charge is None else charge.number == 2
-        if event == "line" and self.writes:
-            self.count += 1
-            if self.count == self.line:
-                raise KeyboardInterrupt
-        return self.at
-
-
-def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_epsilon_of_its_ledger(tmp_path):
-    """A signal is handled when SQLite returns from the disk, before the process knows that the charge is there: at any line."""
-    tmp_path.chmod(0o700)
-    before, numbers = sys.gettrace(), Counter()
-    for line in count(1):
-        path = tmp_path / f"{line}.sqlite"
-        Store.create(path)
-        run(DPFedAvg(**WORDS, ledger=path), path, 1)
-        strategy, interrupts = DPFedAvg(**WORDS, ledger=path), Interrupts(line)
-        sys.settrace(interrupts)
-        try:
-            with suppress(KeyboardInterrupt):
-                run(strategy, path, 2)
-        finally:
-            sys.settrace(before)
-        if interrupts.count < line:
-            break
-        on_disk = len(written(path)[1])
-        numbers[on_disk] += 1
-        assert on_disk <= strategy.statement.num_rounds <= 2  # where it was not written, one too many may be told
-        assert strategy.statement.joint.num_runs == 2
-        assert strategy.statement.joint.epsilon >= together(1 + on_disk).expected * (1 - 1e-9)
-    assert min(numbers[1], numbers[2]) > 5
 
 
 def test_a_run_that_goes_on_is_one_run_with_all_of_its_rounds(tmp_path):
@@ -312,55 +257,18 @@ def test_a_run_that_goes_on_is_one_run_with_all_of_its_rounds(tmp_path):
     assert (joint.num_runs, joint.epsilon) == (2, together(6))
 
 
-def test_one_strategy_that_runs_twice_is_two_runs(path):
-    strategy = run(DPFedAvg(**WORDS, ledger=path), path, 2)
-    run(strategy, path, 3)
-    event = SelfComposedDpEvent(WORDS["sampling"].event(strategy.rules.release.mechanism.event(), 1, 4), 5)
-    expected = accounting.epsilon(event, delta=1e-3, relation="add-or-remove-one").epsilon
-    assert strategy.statement.joint.epsilon == pytest.approx(expected, rel=1e-9)
-    assert [len(charges) for charges in written(path)] == [2, 3]
-
-
-def local(path, **changes):
-    arguments = {"num_clients": 4, "batch_size": 4, "num_records": 8, "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3}
-    return DPPASGD(**arguments | {"num_steps": 3, "num_local_steps": 1, "learning_rate": 0.1} | changes, ledger=path)
-
-
-def test_the_joint_epsilon_of_local_runs_is_the_worst_clients(path):
-    method = next(one for one in METHODS if one.name == "dp-pasgd")
-    evaluation = LocalEvaluation(budget=EvaluationBudget(epsilon=0.5, num_evaluations=2))
-    charged = []
-    for changes in ({}, {"num_steps": 2}):
-        strategy = local(path, **changes, evaluation=evaluation)
-        strategy.plan(2)
-        strategy._session.open(tuple(f"c{place}" for place in range(4)))
-        with Store(path) as ledger:
-            name = ledger.begin(method=strategy.rules.about.title, delta=1e-3)
-            for names in (("c0", "c1"), ("c1", "c2")):
-                ledger.append(name, charge(strategy, names))
-        charged.append(strategy.rules.ledgers(strategy.charges)["c1"].event)
-    with Store(path) as ledger:
-        (scope,) = ledger.all.scopes
-        assert scope.unit == method.unit
-        expected = accounting.epsilon(ComposedDpEvent(charged), delta=1e-3, relation="replace-one").epsilon
-        assert ledger.all.worst(scope, 1e-3).epsilon == pytest.approx(expected, rel=1e-9)
-
-
 def test_runs_of_another_relation_are_told_apart(path):
     run(DPFedAvg(**WORDS, relation="replace-one", ledger=path), path, 2)
     second = run(DPFedAvg(**WORDS, ledger=path), path, 2)
     joint = second.statement.joint
-    assert joint.num_runs == 1
-    assert joint.epsilon == pytest.approx(second.statement.epsilon, rel=1e-9)
+    assert (joint.num_runs, joint.epsilon) == (1, pytest.approx(second.statement.epsilon, rel=1e-9))
     assert joint.apart == ("1 run for each client (replace-one)",)
     assert "not in it, since no accountant adds them up: 1 run for each client (replace-one)" in str(second.statement)
 
 
 def test_after_a_run_with_a_fixed_seed_nothing_is_private(path):
-    first = run(DPFedAvg(**WORDS, noise_seed=3, ledger=path), path, 1)
-    assert not first.statement.private
-    second = run(DPFedAvg(**WORDS, ledger=path), path, 1)
-    assert second.statement.private
+    first, second = (run(DPFedAvg(**WORDS, ledger=path, noise_seed=seed), path, 1) for seed in (3, None))
+    assert (first.statement.private, second.statement.private) == (False, True)
     assert second.statement.joint.epsilon == math.inf
     assert second.statement.to_dict()["joint"]["epsilon"] is None
     assert "together: epsilon infinite" in str(second.statement)
@@ -372,22 +280,17 @@ def test_after_a_run_with_a_fixed_seed_nothing_is_private(path):
 def test_a_run_ends_before_the_round_that_the_ledgers_budget_does_not_cover(tmp_path):
     tmp_path.chmod(0o700)
     path = tmp_path / "ledger.sqlite"
-    event = FullSampling().event(DPFedAvg(**WORDS).rules.release.mechanism.event(), 1, 4)
-
-    def cost(count):
-        return accounting.epsilon(SelfComposedDpEvent(event, count), delta=1e-3, relation="add-or-remove-one").epsilon
-
-    Store.create(path, JointBudget(epsilon=(cost(7) + cost(8)) / 2, delta=1e-3))
+    budget = (together(7).expected + together(8).expected) / 2
+    Store.create(path, JointBudget(epsilon=budget, delta=1e-3))
     first = run(DPFedAvg(**WORDS, ledger=path), path, 5)
-    assert first.statement.num_rounds == 5
-    assert not first.incidents
+    assert (first.statement.num_rounds, first.incidents) == (5, ())
     nodes = grid(path)
     second = run(DPFedAvg(**WORDS, ledger=path), path, 5, nodes)
     assert second.statement.num_rounds == 2
-    assert [count for kind, entry, count in nodes.seen if entry] == [6, 7]
+    assert [number for *_, number in nodes.seen] == [6, 7]
     (incident,) = second.incidents
     assert incident.startswith("ended before round 3: it would pass the ledger's budget, epsilon ")
-    assert second.statement.joint.epsilon <= (cost(7) + cost(8)) / 2
+    assert second.statement.joint.epsilon <= budget
     # It stays so, also for a caller with a loop of its own.
     assert not second.configure_train(4, model_arrays(linear()), ConfigRecord(), grid())
     with pytest.raises(ValueError, match="no round was run: ended before round 1: it would pass the ledger's budget"):
@@ -409,14 +312,6 @@ def test_an_evaluation_that_the_ledgers_budget_does_not_cover_is_left_out(tmp_pa
 def test_the_owner_of_a_client_level_run_is_every_client(path):
     run(DPFedAvg(**WORDS, ledger=path), path, 1)
     assert written(path)[0][0].owners == (EVERY_CLIENT,)
-
-
-def test_a_devices_ledger_is_no_servers(tmp_path):
-    DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
-    nodes = grid()
-    with pytest.raises(LedgerError, match="is a device's ledger, and no server's"):
-        run(DPFedAvg(**WORDS, ledger=tmp_path / "ledger.sqlite"), None, 1, nodes)
-    assert nodes.sent == []
 
 
 # A charge stands in one place
@@ -481,7 +376,8 @@ def test_a_charge_of_single_clients_stands_in_one_place(tmp_path):
     """One charge in the log is changed: it costs more, and clients who were not asked are charged as well."""
     relation = "replace-one"
     for changed in (False, True):
-        strategy = local(None, num_steps=2)
+        words = {"num_clients": 4, "batch_size": 4, "num_records": 8, "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3}
+        strategy = DPPASGD(**words, num_steps=2, num_local_steps=1, learning_rate=0.1)
         strategy.plan(2, NAMES)
         release, charges = strategy.rules.training, [charge(strategy, names) for names in (NAMES, NAMES[:2])]
         usual = charges[0].events[0].noise_multiplier

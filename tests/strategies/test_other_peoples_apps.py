@@ -1,24 +1,26 @@
-"""What real apps and real nodes do that tests of our own clients don't: constant arrays, dead nodes, evaluation of their own."""
+"""Apps and nodes that are not this package's: constant arrays, dead nodes, evaluation of their own, the client query, old APIs."""
 
 import logging
-from itertools import count
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from flwr.server import ServerAppComponents, ServerConfig
+from flwr.serverapp import ServerApp
 from torch import nn
 
 from flower_dp import wire
-from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
+from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays, privacy_mod
 from flower_dp.core.sampling import FullSampling
-from flower_dp.strategies import DPFedAvg
-from flower_dp.strategies.population import client_manager, client_query
+from flower_dp.strategies import DPFedAvg, DPFedSAM
+from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.population.client_manager import ClientManager
+from flower_dp.strategies.population.client_query import ClientQuery
 from flower_dp.strategies.releases import replies
-from tests.clock import Clock
-from tests.grids import LocalGrid
+from tests.grids import LocalGrid, asks_to_train
 from tests.stock import arrays, shifted, stock_app
 
 MASK = np.array([0.0, -np.inf, np.nan], np.float32)
@@ -37,6 +39,12 @@ def trained(change=None):
         return {**named, "weight": named["weight"] + 1, "mask": mask}
 
     return stock_app(train)
+
+
+def device(context):
+    records = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
+    name = f"device-{context.node_id}"
+    return DPClient(model=nn.Linear(2, 2), clients={name: records}, training=Training(learning_rate=1.0))
 
 
 # arrays that are sent and never trained
@@ -135,24 +143,10 @@ def gone(message):
     return create_message_error_unavailable_res_message(message.metadata, "node_unavail")
 
 
-class DyingGrid(LocalGrid):
-    """A grid on which a node is gone when it is asked to train; the SuperLink says so in its own name."""
-
-    dead = (1,)
-
-    def send_and_receive(self, messages, *, timeout=None):
-        out = list(messages)
-        received = list(super().send_and_receive(out, timeout=timeout))
-        train = [message for message in out if message.metadata.message_type == "train"]
-        errors = [gone(message) for message in train if message.metadata.dst_node_id in self.dead]
-        return errors + [
-            reply for reply in received if reply.metadata.message_type != "train" or reply.metadata.src_node_id not in self.dead
-        ]
-
-
 def test_a_node_that_is_gone_counts_as_silent_and_is_named(caplog):
-    grid = DyingGrid(stock_app(shifted(lambda node: 1.0)), 2)
-    strategy = DPFedAvg(**WORDS)
+    """The SuperLink says so in its own name."""
+    grid, strategy = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), DPFedAvg(**WORDS)
+    grid.tamper = lambda node, reply: [gone(grid.sent[-1]) if node == 1 else reply]
     with caplog.at_level(logging.WARNING, "flwr"):
         strategy.start(grid, arrays(weight=np.zeros(4, np.float32)), num_rounds=1)
     assert strategy.missing == replies.Missing(silent=1)
@@ -161,25 +155,15 @@ def test_a_node_that_is_gone_counts_as_silent_and_is_named(caplog):
 
 
 def test_failures_dead_nodes_and_refused_replies_are_counted_apart():
-    def error(reply, reason):
-        return [Message(metadata=reply.metadata, error=Error(code=2, reason=reason))]
-
     def tamper(node, reply):
         if node == 2:
-            return error(reply, "RuntimeError: out of memory")
+            return [Message(metadata=reply.metadata, error=Error(code=2, reason="RuntimeError: out of memory"))]
         if node == 3:
-            reply.content = RecordDict(
-                {"any": ConfigRecord({wire.REFUSED: wire.Refusal(reason="clip_norm=2: too much").to_json()})}
-            )
-            return [reply]
-        if node == 4:
-            return []
-        return [reply]
+            refusal = ConfigRecord({wire.REFUSED: wire.Refusal(reason="clip_norm=2: too much").to_json()})
+            reply.content = RecordDict({"any": refusal})
+        return [reply] if node != 4 else []
 
-    def shift(node):
-        return np.nan if node == 5 else 1.0
-
-    grid = LocalGrid(stock_app(shifted(shift)), 6, tamper=tamper)
+    grid = LocalGrid(stock_app(shifted(lambda node: np.nan if node == 5 else 1.0)), 6, tamper=tamper)
     strategy = DPFedAvg(**WORDS | {"num_clients": 6})
     strategy.start(grid, arrays(weight=np.zeros(4, np.float32)), num_rounds=1)
     assert strategy.missing == replies.Missing(silent=1, failed=1, declined=1, rejected=1)
@@ -193,69 +177,18 @@ def test_failures_dead_nodes_and_refused_replies_are_counted_apart():
 # waiting for clients
 
 
-def test_waiting_says_how_many_clients_have_registered(caplog):
-    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 3)
-    nodes, calls = list(grid.contexts), count()
-    grid.get_node_ids = lambda: nodes[: next(calls) + 1]
-    with caplog.at_level(logging.INFO, "flwr"):
-        ClientManager(3, timeout=10, newcomers=True).known_clients(grid)
-    said = [record.getMessage() for record in caplog.records]
-    assert [any(line.startswith(f"{number} of 3 clients registered") for line in said) for number in (1, 2)] == [True, True]
-
-
-def test_waiting_for_missing_clients_says_every_half_minute_who_is_there_and_how_long_it_waits(caplog, monkeypatch):
-    clock = Clock()
-    for module in (client_manager, client_query):
-        monkeypatch.setattr(module, "time", clock)
-    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 3)
-    grid.get_node_ids = lambda: [] if clock.now < 1035 else [1]
-    with caplog.at_level(logging.INFO, "flwr"), pytest.raises(TimeoutError, match="only 1 clients on 1 nodes after 100 s"):
-        ClientManager(3, timeout=100, newcomers=True).known_clients(grid)
-    said = [record.getMessage() for record in caplog.records if "registered" in record.getMessage()]
-    assert said == [
-        "0 of 3 clients registered; 0 nodes are connected; registration_timeout=100: 100 s left",
-        "0 of 3 clients registered; 0 nodes are connected; registration_timeout=100: 70 s left",
-        "1 of 3 clients registered: node-1; 1 nodes are connected; registration_timeout=100: 65 s left",
-        "1 of 3 clients registered: node-1; 1 nodes are connected; registration_timeout=100: 35 s left",
-        "1 of 3 clients registered: node-1; 1 nodes are connected; registration_timeout=100: 5 s left",
-    ]
-
-
-def test_a_run_that_has_lost_all_clients_says_every_half_minute_how_long_it_waits(caplog, monkeypatch):
-    clock = Clock()
-    for module in (client_manager, client_query):
-        monkeypatch.setattr(module, "time", clock)
-    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 3)
-    manager = ClientManager(3, timeout=50, newcomers=True)
-    manager.known_clients(grid)
-    grid.get_node_ids = lambda: []
-    with caplog.at_level(logging.INFO, "flwr"), pytest.raises(TimeoutError, match="no client is connected any more"):
-        manager.known_clients(grid)
-    said = [record.getMessage() for record in caplog.records if "registration_timeout" in record.getMessage()]
-    assert said == [f"no client is connected; registration_timeout=50: {left} s left" for left in (50, 20)]
-
-
-class InMemoryGrid(LocalGrid):
-    """Told by its name, as Flower's is."""
-
-
-class SimulatedGrid(LocalGrid):
-    """Says it, as this package's is."""
-
-    simulated = True
-
-
-@pytest.mark.parametrize("kind", [InMemoryGrid, SimulatedGrid])
-def test_a_simulation_with_too_few_clients_fails_at_once(kind):
-    grid = kind(stock_app(shifted(lambda node: 1.0)), 3)
+@pytest.mark.parametrize(("name", "simulated"), [("InMemoryGrid", False), ("LocalGrid", True)])
+def test_a_simulation_with_too_few_clients_fails_at_once(name, simulated):
+    """Told by its name, as Flower's is; or it says so, as this package's does."""
+    grid = type(name, (LocalGrid,), {"simulated": simulated})(stock_app(shifted(lambda node: 1.0)), 3)
     with pytest.raises(ValueError, match="num_clients=5: the simulation has 3 clients on 3 nodes"):
         ClientManager(5, timeout=30, newcomers=True).known_clients(grid)
 
 
-# a run that can't pay
-
-
 # evaluation
+
+
+STILL = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(weight=np.zeros(4, np.float32))
 
 
 class Evaluating(DPFedAvg):
@@ -269,12 +202,7 @@ class Evaluating(DPFedAvg):
 
 def test_evaluation_of_a_subclass_runs_and_the_statement_says_that_it_is_not_covered():
     strategy = Evaluating(**WORDS)
-    result = strategy.start(
-        LocalGrid(stock_app(shifted(lambda node: 1.0)), 2),
-        arrays(weight=np.zeros(4, np.float32)),
-        num_rounds=2,
-        evaluate_config=ConfigRecord({"batch-size": 8}),
-    )
+    result = strategy.start(*STILL, num_rounds=2, evaluate_config=ConfigRecord({"batch-size": 8}))
     assert strategy.asked == [2, {"batch-size": 8}]
     assert dict(result.evaluate_metrics_clientapp[2]) == {"accuracy": 0.5}
     assert any("configure_evaluate" in line for line in strategy.statement.not_covered)
@@ -283,35 +211,11 @@ def test_evaluation_of_a_subclass_runs_and_the_statement_says_that_it_is_not_cov
 
 def test_an_evaluate_config_that_nobody_reads_is_refused():
     with pytest.raises(ValueError, match="evaluate_config: no client evaluates"):
-        DPFedAvg(**WORDS).start(
-            LocalGrid(stock_app(shifted(lambda node: 1.0)), 2),
-            arrays(weight=np.zeros(4, np.float32)),
-            evaluate_config=ConfigRecord({"batch-size": 8}),
-        )
+        DPFedAvg(**WORDS).start(*STILL, evaluate_config=ConfigRecord({"batch-size": 8}))
 
 
-def test_what_evaluate_fn_returns_is_logged_and_kept(caplog):
-    with caplog.at_level(logging.INFO, "flwr"):
-        result = DPFedAvg(**WORDS).start(
-            LocalGrid(stock_app(shifted(lambda node: 1.0)), 2),
-            arrays(weight=np.zeros(4, np.float32)),
-            num_rounds=2,
-            evaluate_fn=lambda server_round, arrays: MetricRecord({"accuracy": server_round / 10}),
-        )
-    assert {number: dict(record) for number, record in result.evaluate_metrics_serverapp.items()} == {
-        number: {"accuracy": number / 10} for number in (0, 1, 2)
-    }
-    assert any("round 2: evaluate_fn: {'accuracy': 0.2}" in record.getMessage() for record in caplog.records)
-
-
-@pytest.mark.parametrize("numpy_client", [False, True])
-def test_clients_of_this_package_pass_over_frozen_arrays(numpy_client):
-    def client_fn(context):
-        records = TensorRecords(inputs=torch.ones(4, 2), targets=torch.zeros(4, dtype=torch.int64))
-        name = str(context.node_id)
-        return DPClient(model=nn.Linear(2, 2), clients={name: records}, training=Training(learning_rate=1.0))
-
-    app = ClientApp(client_fn=lambda context: client_fn(context).to_client()) if numpy_client else client_app(client_fn)
+def test_clients_of_this_package_pass_over_frozen_arrays():
+    app = ClientApp(client_fn=lambda context: device(context).to_client())
     initial = arrays(mask=MASK, weight=np.zeros((2, 2), np.float32), bias=np.zeros(2, np.float32))
     strategy = DPFedAvg(**WORDS, frozen_arrays=["mask"])
     result = strategy.start(LocalGrid(app, 2), initial, num_rounds=1)
@@ -324,14 +228,123 @@ def test_clients_of_this_package_pass_over_frozen_arrays(numpy_client):
 # will it learn?
 
 
-@pytest.mark.parametrize(("noise_multiplier", "warns"), [(0.1, False), (1.0, True)])
-def test_the_log_compares_them_once_where_an_app_has_its_own_start(noise_multiplier, warns, caplog):
-    strategy = DPFedAvg(**WORDS | {"clip_norm": 0.5, "noise_multiplier": noise_multiplier})
-    grid, model = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(w=np.zeros(100, np.float32))
-    with caplog.at_level(logging.INFO, "flwr"):
-        for server_round in (1, 2):
-            messages = strategy.configure_train(server_round, model, ConfigRecord(), grid)
-            strategy.aggregate_train(server_round, grid.send_and_receive(messages))
-    norm = noise_multiplier * 0.5 / 2 * 10
-    assert caplog.text.count(f"norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most 0.5") == 1
-    assert caplog.text.count(f"the noise on the mean is {norm / 0.5:.1f} times as long") == warns
+# the client query: their refusal of a question is an answer, not an error to show
+
+
+class LoudGrid(LocalGrid):
+    """Logs the errors of a ClientApp as Flower's simulation does, in the server's process."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        for reply in super().send_and_receive(messages, timeout=timeout):
+            if reply.has_error():
+                logging.getLogger("flwr").error("Traceback (most recent call last): %s", reply.error.reason)
+            yield reply
+
+
+class Stock(NumPyClient):
+    def fit(self, parameters, config):
+        return [value + 1 for value in parameters], 7, {}
+
+
+def run(app):
+    strategy = DPFedAvg(**WORDS)
+    strategy.start(LoudGrid(app, 2), arrays(w=np.zeros(4, np.float32)), num_rounds=1)
+    return strategy
+
+
+@pytest.fixture
+def errors(caplog):
+    with caplog.at_level(logging.ERROR, "flwr"):
+        yield caplog
+
+
+@pytest.mark.parametrize(
+    "app",
+    [stock_app(shifted(lambda node: 1.0)), ClientApp(client_fn=lambda context: Stock().to_client())],
+    ids=["message", "numpy"],
+)
+def test_the_roll_call_of_stock_clients_leaves_no_error_in_the_log(app, errors):
+    assert run(app).rounds[0].replies == 2
+    assert errors.messages == []
+    assert logging.getLogger("flwr").filters == []
+
+
+def test_an_app_that_fails_for_another_reason_is_shown_and_ends_the_run_before_a_round(errors):
+    def broken(context):
+        raise FileNotFoundError("no data on this node")
+
+    with pytest.raises(
+        ValueError, match=r"0 clients on 0 nodes; 2 can't say which clients they host: node 1: its app fails.*no data"
+    ):
+        run(ClientApp(client_fn=broken))
+    assert "no data on this node" in errors.messages[0]
+
+
+def faltering(app, *, failures):
+    """An app whose first calls on node 1 fail, as on a device whose disk is not there yet."""
+    left = [failures]
+
+    def call(message, context):
+        if context.node_id == 1 and left[0]:
+            left[0] -= 1
+            raise OSError("the disk is not there yet")
+        return app(message, context)
+
+    return call
+
+
+def hosting_apps():
+    """An app of this package, the mod around an app of the Message API, the mod around a client_fn; none has a name for a node."""
+    mod = privacy_mod(name=lambda context: f"device-{context.node_id}")
+    theirs = ClientApp(mods=[mod])
+    theirs.train()(lambda message, context: Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message))
+
+    return {
+        "ours": client_app(device),
+        "mod": theirs,
+        "mod and client_fn": ClientApp(client_fn=lambda context: Stock().to_client(), mods=[mod]),
+        "numpy": ClientApp(client_fn=lambda context: device(context).to_client()),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["central", "distributed"])
+@pytest.mark.parametrize("kind", hosting_apps())
+def test_a_client_that_fails_at_first_is_not_taken_for_a_stock_one(kind, placement):
+    """Else a policy, a budget or a share of the noise would be skipped, or a run would be paid for in which all decline."""
+    strategy = DPFedSAM(**WORDS, placement=placement)
+    grid = LocalGrid(faltering(hosting_apps()[kind], failures=3), 2)
+    strategy.start(grid, arrays(weight=np.zeros((2, 2), np.float32), bias=np.zeros(2, np.float32)), num_rounds=1)
+    assert strategy.rounds[0].replies == 2
+    trained = [message.content.config_records for message in grid.sent if asks_to_train(message)]
+    asked = [wire.instruction_of(record).clients for records in trained for record in records.values()]
+    assert sorted(asked) == [("device-1",), ("device-2",)]
+
+
+@pytest.mark.parametrize("kind", hosting_apps())
+def test_an_app_that_fails_at_first_on_its_only_node_is_not_taken_for_a_stock_one(kind, clock):
+    """No other node says what the app is."""
+    client_query, grid, answer = ClientQuery(), LocalGrid(faltering(hosting_apps()[kind], failures=3), 1), {}
+    for _ in range(40):
+        if answer := client_query.ask(grid, [1], most_names=9):
+            break
+        clock.sleep(0.5)
+    assert (answer[1].names, client_query.hosting) == (("device-1",), True)
+
+
+# Flower's old server API
+
+
+def test_server_fn_is_told_what_to_write():
+    strategy = DPFedAvg(**WORDS)
+    app = ServerApp(server_fn=lambda context: ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2)))
+    grid = LocalGrid(ClientApp(), 2)
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={})
+    with pytest.raises(LegacyAppError) as answer:
+        app(grid, context)
+    text = str(answer.value)
+    assert text.startswith("DPFedAvg runs on Flower's Message API; ServerApp(server_fn=...)")
+    for line in ("app = ServerApp()", "@app.main()", "DPFedAvg(...).start(grid, ArrayRecord("):
+        assert line in text
+    assert not grid.sent
+    assert not strategy.rounds

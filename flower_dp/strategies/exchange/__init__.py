@@ -40,9 +40,8 @@ class Letter:
     def to(self, node: int, names: tuple[str, ...], now: Round) -> Message:
         """Return the message that asks a node for the rows of some clients."""
         make = wire.train_message if now.ask.metrics is None else wire.evaluate_message
-        instruction = wire.Instruction(
-            server_round=now.server_round, method=now.method, clients=names, ask=now.ask, **self.fields
-        )
+        told = {"server_round": now.server_round, "method": now.method, **self.fields}
+        instruction = wire.Instruction(clients=names, ask=now.ask, **told)
         return make(node, self.record_names, self.arrays, self.config, instruction)
 
 
@@ -102,15 +101,8 @@ class PlainExchange:
 
     def total(self, asked: Asked, replies: Iterable[Message], more: More, *, seeded: bool) -> Collected:
         """Check the replies and add them up."""
-        now = asked.now
-        return collect(
-            replies,
-            asked=now.asked,
-            sent=asked.sent,
-            limits=asked.limits,
-            stock=_stock(now) if now.stock else None,
-            seeded=seeded,
-        )
+        now, stock = asked.now, _stock(asked.now) if asked.now.stock else None
+        return collect(replies, asked=now.asked, sent=asked.sent, limits=asked.limits, stock=stock, seeded=seeded)
 
 
 def _stock(now: Round) -> StockReply:
@@ -126,8 +118,4 @@ def _stock(now: Round) -> StockReply:
             return update
         return np.append(update, clipping.indicator(update, indicator.clip_norm, indicator.scale))
 
-    return StockReply(
-        read=row,
-        num_arrays=len(model.names),
-        num_bytes=model.frozen_bytes,
-    )
+    return StockReply(read=row, num_arrays=len(model.names), num_bytes=model.frozen_bytes)

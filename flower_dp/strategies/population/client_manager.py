@@ -27,7 +27,7 @@ _TOLD_SECONDS = 30.0
 _LISTED = 5
 # Seconds that a round waits for the answers of new nodes. If one is silent, no round waits again for so many times as long.
 _LATE_SECONDS, _REST = 20.0, 10.0
-# Flower's node ids are random numbers of 64 bits.
+# Flower's node ids are random numbers of 64 bits; a small number may be in a name by chance.
 _NO_CHANCE = 10**9
 # Seconds that such a round takes at most to look for answers.
 _LOOK_SECONDS = 1.0
@@ -61,8 +61,8 @@ class KnownClients:
     @property
     def named_by_node(self) -> tuple[str, ...]:
         """The clients whose names are made of their node's id, which changes when a SuperNode without a registered key starts."""
-        pairs = zip(self.names, self.nodes, strict=True)
-        return tuple(name for name, node in pairs if node is not None and _is_made_of(name, node))
+        pairs = ((name, node) for name, node in zip(self.names, self.nodes, strict=True) if node is not None)
+        return tuple(name for name, node in pairs if name == f"node-{node}" or (node >= _NO_CHANCE and str(node) in name))
 
     def by_node(self, indices: np.ndarray) -> dict[int, tuple[str, ...]]:
         """Group the clients of a cohort by the nodes that host them, without clients whose node is not connected now."""
@@ -184,19 +184,13 @@ class ClientManager:
 
     def _tell(self, names: list[str], seconds_left: float) -> None:
         """Log how many clients have registered; while some are missing, also which, and how long they are waited for."""
+        registered = f"{len(names)} of {self._num_clients} clients registered"
         if len(names) >= self._num_clients:
-            log.info("%s of %s clients registered", len(names), self._num_clients)
+            log.info("%s", registered)
             return
-        log.info(
-            "%s of %s clients registered%s; %s nodes are connected; registration_timeout=%g: %.0f s left%s",
-            len(names),
-            self._num_clients,
-            f": {_few(names)[1]}" if names else "",
-            len(self._there),
-            self._timeout,
-            max(0.0, seconds_left),
-            self._failures(),
-        )
+        left = f"registration_timeout={self._timeout:g}: {max(0.0, seconds_left):.0f} s left{self._failures()}"
+        listed = f": {_few(names)[1]}" if names else ""
+        log.info("%s%s; %s nodes are connected; %s", registered, listed, len(self._there), left)
 
     @property
     def _num_hosts(self) -> int:
@@ -330,15 +324,9 @@ class ClientManager:
                 names |= dict.fromkeys(new)
             elif node not in self._left_out:
                 self._left_out.add(node)
-                limit = "num_clients and most_newcomers" if self._newcomers else "num_clients"
-                log.warning(
-                    "%s clients of node %s are not asked: %s; with them there would be more than %s (%s)",
-                    len(new),
-                    node,
-                    _few(new)[1],
-                    self._most_clients,
-                    limit,
-                )
+                limit = f"{self._most_clients} (num_clients{' and most_newcomers' * self._newcomers})"
+                text = "%s clients of node %s are not asked: %s; with them there would be more than %s"
+                log.warning(text, len(new), node, _few(new)[1], limit)
         return list(names)
 
     def _placed(self, names: tuple[str, ...], before: dict[str, int | None]) -> KnownClients:
@@ -362,11 +350,6 @@ class ClientManager:
         """Return the clients of a node that can take part."""
         answer = self._hosted.get(node, _NOBODY)
         return answer.names if self._reason(answer) is None else ()
-
-
-def _is_made_of(name: str, node: int) -> bool:
-    """Return whether a name is the default one of a node, or has its id in it; a small number may be there by chance."""
-    return name == f"node-{node}" or (node >= _NO_CHANCE and str(node) in name)
 
 
 def _few(names: list[str]) -> tuple[int, str]:

@@ -49,16 +49,12 @@ _POLL_SECONDS = 0.002
 _UNKNOWN = {"No query function registered": "no queries", "Invalid message type": "no such message"}
 
 
-def _properties_query(node: int) -> Message:
-    return Message(RecordDict({"getpropertiesins.config": ConfigRecord({})}), node, "get_properties")
-
-
 # The questions in the order in which they are asked, and the record names of an app that answers. Only a `NumPyClient` has
 # properties. An app without a query function can't answer a query, but a mod sees messages to its train function: a stock train
 # function finds no model in that message and raises.
 _QUESTIONS: tuple[tuple[_Question, RecordNames], ...] = (
     (partial(wire.client_query, message_type="query"), MESSAGE_API),
-    (_properties_query, NUMPY_CLIENT),
+    (lambda node: Message(RecordDict({"getpropertiesins.config": ConfigRecord({})}), node, "get_properties"), NUMPY_CLIENT),
     (partial(wire.client_query, message_type="train"), MESSAGE_API),
 )
 

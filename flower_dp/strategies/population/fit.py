@@ -1,10 +1,8 @@
 """Whether clients can take part in a method."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
@@ -41,7 +39,9 @@ def first_query(
         rules.about.num_clients, timeout=timeout, newcomers=newcomers, unfit=partial(why_unfit, rules), **most
     )
     known_clients = manager.known_clients(grid)
-    if reason := why_none_fits(rules, known_clients):
+    if not known_clients.hosting and rules.about.stock_refusal:
+        raise ValueError(f"{rules.about.title}: {rules.about.stock_refusal}")
+    if known_clients.hosting and (reason := why_unfit(rules, known_clients.methods)):
         raise ValueError(reason)
     if on_shared_ledger and (name := next(iter(changing_names(rules, known_clients)), None)):
         raise ValueError(
@@ -56,14 +56,6 @@ def changing_names(rules: Rules, known_clients: KnownClients) -> tuple[str, ...]
     return known_clients.named_by_node if isinstance(rules.releases[0], OwnReplies) else ()
 
 
-def why_none_fits(rules: Rules, known_clients: KnownClients) -> str | None:
-    """Return why the known clients can't run a method, None if they can."""
-    if not known_clients.hosting:
-        about = rules.about
-        return f"{about.title}: {about.stock_refusal}" if about.stock_refusal else None
-    return why_unfit(rules, known_clients.methods)
-
-
 def why_unfit(rules: Rules, methods: frozenset[str]) -> str | None:
     """Return why clients that run these methods can't take part, None if they can."""
     if (name := rules.releases[0].name) not in methods:
@@ -75,31 +67,3 @@ def why_unfit(rules: Rules, methods: frozenset[str]) -> str | None:
             "LocalDPClient(evaluation=...)"
         )
     return None
-
-
-def check_overrides(strategy: str, overridden: Mapping[str, bool]) -> None:
-    """Refuse a strategy that asks clients to evaluate and does not read what they reply, or the other way round.
-
-    Raises:
-        ValueError: if it overrides one of the two methods.
-    """
-    own = [name for name, own in overridden.items() if own]
-    if len(own) == 1:
-        (other,) = set(overridden) - set(own)
-        raise ValueError(
-            f"{strategy} overrides {own[0]}, but not {other}: override both, or neither, so that what clients are "
-            "asked and what their replies are read for go together"
-        )
-
-
-def check_evaluate_config(evaluate_config: ConfigRecord | None, *, clients_evaluate: bool) -> None:
-    """Refuse a config for evaluations that no client makes.
-
-    Raises:
-        ValueError: if there is one.
-    """
-    if evaluate_config and not clients_evaluate:
-        raise ValueError(
-            "evaluate_config: no client evaluates with this strategy, since its metrics would leave without protection; "
-            "give evaluation=PrivateEvaluation(...), evaluate_fn with public data, or override configure_evaluate"
-        )

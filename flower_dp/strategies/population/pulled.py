@@ -162,14 +162,11 @@ def _told(number: str, read: Callable[[], list[Message]]) -> list[Message]:
     except Exception as error:  # a forged object may raise any error
         log.warning("a reply was refused: it can't be read (%s)", type(error).__name__)
         told = False
-    return replies if told else [_unreadable(number)]
-
-
-def _unreadable(number: str) -> Message:
-    """Return an error reply to a message, as from the SuperLink."""
+    if told:
+        return replies
     asked = Message(RecordDict(), 1, "train")
     vars(asked.metadata)["_message_id"] = number
-    return Message(Error(_UNAVAILABLE, "its reply can't be read"), reply_to=asked)
+    return [Message(Error(_UNAVAILABLE, "its reply can't be read"), reply_to=asked)]  # as from the SuperLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
