@@ -98,8 +98,6 @@ def test_a_bug_is_planted_in_its_function_wherever_that_is(tmp_path, arguments, 
         ({"function": "f", "old": "g()+", "new": "g()-", "module": "apps.other"}, "0 times in apps.other:f"),
         ({"function": "f", "old": " ", "new": "x"}, "0 times"),
         ({"function": "A.f", "old": "return", "new": ""}, "2 times in A.f: must be once$"),
-        ({"function": "A.g", "old": "return", "new": ""}, "no function, class or module A.g"),
-        ({"module": "gone", "old": "return", "new": ""}, "no function, class or module gone"),
         ({"module": "gone", "function": "f", "old": "g() + g()", "new": ""}, "no function, class or module gone:f"),
         ({"old": "return 5", "new": ""}, "no function, class or module"),
     ],
@@ -129,15 +127,14 @@ def test_a_bug_is_caught_only_by_a_test_that_fails(tmp_path, monkeypatch, change
     (tmp_path / "part.py").write_text("ONE = 1\n")
     (tmp_path / "test_part.py").write_text(TESTS)
     arguments = {"name": "One is two.", "module": "part", "old": "1", "new": "2", "tests": ("test_part.py",)}
-    assert plant.plant(plant.Mutant(**arguments | changes), tmp_path).word == word
+    assert plant.plant(plant.Mutant(**arguments | changes), tmp_path)[0] == word
     assert (tmp_path / "part.py").read_text() == "ONE = 1\n"
     assert (tmp_path / "test_part.py").read_text() == TESTS
 
 
 def test_the_tree_itself_is_not_what_bugs_are_planted_in():
+    file = "flower_dp/strategies/strategy.py"
     with plant.copied_tree() as tree:
         assert plant.ROOT not in (tree, *tree.parents)
-        assert (tree / "flower_dp" / "strategies" / "strategy.py").read_bytes() == (
-            plant.ROOT / "flower_dp" / "strategies" / "strategy.py"
-        ).read_bytes()
+        assert (tree / file).read_bytes() == (plant.ROOT / file).read_bytes()
     assert not tree.exists()
