@@ -62,22 +62,19 @@ def on_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", [README, OWN_APP])
-def test_the_lines_for_a_model_and_data_of_ones_own_make_both_apps(page, on_path):
-    exec(block(page, "flower_dp.app("), answer := {})  # noqa: S102
+def test_the_lines_and_settings_for_a_model_and_data_of_ones_own_are_a_whole_app(page, on_path):
+    """The README shows what `flower-dp new` writes."""
+    code, project = block(page, "flower_dp.app("), on_path / "pyproject.toml"
+    (settings,) = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    if page == OWN_APP:
+        project.write_text(settings)
+    else:
+        assert project.read_text().endswith(f"\n{settings}")
+        assert (on_path / "digits" / "app.py").read_text().endswith(code)
+    exec(code, answer := {})  # noqa: S102
     assert (type(answer["app"].server), type(answer["app"].client)) == (ServerApp, ClientApp)
-
-
-@pytest.mark.parametrize("page", [README, OWN_APP])
-def test_the_settings_for_a_model_and_data_of_ones_own_are_a_whole_app(page, on_path):
-    (text,) = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    (on_path / "pyproject.toml").write_text(text)
-    _, warnings = load_and_validate(on_path / "pyproject.toml", check_module=page == README)
-    assert warnings == []
+    assert load_and_validate(project, check_module=page == README)[1] == []
     own_module("methods").Run.of(read_app(on_path).defaults, own_model=True).strategy(lambda: {})
-
-
-def test_the_readme_shows_the_apps_own_files(on_path):
-    assert (on_path / "digits" / "app.py").read_text().endswith(block(README, "flower_dp.app("))
 
 
 def test_links_of_the_readme_lead_somewhere():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flower_dp.privacy.ledger_tables import LedgerRun
     from flower_dp.privacy.store import Store
 
+_FILE = "ledger.sqlite"
 # Of a device's ledger, and of a server's without a run.
 _DELTA = 1e-5
 # Clients that are listed, those that were charged most first; all are in the JSON.
@@ -27,7 +28,7 @@ _LISTED = 20
 
 def ledger(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A device's ledger file, a server's, or the folder of a run that has one.")
+        str, typer.Argument(metavar="PATH", help="A device's ledger file, a server's, or the folder of a run or of its checkpoints.")
     ],
     *,
     create: Annotated[
@@ -119,8 +120,10 @@ def _read(path: str, create: list[str] | None, delta: float | None) -> tuple[dic
     if create:
         DeviceLedger.create(path, create)
     place = Path(path)
-    if place.is_dir() and not (place := place / "checkpoint" / "ledger.sqlite").exists():
-        raise ValueError(f"{path}: is a folder without a ledger: must have checkpoint/ledger.sqlite, as that of a run has")
+    if place.is_dir():
+        place = next((file for file in (place / _FILE, place / "checkpoint" / _FILE) if file.exists()), place)
+    if place.is_dir():
+        raise ValueError(f"{path}: is a folder without a ledger: must have {_FILE} or checkpoint/{_FILE}, as that of a run has")
     with Store(place, read_only=True) as store:
         if not store.clients:
             return _server(store, delta)

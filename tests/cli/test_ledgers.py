@@ -225,10 +225,11 @@ def test_the_folder_of_a_run_stands_for_its_ledger(call, path):
     folder = path.parent / "run" / "checkpoint"
     folder.mkdir(parents=True, mode=0o700)
     Store.create(folder / "ledger.sqlite")
-    assert call(path.parent / "run")[:2] == (0, "no run yet\n")
+    for place in (path.parent / "run", folder, folder / "ledger.sqlite"):
+        assert call(place)[:2] == (0, "no run yet\n")
     status, out, err = call(path.parent)
     assert (status, out) == (2, "")
-    assert "is a folder without a ledger: must have checkpoint/ledger.sqlite" in err
+    assert "is a folder without a ledger: must have ledger.sqlite or checkpoint/ledger.sqlite" in err
 
 
 def test_of_many_clients_those_who_were_charged_most_are_shown(call, path):
