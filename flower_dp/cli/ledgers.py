@@ -28,7 +28,7 @@ _LISTED = 20
 
 def ledger(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A device's ledger file, a server's, or the folder of a run or of its checkpoints.")
+        str, typer.Argument(metavar="PATH", help="A device's ledger file, a server's, or the folder of a run or its checkpoints.")
     ],
     *,
     create: Annotated[
