@@ -13,10 +13,9 @@ from flower_dp import clients, strategies
 from flower_dp.clients import DPClient, LocalDPClient, Training
 from flower_dp.core import dp
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
-from flower_dp.privacy import accounting
 from flower_dp.privacy.charges import History
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPFedSAM, DPStrategy, FedSMP, PrivateEvaluation
+from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPFedSAM, DPStrategy, FedSMP
 from tests.closed_forms import gaussian_epsilon, gaussian_multiplier
 
 NUM_RECORDS = 8
@@ -282,6 +281,7 @@ def one_sum(
 
 EPSILON = 1.0
 STEP_SIZE = 0.25
+OF_SERVER = {"num_records": NUM_RECORDS}
 
 
 def own_terms(
@@ -318,6 +318,11 @@ def gaussian_terms(arguments: Words, num_steps: int = 1) -> float:
     return 2 * math.sqrt(arguments.replies * num_steps) * gaussian_multiplier(EPSILON, arguments.delta)
 
 
+def of_any(**values: float) -> dict[str, float]:
+    """Numbers that are the same for every client: the least and the largest."""
+    return {f"{which}_{name}": value for name, value in values.items() for which in ("least", "largest")}
+
+
 def fedsgd_dpc(mechanism: str, *, variant: bool = False) -> Method:
     """Both mechanisms of FedSGD-DPC; all clients are asked in every round (b = N), and weigh the same."""
     laplace = mechanism == "laplace"
@@ -337,13 +342,9 @@ def fedsgd_dpc(mechanism: str, *, variant: bool = False) -> Method:
 
     def numbers(arguments: Words) -> dict[str, float]:
         scale = multiplier(arguments) * arguments.clip_norm / NUM_RECORDS
-        return {
-            "clip_norm": arguments.clip_norm,
-            "least_noise_multiplier": multiplier(arguments),
-            "largest_noise_multiplier": multiplier(arguments),
-            "least_noise_scale_of_a_mean_gradient": scale,
-            "largest_noise_scale_of_a_mean_gradient": scale,
-        }
+        return {"clip_norm": arguments.clip_norm} | of_any(
+            noise_multiplier=multiplier(arguments), noise_scale_of_a_mean_gradient=scale
+        )
 
     return Method(
         label=f"fedsgd-dpc {mechanism}",
@@ -353,18 +354,13 @@ def fedsgd_dpc(mechanism: str, *, variant: bool = False) -> Method:
         **own_terms(
             strategies.FedSGDDPC,
             clients.FedSGDDPCRecipe,
-            lambda arguments: {
-                "mechanism": mechanism,
-                "clip_norm": arguments.clip_norm,
-                "epsilon": EPSILON,
-                "delta": delta(arguments),
-            },
-            server=lambda arguments: {
-                "cohort_size": arguments.num_clients,
-                "num_records": NUM_RECORDS,
-                "learning_rate": STEP_SIZE,
-                "num_replies": arguments.num_replies,
-            },
+            lambda arguments: (
+                {"mechanism": mechanism, "epsilon": EPSILON} | {"clip_norm": arguments.clip_norm, "delta": delta(arguments)}
+            ),
+            server=lambda arguments: (
+                OF_SERVER
+                | {"cohort_size": arguments.num_clients, "learning_rate": STEP_SIZE, "num_replies": arguments.num_replies}
+            ),
             device=lambda arguments: {"num_replies": arguments.replies},
         ),
         delta=delta,
@@ -395,15 +391,9 @@ def dp_pasgd(label: str, title: str, num_local_steps: int, *, variant: bool = Fa
         return one if num_local_steps == 1 else dp.SelfComposedDpEvent(one, num_local_steps)
 
     def both(arguments: Words) -> dict[str, Any]:
-        return {
-            "batch_size": batch_size,
-            "clip_norm": arguments.clip_norm,
-            "epsilon": EPSILON,
-            "delta": arguments.delta,
-            "num_steps": arguments.replies * num_local_steps,
-            "num_local_steps": num_local_steps,
-            "learning_rate": step_size,
-        }
+        noise = {"epsilon": EPSILON, "delta": arguments.delta, "num_steps": arguments.replies * num_local_steps}
+        steps = {"batch_size": batch_size, "num_local_steps": num_local_steps, "learning_rate": step_size}
+        return noise | steps | {"clip_norm": arguments.clip_norm}
 
     return Method(
         label=label,
@@ -415,13 +405,10 @@ def dp_pasgd(label: str, title: str, num_local_steps: int, *, variant: bool = Fa
         noise=lambda arguments, heard: message_noise(arguments) / math.sqrt(heard),
         reach=lambda arguments: num_local_steps * step_size * arguments.clip_norm,
         message_noise=message_noise,
-        numbers=lambda arguments: {
-            "clip_norm": arguments.clip_norm,
-            "least_noise_multiplier": multiplier(arguments),
-            "largest_noise_multiplier": multiplier(arguments),
-            "least_noise_std_of_a_mean_gradient": of_a_mean(arguments),
-            "largest_noise_std_of_a_mean_gradient": of_a_mean(arguments),
-        },
+        numbers=lambda arguments: (
+            {"clip_norm": arguments.clip_norm}
+            | of_any(noise_multiplier=multiplier(arguments), noise_std_of_a_mean_gradient=of_a_mean(arguments))
+        ),
         sampling=lambda arguments: (
             f"all clients of {arguments.num_clients} in every round, at most {arguments.replies * num_local_steps} local "
             f"steps of one client, {num_local_steps} a round"
@@ -445,14 +432,8 @@ def local_steps(cls: type[DPStrategy], recipe: Any, name: str, title: str, *, ca
         return gaussian_terms(arguments) * sensitivity(arguments) / 2
 
     def both(arguments: Words) -> dict[str, Any]:
-        steps = FedPAQSteps(
-            learning_rate=STEP_SIZE,
-            num_local_steps=num_steps,
-            batch_size=batch,
-            clip_norm=arguments.clip_norm,
-            sensitivity="per-step",
-            decay_iterations=None,
-        )
+        given: dict[str, Any] = {"learning_rate": STEP_SIZE, "sensitivity": "per-step", "decay_iterations": None}
+        steps = FedPAQSteps(num_local_steps=num_steps, batch_size=batch, clip_norm=arguments.clip_norm, **given)
         return {"steps": steps, "epsilon": EPSILON, "delta": arguments.delta, "quantization_levels": None}
 
     return Method(
@@ -463,11 +444,7 @@ def local_steps(cls: type[DPStrategy], recipe: Any, name: str, title: str, *, ca
             cls,
             recipe,
             both,
-            server=lambda arguments: {
-                "sampling": FullSampling(),
-                "num_records": NUM_RECORDS,
-                "num_replies": arguments.num_replies,
-            },
+            server=lambda arguments: OF_SERVER | {"sampling": FullSampling(), "num_replies": arguments.num_replies},
             device=lambda arguments: {"num_replies": arguments.replies},
         ),
         charges=(charged_to_each(lambda arguments: dp.GaussianDpEvent(gaussian_terms(arguments))),),
@@ -519,7 +496,7 @@ def nbafl() -> Method:
             strategies.NbAFL,
             clients.NbAFLRecipe,
             both,
-            server=lambda arguments: {"num_records": NUM_RECORDS},
+            server=lambda arguments: OF_SERVER,
             device=lambda arguments: {"training": TRAINING, "min_records": NUM_RECORDS},
         ),
         unit="client",
@@ -566,57 +543,10 @@ METHODS = (
 )
 
 
-# Private evaluation
-
-EVALUATION_NOISE = 2.0
+# Who trains, or evaluates
 SAMPLERS: dict[str, Sampler] = {
     "full": FullSampling(),
     "poisson": PoissonSampling(sampling_rate=0.5),
     "fixed size": FixedSizeSampling(cohort_size=2),
     "in turn": RoundRobinSampling(cohort_size=1),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluating:
-    """A run of four clients with private evaluations, for methods with one noised sum: samplers by name, rounds in between."""
-
-    cls: type[DPStrategy] = DPFedAvg
-    own: Mapping[str, Any]
-    training: str
-    evaluation: str
-    every: int
-
-    def strategy(self) -> DPStrategy:
-        return self.cls(
-            clip_norm=0.5,
-            noise_multiplier=NOISE_MULTIPLIER,
-            sampling=SAMPLERS[self.training],
-            num_clients=4,
-            delta=1e-3,
-            relation=self.relation,
-            evaluation=PrivateEvaluation(
-                noise_multiplier=EVALUATION_NOISE, sampling=SAMPLERS[self.evaluation], metrics={"accuracy": 1.0}, every=self.every
-            ),
-            **self.own,
-        )
-
-    @property
-    def relation(self) -> Any:
-        return "replace-one" if "fixed size" in (self.training, self.evaluation) else "add-or-remove-one"
-
-    def cost(self, trained: int, evaluated: int, num_rounds: int) -> float:
-        """What it costs a client, against outsiders, to train and to evaluate so often; a secret cohort, to be in the draw."""
-        parts = [
-            self._event(self.training, NOISE_MULTIPLIER, trained, num_rounds),
-            self._event(self.evaluation, EVALUATION_NOISE, evaluated, num_rounds // self.every),
-        ]
-        return accounting.epsilon(dp.ComposedDpEvent(parts), delta=1e-3, relation=self.relation).epsilon
-
-    def _event(self, sampler: str, multiplier: float, asked: int, draws: int) -> dp.DpEvent:
-        one: dp.DpEvent = dp.GaussianDpEvent(multiplier)
-        if sampler == "poisson":
-            one = dp.PoissonSampledDpEvent(0.5, one)
-        if sampler == "fixed size":
-            one = dp.SampledWithoutReplacementDpEvent(4, 2, one)
-        return dp.SelfComposedDpEvent(one, draws if sampler in ("poisson", "fixed size") else asked)

@@ -9,16 +9,14 @@ server. Where a scale is 5 % wrong, 18,000 draws of Gaussian noise pass for righ
 """
 
 import copy
-import itertools
 import json
 import logging
 import math
-import operator
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import cloudpickle
@@ -26,20 +24,18 @@ import numpy as np
 import pytest
 from dp_accounting import DpEvent, SelfComposedDpEvent
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
 from scipy import stats
 
 import flower_dp.strategies
 from flower_dp import wire
 from flower_dp.clients import client_app, model_arrays
-from flower_dp.privacy import accounting
-from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy
+from flower_dp.strategies import DPFedAvg, DPStrategy, PrivateEvaluation
 from flower_dp.strategies.not_covered import OTHER_RUNS
 from tests.adversaries.fuzzing import THOROUGH, Lines
 from tests.asks import answered
 from tests.chance import chance_of
 from tests.charges import Kept, assert_charges_are_the_ledgers
-from tests.closed_forms import gaussian_delta
+from tests.closed_forms import gaussian_delta, gaussian_epsilon
 from tests.contract_runs import (
     SEED,
     SIZE,
@@ -54,9 +50,9 @@ from tests.contract_runs import (
     still_data,
     still_model,
 )
-from tests.contracts import METHODS, NUM_RECORDS, SAMPLERS, Evaluating, Method, Words, dp_client, shares
+from tests.contracts import METHODS, SAMPLERS, Method, Words, shares
 from tests.grids import LocalGrid, asks_to_train
-from tests.local_grids import linear, records
+from tests.local_grids import linear
 
 FALSE_ALARM = 1e-6
 
@@ -696,7 +692,7 @@ def test_a_client_whose_account_is_spent_sends_nothing(method):
     assert [report.replies for report in strategy.rounds] == [0, 0]
 
 
-# Private evaluations: every sampler of training, every sampler of evaluation, every interval, with newcomers and without
+# Private evaluations; tests/strategies/test_generated_statements.py has all samplers and placements
 
 
 class JoinedGrid(LocalGrid):
@@ -715,67 +711,34 @@ class JoinedGrid(LocalGrid):
         return replies
 
 
-def evaluating_own_app() -> ClientApp:
-    def client_fn(context: Context) -> Any:
-        name = f"c{int(context.node_config['partition-id'])}"
-        return dp_client(Words(), model=linear(), clients={name: records(name, NUM_RECORDS)})
-
-    return client_app(client_fn)
-
-
-WITH_EVALUATION = {
-    "central": (DPFedAvg, {}, evaluating_stock_app, list(SAMPLERS)),
-    "distributed": (DPFedSAM, {"placement": "distributed"}, evaluating_own_app, ["full", "poisson", "in turn"]),
-    "untrusted": (DPFedSAM, {"placement": "distributed", "trusted_server": False}, evaluating_own_app, ["poisson", "in turn"]),
-}
-# Pairs of samplers that are tried where tests are not thorough: every one, one way round at least.
-OFTEN = {"central": operator.le, "distributed": operator.gt, "untrusted": operator.eq}
-
-
-def evaluations() -> Iterator[Any]:
-    """Every interval, with newcomers and without, if tests are thorough (FUZZ=thorough), else one of these in turn."""
-    combinations = list(itertools.product((1, 2, 3), (False, True)))
-    place = itertools.count()
-    for kind, (*_, samplers) in WITH_EVALUATION.items():
-        for training, evaluation in itertools.product(samplers, samplers):
-            often = OFTEN[kind](samplers.index(training), samplers.index(evaluation))
-            one = combinations[next(place) % len(combinations)]
-            for every, newcomers in combinations if THOROUGH else [one] * often:
-                label = "-".join((kind, training, evaluation, str(every), "newcomers" if newcomers else "the same clients"))
-                yield pytest.param(kind, training, evaluation, every, newcomers, id=label)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "training", "evaluation", "every", "newcomers"), list(evaluations()))
-def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(kind, training, evaluation, every, newcomers, monkeypatch):
-    """Both sides are accounted on a coarse grid of losses: it adds less than 1 % to an epsilon."""
-    monkeypatch.setattr(accounting, "epsilon", partial(accounting.epsilon, grid=1e-3))
-    cls, own, app, _ = WITH_EVALUATION[kind]
-    case = Evaluating(cls=cls, own=own, training=training, evaluation=evaluation, every=every)
-    strategy, num_rounds = case.strategy(), 6
-    grid = (JoinedGrid if newcomers else LocalGrid)(app(), 4)
+@pytest.mark.parametrize(
+    ("training", "evaluation", "every"),
+    [("full", "full", 2), ("full", "in turn", 1), ("in turn", "full", 3), ("in turn", "in turn", 1)],
+)
+def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(training, evaluation, every):
+    """Counted are the messages to each node; two more join where the charges allow it."""
+    words = {"clip_norm": 0.5, "noise_multiplier": 4.0, "num_clients": 4, "delta": 1e-3}
+    plan = PrivateEvaluation(noise_multiplier=2.0, sampling=SAMPLERS[evaluation], metrics={"accuracy": 1.0}, every=every)
+    strategy, grid = DPFedAvg(**words, sampling=SAMPLERS[training], evaluation=plan), JoinedGrid(evaluating_stock_app(), 4)
     strategy._session.log = kept = Kept()
-    strategy.start(grid, model_arrays(linear()), num_rounds=num_rounds)
+    strategy.start(grid, model_arrays(linear()), num_rounds=6)
     assert_charges_are_the_ledgers(strategy, kept)
     asked = Counter((one.metadata.message_type, one.metadata.dst_node_id) for one in grid.sent)
     nodes = {node for kind, node in asked if kind in ("train", "evaluate")}
-    evaluations = [asked["evaluate", node] for node in range(1, 4 + 1)]
+    assert (max(nodes) > 4) == (training == evaluation == "full")
+    evaluations = [asked["evaluate", node] for node in range(1, 5)]
     if evaluation == "full":
-        assert set(evaluations) == {num_rounds // every}
-    if evaluation == "in turn":
-        assert sum(evaluations) == num_rounds // every
+        assert set(evaluations) == {6 // every}
+    else:
+        assert sum(evaluations) == 6 // every
         assert max(evaluations) - min(evaluations) <= 1
-    if kind != "central" or not {training, evaluation} <= {"full", "poisson"}:
-        assert max(nodes) <= 4
-    elif newcomers and "full" in (training, evaluation):
-        assert max(nodes) > 4
     statement = strategy.statement
     assert statement.private
     spent = {(asked["train", node], asked["evaluate", node]) for node in nodes}
-    assert max(case.cost(*times, num_rounds) for times in spent) <= statement.epsilon * (1 + 1e-6)
-    for part in statement.parts.values():
-        assert part <= statement.epsilon * (1 + 1e-6)
-    assert statement.epsilon <= strategy.epsilon * (1 + 1e-6)
+    costs = [gaussian_epsilon([4.0] * trained + [2.0] * evaluated, statement.relation, 1e-3) for trained, evaluated in spent]
+    assert max(costs) <= statement.epsilon * (1 + 1e-6) <= strategy.epsilon * (1 + 2e-6)
+    assert max(statement.parts.values()) <= statement.epsilon * (1 + 1e-6)
 
 
 def test_the_closed_forms_are_those_of_the_literature():

@@ -159,7 +159,8 @@ class SuperLink(LocalHttpGrid):
 
     def __init__(self, num_nodes, withheld=None, seconds=0.0):
         super().__init__(LocalGrid(shared_noise_app(), num_nodes))
-        self.withheld, self.seconds, self.over, self.requests = withheld or {}, seconds, False, Counter()
+        self.withheld, self.seconds, self.over = withheld or {}, seconds, False
+        self.requests, self.most = Counter(), 0
         self._connect()
 
     def _connect(self):
@@ -187,6 +188,7 @@ class Connection:
         if self.closed or self.link.over:
             raise RuntimeError("Cannot send a request, as the client has been closed.")
         self.link.requests["PullObject"] += 1
+        self.link.most = max(self.link.most, sum(thread.name == "pull" for thread in threading.enumerate()))
         time.sleep(self.link.seconds)
         return self.link.PullObject(request)
 
@@ -257,22 +259,8 @@ def test_many_replies_take_one_request_and_devices_that_upload_nothing_no_thread
 def test_where_flowers_steps_are_not_known_pulls_take_a_limited_number_of_threads(monkeypatch):
     monkeypatch.setattr(pulled, "_STEPS", ("a_name_that_it_has_no_more",))
     monkeypatch.setattr(pulled, "_MOST_THREADS", 5)
-    grid, most = SuperLink(30, withheld=dict.fromkeys(range(1, 31), ("query",))), 0
-    stopped = threading.Event()
-
-    def count():
-        nonlocal most
-        while not stopped.wait(0.02):
-            most = max(most, sum(thread.name == "pull" for thread in threading.enumerate()))
-
-    counter = threading.Thread(target=count)
-    counter.start()
-    begun = time.monotonic()
-    try:
-        assert list(Replies(grid, asked_of(grid, 30), 2.0)) == []
-    finally:
-        stopped.set()
-        grid.over = True
+    grid, begun = SuperLink(30, withheld=dict.fromkeys(range(1, 31), ("query",))), time.monotonic()
+    assert list(Replies(grid, asked_of(grid, 30), 2.0)) == []
+    grid.over = True
     assert time.monotonic() - begun < 4
-    counter.join()
-    assert 1 <= most <= 5
+    assert 1 <= grid.most <= 5

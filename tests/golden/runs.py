@@ -81,19 +81,12 @@ def charges_of(folder: Path) -> list[dict[str, Any]]:
     with Store(folder / "checkpoint" / "ledger.sqlite", read_only=True) as ledger:
         (run,) = ledger.runs
         charges = ledger.read(run)
+    of_events = [(charge, sorted(set(charge.by_owner.values()), key=text_of)) for charge in charges]
     return [
-        {
-            "round": charge.server_round,
-            "release": charge.release,
-            "number": charge.number,
-            "unit": charge.scope.unit,
-            "relation": charge.scope.relation,
-            "owners": {
-                text_of(event): sorted(name for name, own in charge.by_owner.items() if own == event)
-                for event in sorted(set(charge.by_owner.values()), key=text_of)
-            },
-        }
-        for charge in charges
+        {"round": charge.server_round, "release": charge.release, "number": charge.number}
+        | {"unit": charge.scope.unit, "relation": charge.scope.relation}
+        | {"owners": {text_of(one): sorted(name for name, own in charge.by_owner.items() if own == one) for one in events}}
+        for charge, events in of_events
     ]
 
 
