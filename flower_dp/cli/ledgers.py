@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from flower_dp.privacy.ledger_tables import LedgerRun
     from flower_dp.privacy.store import Store
 
-_FILE = "ledger.sqlite"
 # Of a device's ledger, and of a server's without a run.
 _DELTA = 1e-5
 # Clients that are listed, those that were charged most first; all are in the JSON.
@@ -77,11 +76,7 @@ def ledger(
         for option, is_odd, why in (
             ("--budget", budget is not None and not create_server, "is of a server's ledger; add --create-server"),
             ("--fully-adaptive", fully_adaptive and not create_server, "is of a server's ledger; add --create-server"),
-            (
-                "--renyi-order",
-                renyi_order is not None and not fully_adaptive,
-                "is of a fully adaptive budget; add --fully-adaptive",
-            ),
+            ("--renyi-order", not (renyi_order is None or fully_adaptive), "is of a fully adaptive budget; add --fully-adaptive"),
             ("--create", create and create_server, "is of a device's ledger; leave out --create-server"),
             ("--delta", budget is not None and delta is None, "a budget has no meaning without it; give the delta of the runs"),
             ("--fully-adaptive", fully_adaptive and budget is None, "is of a budget; add --budget"),
@@ -120,10 +115,9 @@ def _read(path: str, create: list[str] | None, delta: float | None) -> tuple[dic
     if create:
         DeviceLedger.create(path, create)
     place = Path(path)
-    if place.is_dir():
-        place = next((file for file in (place / _FILE, place / "checkpoint" / _FILE) if file.exists()), place)
-    if place.is_dir():
-        raise ValueError(f"{path}: is a folder without a ledger: must have {_FILE} or checkpoint/{_FILE}, as that of a run has")
+    inside = (place / "ledger.sqlite", place / "checkpoint" / "ledger.sqlite")
+    if place.is_dir() and (place := next(filter(Path.exists, inside), place)).is_dir():
+        raise ValueError(f"{path}: is a folder without a ledger: must have ledger.sqlite or checkpoint/ledger.sqlite, as a run's")
     with Store(place, read_only=True) as store:
         if not store.clients:
             return _server(store, delta)
