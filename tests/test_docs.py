@@ -15,6 +15,7 @@ import typer
 
 from flower_dp import clients, strategies
 from flower_dp.cli.main import app
+from flower_dp.methods import METHODS
 from flower_dp.privacy import planned_run
 from flower_dp.running.apps import flatten
 from flower_dp.sweeps.sweep import Sweep
@@ -28,7 +29,7 @@ needs_mkdocs = pytest.mark.skipif(
 
 
 # The broken links that a hook of the test adds, each to the page that it is for.
-FAULTS = {"speed.md": "[a](no-page.md)", "tasks.md": "[b](privacy.md#no-part)", "nbafl.md": "[c](../README.md)"}
+FAULTS = {"benchmarks.md": "[a](no-page.md)", "settings.md": "[b](privacy.md#no-part)", "planning.md": "[c](../README.md)"}
 HOOK = f"""
 def on_page_markdown(markdown, *, page, **_):
     return markdown + "\\n\\n" + {FAULTS!r}.get(page.file.src_uri, "")
@@ -144,8 +145,7 @@ def test_no_page_names_a_machine():
         assert not found, (page, found)
 
 
-# Bare names of pages are those of the methods.
-METHOD_PAGES = re.findall(r"^      - ([\w-]+\.md)$", (DOCS / ".nav.yml").read_text(encoding="utf-8"), re.MULTILINE)
+METHOD_PAGES = ("client-level-methods.md", "local-methods.md")
 # A picture, and the paragraph below it: its caption.
 PICTURE = re.compile(r"^!\[[^\]]+\]\(([\w./-]+\.png)\)\n\n((?:.+\n?)+)", re.MULTILINE)
 
@@ -164,11 +164,22 @@ def fault(command):
     return [*files, *sorted(named - known), *([] if known else [f"{program} {words[0]}"])]
 
 
-@pytest.mark.parametrize("page", METHOD_PAGES)
-def test_the_page_of_a_method_has_a_picture_and_names_the_command_that_makes_it(page):
-    assert len(METHOD_PAGES) >= 10
-    found = PICTURE.findall((DOCS / page).read_text(encoding="utf-8"))
-    assert found
+def test_the_site_has_at_most_25_pages_and_each_begins_with_whom_it_is_for():
+    pages = [*DOCS.glob("*.md"), *DOCS.glob("*.ipynb"), DOCS / "api"]
+    assert len(pages) <= 25
+    for page in pages:
+        if page.suffix == ".md" and page.stem not in ("index", "changes"):
+            assert re.match(r"# .+\n\nFor (everyone|reviewers)", page.read_text(encoding="utf-8")), page
+
+
+def test_all_methods_have_a_section():
+    text = "".join((DOCS / page).read_text(encoding="utf-8").lower() for page in METHOD_PAGES)
+    assert [name for name in METHODS if f"\n## {name}" not in text] == []
+
+
+def test_pictures_name_the_command_that_makes_them():
+    found = PICTURE.findall((DOCS / "benchmarks.md").read_text(encoding="utf-8"))
+    assert len(found) >= 10
     for picture, caption in found:
         assert (DOCS / picture).read_bytes().startswith(b"\x89PNG\r\n")
         commands = [span for span in re.findall(r"`([^`]+)`", caption) if " " in span]

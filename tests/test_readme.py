@@ -28,8 +28,8 @@ def make_model():
 
 
 def block(page, word):
-    (found,) = [code for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL) if word in code]
-    return found
+    """Return the first block of Python on a page that has a word."""
+    return next(code for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL) if word in code)
 
 
 @pytest.mark.slow
@@ -62,19 +62,21 @@ def on_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", [README, OWN_APP])
-def test_the_lines_and_settings_for_a_model_and_data_of_ones_own_are_a_whole_app(page, on_path):
-    """The README shows what `flower-dp new` writes."""
+def test_the_lines_for_a_model_and_data_of_ones_own_make_a_whole_app(page, on_path):
     code, project = block(page, "flower_dp.app("), on_path / "pyproject.toml"
-    (settings,) = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    if page == OWN_APP:
-        project.write_text(settings)
-    else:
-        assert project.read_text().endswith(f"\n{settings}")
+    if page == README:  # it shows what `flower-dp new` writes
         assert (on_path / "digits" / "app.py").read_text().endswith(code)
+    else:
+        (settings,) = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        project.write_text(settings)
     exec(code, answer := {})  # noqa: S102
     assert (type(answer["app"].server), type(answer["app"].client)) == (ServerApp, ClientApp)
     assert load_and_validate(project, check_module=page == README)[1] == []
     own_module("methods").Run.of(read_app(on_path).defaults, own_model=True).strategy(lambda: {})
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_links_of_the_readme_lead_somewhere():
