@@ -1,6 +1,6 @@
 """Seconds a round by the number of workers: what the driver of a run on a cluster adds up, in the same run on one machine.
 
-    python benchmarks/cluster.py [--workers 2 4 8] [--parameters N] [--rounds N] [--ray-address HOST:PORT] [--json FILE]
+    python benchmarks/cluster.py [--workers 2 4 8] [--parameters N] [--rounds N] [--ray-address HOST:PORT]
 
 Every worker serves one node, and answers each round with an array of N float32 values that it makes without computing: what
 remains is messages, Ray, and the server's sum. Prints, for every number of workers, the median seconds of a round, the bytes that
@@ -10,13 +10,10 @@ lines say how much the driver adds for each node, not how fast a cluster is. Say
 """
 
 import argparse
-import json
 import os
 import platform
 import statistics
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
@@ -39,8 +36,8 @@ def answering(parameters: int) -> ClientApp:
     return app
 
 
-def measured(workers: Workers, parameters: int, num_rounds: int) -> dict[str, Any]:
-    """Return what a round takes with one node a worker."""
+def measured(workers: Workers, parameters: int, num_rounds: int) -> tuple[float, float]:
+    """Return the seconds of a round with one node a worker, and those of its sum."""
     model = ArrayRecord([np.zeros(parameters, np.float32)])
     seconds, adding = [], []
     with RayGrid(answering(parameters), workers, num_nodes=len(workers.actors)) as grid:
@@ -57,12 +54,7 @@ def measured(workers: Workers, parameters: int, num_rounds: int) -> dict[str, An
                 raise SystemExit("a reply is missing")
             adding.append(time.perf_counter() - there)
             seconds.append(time.perf_counter() - started)
-    return {
-        "workers": len(workers.actors),
-        "bytes_each_way": 4 * parameters,
-        "seconds": statistics.median(seconds[WARM_UP:]),
-        "adding_seconds": statistics.median(adding[WARM_UP:]),
-    }
+    return statistics.median(seconds[WARM_UP:]), statistics.median(adding[WARM_UP:])
 
 
 def main() -> None:
@@ -72,26 +64,21 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=203_530, help="those of the MLP 784-256-10 by default")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--ray-address", default="")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     print(
         f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} before"
     )
     cluster = Cluster(address=address_of(options.ray_address)) if options.ray_address else None
-    results = []
     for number in options.workers:
         # On one machine they share cores.
         share = 1.0 if cluster else min(1.0, (os.cpu_count() or 1) / max(options.workers))
         workers = Workers(num_workers=number, cpus=share, cluster=cluster)
-        results.append(measured(workers, options.parameters, options.rounds))
+        seconds, adding = measured(workers, options.parameters, options.rounds)
         workers.close()
-        one = results[-1]
         print(
-            f"{number} workers: {1000 * one['seconds']:.1f} ms a round, of which the sum {1000 * one['adding_seconds']:.1f} ms; "
-            f"{one['bytes_each_way'] / 1e6:.2f} MB to each node and back"
+            f"{number} workers: {1000 * seconds:.1f} ms a round, of which the sum {1000 * adding:.1f} ms; "
+            f"{4 * options.parameters / 1e6:.2f} MB to each node and back"
         )
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -72,14 +72,8 @@ class Case:
     @property
     def product_steps(self) -> FedPAQSteps:
         """The steps as the product takes them."""
-        return FedPAQSteps(
-            learning_rate=RATE,
-            num_local_steps=self.steps,
-            batch_size=self.batch,
-            clip_norm=self.clip,
-            sensitivity=PROVED,
-            decay_iterations=DECAY,
-        )
+        given: dict[str, Any] = {"learning_rate": RATE, "sensitivity": PROVED, "decay_iterations": DECAY}
+        return FedPAQSteps(num_local_steps=self.steps, batch_size=self.batch, clip_norm=self.clip, **given)
 
     def proved(self, replies: int | None = None) -> float:
         """Return the epsilon that is proved for so many replies of a client together, by default for all."""
@@ -237,16 +231,8 @@ def _proved(clip: float, taken: int) -> Case:
 
 
 def _scaffold(method: str, digits: int, steps: int, epsilon: float) -> Case:
-    return Case(
-        steps=steps,
-        batch=CHOSEN // steps,
-        levels=0,
-        epsilon=epsilon,
-        sensitivity=PROVED,
-        calibration="exact",
-        method=method,
-        digits=digits,
-    )
+    exact: dict[str, Any] = {"levels": 0, "sensitivity": PROVED, "calibration": "exact"}
+    return Case(steps=steps, batch=CHOSEN // steps, epsilon=epsilon, method=method, digits=digits, **exact)
 
 
 def cases() -> dict[str, list[Case]]:
@@ -256,21 +242,18 @@ def cases() -> dict[str, list[Case]]:
     fig4a = [Case(epsilon=epsilon) for epsilon in EPSILONS]
     fig4a += [Case(epsilon=epsilon, sensitivity=PROVED) for epsilon in PROVED_EPSILONS]
     fig4a += [Case(steps=1, batch=CHOSEN, epsilon=epsilon, sensitivity=PROVED) for epsilon in EPSILONS]
-    scaffold = [_scaffold(method, *point) for point in SCAFFOLD for method in METHODS]
     return {
         "3b": [Case(cohort=cohort, epsilon=epsilon) for epsilon in (INF, EPSILON) for cohort in COHORTS],
         "4a": fig4a,
         "4b": [_clip(clip) for clip in CLIPS],
         "4c": [case for taken in TAKEN for case in (_clip(1.0, taken), _proved(1.0, taken), Case(batch=taken // 10))],
-        "4d": [
-            case for clip in CLIPS_TOGETHER for taken in TAKEN_TOGETHER for case in (_clip(clip, taken), _proved(clip, taken))
-        ],
-        "scaffold": scaffold,
+        "4d": [one(clip, taken) for clip in CLIPS_TOGETHER for taken in TAKEN_TOGETHER for one in (_clip, _proved)],
+        "scaffold": [_scaffold(method, *point) for point in SCAFFOLD for method in METHODS],
         "2": fig2,
     }
 
 
-METHODS = ("dp-fedpaq", "scaffold")
+METHODS, KEYS = ("dp-fedpaq", "scaffold"), ("loss", "accuracy")
 
 
 class Results(points.Results):
@@ -326,99 +309,80 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if value < 1000 or math.isinf(value) else f"{value:,.0f}"
 
 
-def tables(results: Results) -> Iterator[tuple[str, list[Row]]]:
-    """Yield the title and the rows of every table."""
-    yield (
-        "Fig. 2: E",
-        [
-            {
-                "E": steps,
-                **{
-                    f"{word}, {name}": _spread(results.of(_steps(steps, epsilon, rounds=rounds or ITERATIONS // steps), at=at))
-                    for name, rounds, at in (("20 rounds", 100, 20), ("100 rounds", 100, None), ("2,000 steps", 0, None))
-                    for word, epsilon in (("no noise", INF), ("epsilon 1", EPSILON))
-                },
+NOISES = (("no noise", INF), ("epsilon 1", EPSILON))
+ENDS = (("20 rounds", 100, 20), ("100 rounds", 100, None), ("2,000 steps", 0, None))
+
+
+def tables(results: Results) -> dict[str, list[Row]]:
+    """Return the rows of every table, by title; lists are numbers of all seeds."""
+    of = results.of
+    return {
+        "Fig. 2: E": [
+            {"E": steps}
+            | {
+                f"{word}, {name}": of(_steps(steps, epsilon, rounds=rounds or ITERATIONS // steps), at=at)
+                for name, rounds, at in ENDS
+                for word, epsilon in NOISES
             }
             for steps in STEPS
         ],
-    )
-    yield (
-        "Fig. 3b: M",
-        [
-            {
-                "M": cohort,
-                **{
-                    f"{word}, {at} rounds": _spread(results.of(Case(cohort=cohort, epsilon=epsilon), at=at))
-                    for at in (20, 100)
-                    for word, epsilon in (("no noise", INF), ("epsilon 1", EPSILON))
-                },
+        "Fig. 3b: M": [
+            {"M": cohort}
+            | {
+                f"{word}, {at} rounds": of(Case(cohort=cohort, epsilon=epsilon), at=at)
+                for at in (20, 100)
+                for word, epsilon in NOISES
             }
             for cohort in COHORTS
         ],
-    )
-    yield (
-        "Fig. 4a: epsilon",
-        [
+        "Fig. 4a: epsilon": [
             {
                 "E": case.steps,
                 "sensitivity": case.sensitivity,
                 "epsilon of a round, eq. 17": _number(case.epsilon),
                 "proved for one reply": _number(case.proved(1)),
                 "proved for all": _number(case.proved()),
-                "loss": _spread(results.of(case)),
-                "accuracy": _spread(results.of(case, "accuracy")),
+                "loss": of(case),
+                "accuracy": of(case, "accuracy"),
             }
             for case in cases()["4a"]
         ],
-    )
-    yield (
-        "Fig. 4b: C",
-        [{"C": clip, "loss": _spread(results.of(_clip(clip)))} for clip in CLIPS],
-    )
-    yield (
-        "Fig. 4c: gamma",
-        [
+        "Fig. 4b: C": [{"C": clip, "loss": of(_clip(clip))} for clip in CLIPS],
+        "Fig. 4c: gamma": [
             {
                 "E b": taken,
                 "gamma": f"{taken / RECORDS:.3f}",
-                "no noise": _spread(results.of(Case(batch=taken // 10))),
-                f"{NOT_PROVED}, epsilon 1": _spread(results.of(_clip(1.0, taken))),
-                f"{PROVED}, epsilon 100": _spread(results.of(_proved(1.0, taken))),
+                "no noise": of(Case(batch=taken // 10)),
+                f"{NOT_PROVED}, epsilon 1": of(_clip(1.0, taken)),
+                f"{PROVED}, epsilon 100": of(_proved(1.0, taken)),
             }
             for taken in TAKEN
         ],
-    )
-    yield (
-        "Fig. 4d: C and gamma",
-        [
-            {
-                "C": clip,
-                **{
-                    f"{name}, gamma {taken / RECORDS:.3f}": _spread(results.of(case(clip, taken)))
-                    for name, case in ((f"{NOT_PROVED}, epsilon 1", _clip), (f"{PROVED}, epsilon 100", _proved))
-                    for taken in TAKEN_TOGETHER
-                },
+        "Fig. 4d: C and gamma": [
+            {"C": clip}
+            | {
+                f"{name}, gamma {taken / RECORDS:.3f}": of(case(clip, taken))
+                for name, case in ((f"{NOT_PROVED}, epsilon 1", _clip), (f"{PROVED}, epsilon 100", _proved))
+                for taken in TAKEN_TOGETHER
             }
             for clip in CLIPS_TOGETHER
         ],
-    )
-    yield (
-        "SCAFFOLD",
-        [
-            {
-                "digits": digits,
-                "E": steps,
-                "epsilon": _number(epsilon),
-                "DP-FedPAQ, loss": _spread(results.of(plain)),
-                "SCAFFOLD, loss": _spread(results.of(other)),
-                "difference": _apart(results.of(other), results.of(plain)) if results.of(other) else "",
-                "DP-FedPAQ, accuracy": _spread(results.of(plain, "accuracy")),
-                "SCAFFOLD, accuracy": _spread(results.of(other, "accuracy")),
-            }
-            for digits, steps, epsilon in SCAFFOLD
-            for plain, other in [[_scaffold(method, digits, steps, epsilon) for method in METHODS]]
-        ],
-    )
+        "SCAFFOLD": [_of_scaffold(results, *point) for point in SCAFFOLD],
+    }
+
+
+def _of_scaffold(results: Results, digits: int, steps: int, epsilon: float) -> Row:
+    plain, other = ({key: results.of(_scaffold(method, digits, steps, epsilon), key) for key in KEYS} for method in METHODS)
+    return {
+        "digits": digits,
+        "E": steps,
+        "epsilon": _number(epsilon),
+        "DP-FedPAQ, loss": plain["loss"],
+        "SCAFFOLD, loss": other["loss"],
+        "difference": _apart(other["loss"], plain["loss"]) if other["loss"] else "",
+        "DP-FedPAQ, accuracy": plain["accuracy"],
+        "SCAFFOLD, accuracy": other["accuracy"],
+    }
 
 
 # Pictures
@@ -426,47 +390,51 @@ def tables(results: Results) -> Iterator[tuple[str, list[Row]]]:
 
 def plot(results: Results, path: str) -> None:
     """Draw loss over rounds: for E, for M, for epsilon, and for C and gamma."""
-    from flower_dp.reporting import canvas  # noqa: PLC0415 - matplotlib takes a second
-
-    figure = canvas.empty(11, 6)
-    axes = figure.subplots(2, 3)
-    panels: list[tuple[str, list[tuple[str, Case]]]] = [
-        ("E, no noise", [(f"E = {steps}", _steps(steps, INF)) for steps in STEPS]),
-        ("E, epsilon 1", [(f"E = {steps}", _steps(steps, EPSILON)) for steps in STEPS]),
-        ("M, epsilon 1", [(f"M = {cohort}", Case(cohort=cohort, epsilon=EPSILON)) for cohort in COHORTS]),
-        ("epsilon", [(f"epsilon {_number(epsilon)}", Case(epsilon=epsilon)) for epsilon in EPSILONS]),
-        ("C, epsilon 1", [(f"C = {clip:g}", _clip(clip)) for clip in CLIPS]),
-        ("gamma, per-step, epsilon 100", [(f"gamma {taken / RECORDS:.2f}", _proved(1.0, taken)) for taken in TAKEN]),
-    ]
-    for axis, (title, curves) in zip(axes.flat, panels, strict=True):
-        _draw(axis, title, curves, results)
-    canvas.save(figure, path)
+    panels = {
+        "E, no noise": {f"E = {steps}": _steps(steps, INF) for steps in STEPS},
+        "E, epsilon 1": {f"E = {steps}": _steps(steps, EPSILON) for steps in STEPS},
+        "M, epsilon 1": {f"M = {cohort}": Case(cohort=cohort, epsilon=EPSILON) for cohort in COHORTS},
+        "epsilon": {f"epsilon {_number(epsilon)}": Case(epsilon=epsilon) for epsilon in EPSILONS},
+        "C, epsilon 1": {f"C = {clip:g}": _clip(clip) for clip in CLIPS},
+        "gamma, per-step, epsilon 100": {f"gamma {taken / RECORDS:.2f}": _proved(1.0, taken) for taken in TAKEN},
+    }
+    _draw(panels, results, path, rows=2, size=(11, 6))
 
 
 def scaffold_plot(results: Results, path: str) -> None:
     """Draw loss over rounds of both methods, for two digits a client and for one."""
-    from flower_dp.reporting import canvas  # noqa: PLC0415
-
-    figure = canvas.empty(8, 3.5)
-    for axis, digits in zip(figure.subplots(1, 2), (2, 1), strict=True):
-        curves = [
-            (f"{name}, E = {steps}, epsilon {_number(epsilon)}", _scaffold(method, digits, steps, epsilon))
+    panels = {
+        f"HET_MNIST({digits})": {
+            f"{name}, E = {steps}, epsilon {_number(epsilon)}": _scaffold(method, digits, steps, epsilon)
             for steps, epsilon in ((1, 0.5), (1, INF), (10, INF))
             for method, name in zip(METHODS, ("DP-FedPAQ", "SCAFFOLD"), strict=True)
-        ]
-        _draw(axis, f"HET_MNIST({digits})", curves, results, pairs=True)
+        }
+        for digits in (2, 1)
+    }
+    _draw(panels, results, path, size=(8, 3.5), pairs=True)
+
+
+def _draw(
+    panels: dict[str, dict[str, Case]],
+    results: Results,
+    path: str,
+    *,
+    rows: int = 1,
+    size: tuple[float, float],
+    pairs: bool = False,
+) -> None:
+    from flower_dp.reporting import canvas  # noqa: PLC0415 - matplotlib takes a second
+
+    figure = canvas.empty(*size)
+    axes = figure.subplots(rows, len(panels) // rows)
+    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=True):
+        for place, (label, case) in enumerate(curves.items()):
+            rounds, means, deviations = results.curve(case)
+            look = canvas.look(place // 2, place % 2) if pairs else canvas.look(place)
+            axis.errorbar(rounds, means, yerr=deviations, label=label, linewidth=1, elinewidth=0.5, **look)
+        axis.set(title=title, xlabel="round", ylabel="test loss", ylim=(0, 3.5))
+        axis.legend(fontsize=7)
     canvas.save(figure, path)
-
-
-def _draw(axis: Any, title: str, curves: Sequence[tuple[str, Case]], results: Results, *, pairs: bool = False) -> None:
-    from flower_dp.reporting import canvas  # noqa: PLC0415
-
-    for place, (label, case) in enumerate(curves):
-        rounds, means, deviations = results.curve(case)
-        look = canvas.look(place // 2, place % 2) if pairs else canvas.look(place)
-        axis.errorbar(rounds, means, yerr=deviations, label=label, linewidth=1, elinewidth=0.5, **look)
-    axis.set(title=title, xlabel="round", ylabel="test loss", ylim=(0, 3.5))
-    axis.legend(fontsize=7)
 
 
 def main() -> None:
@@ -485,8 +453,9 @@ def main() -> None:
     results = Results(options.results, Case)
     if not options.no_runs:
         run_all(options.parts, results, options.seeds, options.data_dir)
-    for title, rows in tables(results):
-        print(f"\n{title}\n\n{table(rows)}")
+    for title, rows in tables(results).items():
+        shown = [{key: _spread(value) if isinstance(value, list) else value for key, value in row.items()} for row in rows]
+        print(f"\n{title}\n\n{table(shown)}")
     print(f"\nprocessor time of the runs: {results.seconds:.0f} s")
     if options.plot:
         plot(results, options.plot)

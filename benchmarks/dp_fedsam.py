@@ -179,13 +179,8 @@ def chosen_runs(
             points[-1][f"{own}epsilon"] = list(TARGETS)
         elif name == "DP-FedAvg":
             same = {key.replace(own, "dp-fedsam."): value for key, value in settings.items()}
-            more = {
-                "method": "dp-fedsam",
-                "dp-fedsam.keep-ratio": 1.0,
-                "dp-fedsam.sam-radius": list(SAM_RADII),
-                "report-client-metrics": True,
-            }
-            points.append(same | more)
+            own_radii = {"dp-fedsam.keep-ratio": 1.0, "dp-fedsam.sam-radius": list(SAM_RADII)}
+            points.append(same | {"method": "dp-fedsam", "report-client-metrics": True} | own_radii)
     kept = {key: tune[key] for key in ("workers", "at-once", "gpus-per-worker") if key in tune}
     return {"seeds": 1 if stage == NORMS else seeds, "metric": SHOWN, **kept, "points": points}
 
@@ -207,15 +202,8 @@ def make(file: Path, folder: Path, deadline: float, *, in_process: bool) -> bool
 
 
 def _as_command(file: Path, folder: Path, deadline: float) -> None:
-    words = [
-        sys.executable,
-        "-c",
-        "from flower_dp.cli.entry import main; main()",
-        "sweep",
-        str(file),
-        "--output-dir",
-        str(folder),
-    ]
+    program = [sys.executable, "-c", "from flower_dp.cli.entry import main; main()"]
+    words = [*program, "sweep", str(file), "--output-dir", str(folder)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
     with subprocess.Popen(words, env=environment) as process:
         try:
@@ -401,15 +389,13 @@ def draw(found: Mapping[str, Mapping[float, Mapping[int, float]]], path: Path) -
         # Slightly apart, so that error bars do not hide one another.
         epsilons = [target * 1.02 ** (place - len(found) / 2) for target in sorted(of)]
         values = [[100 * one for one in of[target].values()] for target in sorted(of)]
-        means, bars = (
-            [statistics.fmean(one) for one in values],
-            [statistics.stdev(one) if len(one) > 1 else 0.0 for one in values],
+        bars = [statistics.stdev(one) if len(one) > 1 else 0.0 for one in values]
+        axes.errorbar(
+            epsilons, list(map(statistics.fmean, values)), bars, marker="o", capsize=3, label=method, **canvas.look(place)
         )
-        axes.errorbar(epsilons, means, bars, marker="o", capsize=3, label=method, **canvas.look(place))
     axes.set_xscale("log", base=2)
     axes.set_xticks(TARGETS, [f"{one:g}" for one in TARGETS])
-    axes.set_xlabel("epsilon of a client (tight)")
-    axes.set_ylabel("test accuracy (%)")
+    axes.set(xlabel="epsilon of a client (tight)", ylabel="test accuracy (%)")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     canvas.save(figure, path)
@@ -462,16 +448,8 @@ def make_all(options: argparse.Namespace, place: Path, deadline: float) -> None:
         SystemExit: a run has failed, or the time is up.
     """
     settings, done = dict(resolve(None, options.set).overrides), True
-    tune = tuning(
-        settings,
-        options.gpus_per_worker,
-        options.clips,
-        options.learning_rates,
-        options.clip_norms,
-        options.sam_radius,
-        options.epsilon,
-        options.at_once,
-    )
+    chosen_from = (options.clips, options.learning_rates, options.clip_norms, options.sam_radius, options.epsilon)
+    tune = tuning(settings, options.gpus_per_worker, *chosen_from, options.at_once)
     for stage in (one for one in STAGES if one in options.stages):
         file, content = place / f"{stage}.toml", tune
         if stage != TUNE:

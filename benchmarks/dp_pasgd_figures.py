@@ -11,9 +11,10 @@ seed governs data split and initial model; noise and batches are never seeded.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ class Results(points.Results):
 def run_all(todo: Sequence[str], costs: Sequence[int], results: Results, seeds: int, data_dir: str) -> None:
     """Make the runs that are not in the results: all points with one seed, before the next seed."""
     sizes: dict[tuple[str, int], str] = {}
-    for case, seed in _runs(todo, seeds):
+    every = cases()
+    for seed, case in [(seed, case) for seed in range(seeds) for part in todo for case in every[part]]:
         if case.cost not in costs or results.has(case, seed):
             continue
         key = case.data, case.batch
@@ -109,13 +111,6 @@ def run_all(todo: Sequence[str], costs: Sequence[int], results: Results, seeds: 
         outcome = run_once(case.point(sizes[key]), seed, data_dir)
         results.add(case, {"seed": seed, **asdict(outcome)})
         print(f"{case}, seed {seed}: loss {outcome.loss:.3f}, {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
-
-
-def _runs(todo: Sequence[str], seeds: int) -> Iterator[tuple[Case, int]]:
-    every = cases()
-    for seed in range(seeds):
-        for part in todo:
-            yield from ((case, seed) for case in every[part])
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -144,12 +139,10 @@ def taus(results: Results, data: str, epsilon: float, cost: int, **rest: Any) ->
 def table_of_taus(results: Results) -> str:
     """Return Figs. 3 and 6: test loss over tau, and the best tau."""
     rows = []
-    for data in (VEHICLE, ADULT):
-        for cost in COSTS:
-            for epsilon in EPSILONS:
-                row = taus(results, data, epsilon, cost)
-                if len(row) == len(TAUS):
-                    rows.append({"data": data, "cost": cost, "paper's ε": f"{epsilon:g}", **_over_tau(row, results)})
+    for data, cost, epsilon in itertools.product((VEHICLE, ADULT), COSTS, EPSILONS):
+        row = taus(results, data, epsilon, cost)
+        if len(row) == len(TAUS):
+            rows.append({"data": data, "cost": cost, "paper's ε": f"{epsilon:g}", **_over_tau(row, results)})
     return table(rows) if rows else "no results"
 
 
@@ -163,37 +156,37 @@ def _over_tau(row: list[Case], results: Results) -> Row:
 def table_of_trade_offs(results: Results) -> str:
     """Return Figs. 4 and 5: test accuracy at the best tau, over cost and epsilon."""
     rows = []
-    for data in (VEHICLE, ADULT):
-        for cost in sorted(COSTS):
-            curves = {epsilon: taus(results, data, epsilon, cost) for epsilon in EPSILONS}
-            if all(len(row) == len(TAUS) for row in curves.values()):
-                rows.append(
-                    {"data": data, "cost": cost}
-                    | {f"ε = {epsilon:g}": _spread(results.of(best(row, results), "accuracy")) for epsilon, row in curves.items()}
-                )
+    for data, cost in itertools.product((VEHICLE, ADULT), sorted(COSTS)):
+        curves = {epsilon: taus(results, data, epsilon, cost) for epsilon in EPSILONS}
+        if all(len(row) == len(TAUS) for row in curves.values()):
+            by_epsilon = {f"ε = {at:g}": _spread(results.of(best(row, results), "accuracy")) for at, row in curves.items()}
+            rows.append({"data": data, "cost": cost} | by_epsilon)
     return table(rows) if rows else "no results"
 
 
 def table_of_noise(results: Results) -> str:
     """Return calibrations and samplings of batches, with their noise and what can be proved."""
     rows = []
-    for data, batch in ((VEHICLE, BATCH), (VEHICLE, VEHICLE_BATCH), (ADULT, BATCH)):
-        for epsilon in EPSILONS:
-            for calibration, sampling in (("zcdp", "fixed-size"), ("exact", "fixed-size"), ("exact", "poisson")):
-                given: dict[str, Any] = {"batch": batch, "calibration": calibration, "sampling": sampling}
-                case = Case(data=data, epsilon=epsilon, tau=TAU_OF_NOISE, **given)
-                if results.of(case, "loss"):
-                    found = results.of(case, "numbers")[-1]
-                    rows.append(
-                        {"data": data, "ε set": f"{epsilon:g}", **given}
-                        | {
-                            "noise std": f"{found['largest noise std']:.3g}",
-                            "tight ε": f"{found['tight epsilon']:.3f}",
-                            "loss": _spread(results.of(case, "loss")),
-                            "accuracy": _spread(results.of(case, "accuracy")),
-                            "seeds": len(results.of(case, "loss")),
-                        }
-                    )
+    batches = ((VEHICLE, BATCH), (VEHICLE, VEHICLE_BATCH), (ADULT, BATCH))
+    noises = (("zcdp", "fixed-size"), ("exact", "fixed-size"), ("exact", "poisson"))
+    for (data, batch), epsilon, (calibration, sampling) in itertools.product(batches, EPSILONS, noises):
+        given: dict[str, Any] = {"batch": batch, "calibration": calibration, "sampling": sampling}
+        case = Case(data=data, epsilon=epsilon, tau=TAU_OF_NOISE, **given)
+        if not results.of(case, "loss"):
+            continue
+        found = results.of(case, "numbers")[-1]
+        rows.append(
+            {
+                "data": data,
+                "ε set": f"{epsilon:g}",
+                **given,
+                "noise std": f"{found['largest noise std']:.3g}",
+                "tight ε": f"{found['tight epsilon']:.3f}",
+                "loss": _spread(results.of(case, "loss")),
+                "accuracy": _spread(results.of(case, "accuracy")),
+                "seeds": len(results.of(case, "loss")),
+            }
+        )
     return table(rows) if rows else "no results"
 
 

@@ -1,7 +1,7 @@
 """Local training of a round's clients: the batched engine against one client after another, in one run.
 
     python benchmarks/engines.py [default] [mlp] [mlp-module] [cnn] [cnn-small] [resnet] [--clients N]
-        [--device cuda] [--repeats N] [--threads N] [--check] [--json FILE]
+        [--device cuda] [--repeats N] [--threads N] [--check]
 
 Prints, for every job, the seconds of both engines and their ratio: the fastest of some rounds, which take turns, after one that
 counts apart (the batched engine traces and checks its program there). Records are random numbers; rows are thrown away. With
@@ -9,7 +9,6 @@ counts apart (the batched engine traces and checks its program there). Records a
 """
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -46,16 +45,17 @@ class Perceptron(nn.Module):
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions with GroupNorm and a shortcut."""
+    """Two 3 x 3 convolutions with GroupNorm and a shortcut, which may have a norm too."""
 
-    def __init__(self, before: int, after: int, stride: int) -> None:
+    def __init__(self, before: int, after: int, stride: int, groups: int, *, is_normed: bool) -> None:
         super().__init__()
         self.first = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        self.first_norm = nn.GroupNorm(8, after)
+        self.first_norm = nn.GroupNorm(groups, after)
         self.second = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.second_norm = nn.GroupNorm(8, after)
-        same = before == after and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Conv2d(before, after, 1, stride, bias=False)
+        self.second_norm = nn.GroupNorm(groups, after)
+        norm = nn.GroupNorm(groups, after) if is_normed else nn.Identity()
+        shorter = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), norm)
+        self.shortcut = nn.Identity() if before == after and stride == 1 else shorter
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the activations."""
@@ -63,12 +63,12 @@ class Block(nn.Module):
         return torch.relu(self.second_norm(self.second(hidden)) + self.shortcut(inputs))
 
 
-def resnet() -> nn.Module:
-    """ResNet-18 with GroupNorm for 3 x 32 x 32 images."""
-    widths = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
-    blocks = [block for before, after, stride in widths for block in (Block(before, after, stride), Block(after, after, 1))]
-    stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.GroupNorm(8, 64), nn.ReLU()]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+def resnet(groups: int = 8, *, is_normed: bool = False) -> nn.Module:
+    """ResNet-18 with GroupNorm for 3 x 32 x 32 images: a first convolution of 3 x 3, and no first pooling."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.GroupNorm(groups, 64), nn.ReLU()]
+    for before, after, stride in ((64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)):
+        layers += [Block(*sizes, groups, is_normed=is_normed) for sizes in ((before, after, stride), (after, after, 1))]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--check", action="store_true", help="compare bits as well")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     if unknown := set(options.jobs) - {job.name for job in JOBS}:
         parser.error(f"unknown jobs {sorted(unknown)}; known are {', '.join(job.name for job in JOBS)}")
@@ -217,12 +216,10 @@ def main() -> None:
         f"{platform.platform()}, {machine}, {os.cpu_count()} cores, {options.threads} torch threads, "
         f"Python {platform.python_version()}, torch {torch.__version__}"
     )
-    results = []
     for job in JOBS:
         if options.jobs and job.name not in options.jobs:
             continue
         result = measure(job, options)
-        results.append(result)
         one, batched = (result["seconds"][engine] for engine in ENGINES)
         print(
             f"{job.name}: {options.clients} clients in groups of {result['slots']}, "
@@ -232,8 +229,6 @@ def main() -> None:
             + (f"; same bits: {result['same_bits']}" if options.check else ""),
             flush=True,
         )
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

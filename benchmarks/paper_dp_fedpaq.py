@@ -1,6 +1,6 @@
 """What do few bits cost? DP-FedPAQ on HET_MNIST(2) with ternary messages (s = 1), s = 10 and none, over seeds.
 
-    python benchmarks/paper_dp_fedpaq.py [--seeds N] [--data-dir DIR] [--json FILE] [--trial]
+    python benchmarks/paper_dp_fedpaq.py [--seeds N] [--data-dir DIR]
 
 All was fixed before the first full run. From the paper: logistic regression, N = 100, M = 10, K = 100 rounds, C = 1, delta 1e-4,
 eta_k = 0.1 / (1 + kE/100), gamma = 0.2 (b = 12 of 600 records with the full MNIST). Without noise with the paper's E = 10 and
@@ -12,10 +12,7 @@ differences of loss to no quantisation seed by seed. Noise is the operating syst
 """
 
 import argparse
-import json
 import math
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from points import Measured, Point, Row, difference, measure, quiet, spread, table
@@ -25,9 +22,10 @@ from flower_dp.strategies.strategy import DPStrategy
 
 LEVELS = (1, 10, 0)
 EPSILONS = (10.0, 100.0, math.inf)
+ROUNDS = 100
 
 
-def points(full: bool, rounds: int) -> list[Point]:
+def points(full: bool) -> list[Point]:
     """Return the points: every budget with every number of levels, none last."""
     chosen = 120 if full else 8
     return [
@@ -38,13 +36,13 @@ def points(full: bool, rounds: int) -> list[Point]:
                 "partition": "het-mnist",
                 "sampling": "fixed-size",
                 "cohort-size": 10,
-                "num-rounds": rounds,
+                "num-rounds": ROUNDS,
                 "learning-rate": 0.1,
                 "dp-fedpaq.epsilon": epsilon,
                 "dp-fedpaq.clip-norm": 1.0,
                 "dp-fedpaq.decay-iterations": 100.0,
                 "dp-fedpaq.quantization-levels": levels,
-                "dp-fedpaq.num-replies": rounds,
+                "dp-fedpaq.num-replies": ROUNDS,
                 **_steps(epsilon, chosen),
             },
             arguments={"epsilon": epsilon, "s": levels or "none"},
@@ -106,17 +104,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--data-dir", default="", help="folder of the full MNIST; the embedded digits by default")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--trial", action="store_true", help="five rounds, to see that the program works")
     options = parser.parse_args()
     torch.set_num_threads(1)
     quiet()
-    results = [
-        measure(point, options.seeds, options.data_dir) for point in points(bool(options.data_dir), 5 if options.trial else 100)
-    ]
-    print(table(rows(results)))
-    if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    print(table(rows([measure(point, options.seeds, options.data_dir) for point in points(bool(options.data_dir))])))
 
 
 if __name__ == "__main__":

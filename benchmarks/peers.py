@@ -1,6 +1,6 @@
 """The same job here, in Flower's own DP wrapper and in pfl-research: accuracy, epsilon by each accountant and by ours, seconds.
 
-    python benchmarks/peers.py [--rounds N] [--seeds N] [--data-dir DIR] [--json FILE]
+    python benchmarks/peers.py [--rounds N] [--seeds N] [--data-dir DIR]
 
 The job is `mlp` of benchmarks/rounds.py: 1,000 clients with 60 digits each, an MLP, 100 clients a round, one local epoch of SGD,
 clip norm 0.5, noise multiplier 0.9, the noise on the sum of the clipped updates. Here once with cohorts of a fixed size and once
@@ -36,6 +36,8 @@ from tests.flower.superlink import flwr_run
 (JOB,) = (job for job in JOBS if job.name == "mlp")
 DELTA = JOB.num_clients**-1.1
 CLIP_NORM, NOISE_MULTIPLIER = 0.5, 0.9
+OF_ALL = {"num_clients": JOB.num_clients, "num_records": JOB.records_per_client, "cohort": COHORT, "delta": DELTA}
+OF_ALL |= {"clip_norm": CLIP_NORM, "noise_multiplier": NOISE_MULTIPLIER}
 
 # The job as Flower's users write it, with Flower's wrapper and its accountant.
 FLOWERS_APP = """
@@ -148,13 +150,8 @@ def ours(num_rounds: int, seed: int, data_dir: str, *, poisson: bool) -> dict[st
         seconds = time.monotonic() - started
         statement = json.loads((folder / STATEMENT_JSON).read_text())
         last = json.loads((folder / METRICS).read_text().splitlines()[-1])
-    return {
-        "accuracy": last["accuracy"],
-        "own_epsilon": statement["epsilon"],
-        "our_epsilon": statement["epsilon"],
-        "relation": statement["relation"],
-        "seconds": seconds,
-    }
+    of_statement = {"own_epsilon": statement["epsilon"], "our_epsilon": statement["epsilon"], "relation": statement["relation"]}
+    return {"accuracy": last["accuracy"], "seconds": seconds} | of_statement
 
 
 def flowers(num_rounds: int, seed: int, data_dir: str) -> dict[str, Any]:
@@ -165,15 +162,10 @@ def flowers(num_rounds: int, seed: int, data_dir: str) -> dict[str, Any]:
         source = FLOWERS_APP.format(
             repository=str(REPOSITORY),
             data_dir=data_dir,
-            num_clients=JOB.num_clients,
-            num_records=JOB.records_per_client,
-            cohort=COHORT,
+            result=str(result),
             seed=seed,
             num_rounds=num_rounds,
-            delta=DELTA,
-            clip_norm=CLIP_NORM,
-            noise_multiplier=NOISE_MULTIPLIER,
-            result=str(result),
+            **OF_ALL,
         )
         (app / "flowers_wrapper.py").write_text(source)
         (app / "pyproject.toml").write_text(PROJECT)
@@ -211,7 +203,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data-dir", default="")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     kinds = {
         "flower-dp, Poisson sampling": lambda *of: ours(*of, poisson=True),
@@ -226,12 +217,9 @@ def main() -> None:
         f"{options.rounds} rounds, {options.seeds} seeds, delta {DELTA:.3g}\n"
     )
     print("| | accuracy | epsilon by its own accountant | epsilon by ours | seconds |\n|---|---|---|---|---|", flush=True)
-    results: dict[str, list[dict[str, Any]]] = {}
     for name, run in kinds.items():
-        found = results[name] = [run(options.rounds, seed, options.data_dir) for seed in range(options.seeds)]
+        found = [run(options.rounds, seed, options.data_dir) for seed in range(options.seeds)]
         print(f"| {name} | {_row(found)} |", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2))
 
 
 def _row(found: list[dict[str, Any]]) -> str:

@@ -1,6 +1,6 @@
 """Sums of clipped per-record gradients: `torch.func` against opacus' three ways, and a plain loop; time and memory.
 
-    python benchmarks/per_record.py [logistic] [mlp] [cnn] [resnet18] [--device cpu|cuda] [--rounds N] [--json FILE]
+    python benchmarks/per_record.py [logistic] [mlp] [cnn] [resnet18] [--device cpu|cuda] [--rounds N]
 
 Every way makes the same sum: gradients of cross-entropy, clipped to L2 norm 1, over random records. A table has one line a model
 and way: milliseconds a record (the fastest round, with as many records together as is fastest; on a processor the time of this
@@ -12,7 +12,6 @@ place among other records.
 """
 
 import argparse
-import json
 import platform
 import subprocess
 import sys
@@ -21,12 +20,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engines import resnet
 
 from flower_dp.apps.tasks.models import make
 from flower_dp.clients.training.per_record import record_gradients
@@ -38,38 +38,12 @@ PLAIN_LOOP = "plain loop"
 ENGINES = {"torch.func": "torch.func", "expanded weights": "expanded-weights"}
 
 
-class Block(nn.Module):
-    """Two convolutions with a way around them."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.norm1 = nn.GroupNorm(32, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm2 = nn.GroupNorm(32, outputs)
-        shorter = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(32, outputs))
-        self.around = nn.Identity() if inputs == outputs and stride == 1 else shorter
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's activations."""
-        inner = torch.relu(self.norm1(self.conv1(x)))
-        return torch.relu(self.norm2(self.conv2(inner)) + self.around(x))
-
-
-def resnet18() -> nn.Module:
-    """ResNet-18 for images [3, 32, 32]: a first convolution of 3 x 3, no first pooling, GroupNorm of 32 groups."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(32, 64), nn.ReLU()]
-    for inputs, outputs, stride in ((64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)):
-        layers += [Block(inputs, outputs, stride), Block(outputs, outputs, 1)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
-
-
 # Records by device, and what a record looks like.
 JOBS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int]]] = {
     "logistic": (lambda: make("logistic", seed=0), (784,), {"cpu": 256, "cuda": 4096}),
     "mlp": (lambda: make("mlp", seed=0), (784,), {"cpu": 256, "cuda": 4096}),
     "cnn": (lambda: make("cnn", seed=0), (784,), {"cpu": 32, "cuda": 1024}),
-    "resnet18": (resnet18, (3, 32, 32), {"cpu": 8, "cuda": 256}),
+    "resnet18": (lambda: resnet(32, is_normed=True), (3, 32, 32), {"cpu": 8, "cuda": 256}),
 }
 CHUNKS = {"cpu": (1, 2, 4, 8, 16, 64, 256), "cuda": (16, 64, 256, 1024, 4096)}
 LARGEST_MATRIX = {"cpu": 2**26, "cuda": 2**32}
@@ -220,7 +194,7 @@ def same_bits_at_every_place(model: FlatModel, inputs: Tensor, targets: Tensor, 
     return torch.equal(rows, moved.roll(-1, 0))
 
 
-def measure(name: str, device: str, rounds: int) -> list[dict[str, Any]]:
+def measure(name: str, device: str, rounds: int) -> list[str]:
     """Return a line of the table for every way."""
     model, inputs, targets = job_of(name, device)
     seconds: dict[tuple[str, int], list[float]] = {}
@@ -239,24 +213,13 @@ def measure(name: str, device: str, rounds: int) -> list[dict[str, Any]]:
     lines = []
     for way in WAYS:
         best, chunk = min((min(times[1:]), chunk) for (timed, chunk), times in seconds.items() if timed == way)
-        reference = sums[PLAIN_LOOP]
+        reference, bits = sums[PLAIN_LOOP], ""
+        if way in ENGINES:
+            bits = "yes" if same_bits_at_every_place(model, inputs, targets, ENGINES[way], chunk) else "no"
+        difference = float(torch.linalg.vector_norm(sums[way] - reference) / torch.linalg.vector_norm(reference))
         lines.append(
-            {
-                "model": name,
-                "parameters": model.layout.size,
-                "records": len(inputs),
-                "way": way,
-                "ms_per_record": 1000 * best / len(inputs),
-                "chunk": 1 if way == PLAIN_LOOP else chunk,
-                "ms_per_record_by_chunk": {
-                    size: 1000 * min(times[1:]) / len(inputs) for (timed, size), times in seconds.items() if timed == way
-                },
-                "peak_bytes": peak_elsewhere(name, way, chunk, device),
-                "difference": float(torch.linalg.vector_norm(sums[way] - reference) / torch.linalg.vector_norm(reference)),
-                "same_bits_at_every_place": same_bits_at_every_place(model, inputs, targets, ENGINES[way], chunk)
-                if way in ENGINES
-                else None,
-            }
+            f"| {name} | {way} | {1000 * best / len(inputs):.3g} | {1 if way == PLAIN_LOOP else chunk} "
+            f"| {peak_elsewhere(name, way, chunk, device) / 1e6:.0f} MB | {difference:.0e} | {bits} |"
         )
     return lines
 
@@ -268,22 +231,12 @@ def processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def printed(line: dict[str, Any]) -> str:
-    """Return a line of the table."""
-    bits = {None: "", True: "yes", False: "no"}[line["same_bits_at_every_place"]]
-    return (
-        f"| {line['model']} | {line['way']} | {line['ms_per_record']:.3g} | {line['chunk']} "
-        f"| {line['peak_bytes'] / 1e6:.0f} MB | {line['difference']:.0e} | {bits} |"
-    )
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(JOBS)}; all of them by default")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--peak", nargs=2, metavar=("WAY", "CHUNK"), help="print the peak memory of one way, in bytes")
     args = parser.parse_args()
     for name in args.models:
@@ -302,14 +255,9 @@ def main() -> None:
     print(f"{machine}; Python {platform.python_version()}, torch {torch.__version__}, opacus {opacus_version}\n")
     print("| model | way | ms a record | records together | peak memory | difference | same bits at every place |")
     print("|---|---|---|---|---|---|---|")
-    lines = []
     for name in args.models or JOBS:
         for line in measure(name, args.device, args.rounds):
-            print(printed(line), flush=True)
-            lines.append(line)
-    if args.json:
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "opacus": opacus_version}
-        args.json.write_text(json.dumps({"machine": machine, "versions": versions, "lines": lines}, indent=2) + "\n")
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ from rounds import JOBS
 
 from flower_dp.apps.tasks import load_task
 from flower_dp.apps.tasks.models import make
-from flower_dp.apps.tasks.partitions import partition
 
 
 class Classifier(nn.Module):
@@ -76,15 +75,7 @@ def main(name: str, num_rounds: int, data_dir: str, result: Path, seed: int = 0)
     torch.set_num_threads(1)
     (job,) = (job for job in JOBS if job.name == name)
     task = load_task("mnist", data_dir)
-    dealt = partition(
-        "sample",
-        task.train_labels,
-        num_clients=job.num_clients,
-        seed=seed,
-        dirichlet_alpha=1.0,
-        classes_per_client=1,
-        records_per_client=job.records_per_client,
-    )
+    dealt = job.dealt(task.train_labels, seed)
     images, labels = torch.from_numpy(task.train_inputs), torch.from_numpy(task.train_labels)
 
     def records(client: int) -> Dataset:

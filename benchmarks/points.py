@@ -240,12 +240,10 @@ def quiet() -> None:
 
 def remember_costs() -> None:
     """Account equal events once: cost is a function of the events, and points of an experiment charge the same few."""
-    compute, known = accounting.epsilon, {}
+    compute, known = accounting.epsilon, dict[Any, Any]()
 
     def epsilon(event: Any, **arguments: Any) -> Any:
         key = (repr(event), *sorted(arguments.items()))
-        if key not in known:
-            known[key] = compute(event, **arguments)
-        return known[key]
+        return known[key] if key in known else known.setdefault(key, compute(event, **arguments))
 
     accounting.epsilon = epsilon

@@ -1,7 +1,7 @@
 """Seconds a round of `flower-dp run` against plain PyTorch loops and pfl-research, in the same run.
 
     python benchmarks/rounds.py [mlp] [mlp-module] [cnn-small] [logistic-1000] [logistic-50000] [logistic-1000000]
-        [--rounds N] [--data-dir DIR] [--json FILE]
+        [--rounds N] [--data-dir DIR]
 
 Prints, for every job, the mean seconds a round of each (start-up apart), the ratios, the memory of all processes of our runs,
 and the seconds from the start to the end of round 1. The plain loop runs before and after: in one process, with one torch
@@ -24,7 +24,8 @@ import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,8 @@ class Job:
 
     def overrides(self, num_rounds: int, data_dir: str) -> dict[str, Any]:
         """Return the run-config."""
-        of_the_task = {
-            "model": self.model,
-            "data-dir": data_dir,
-            "partition": "sample",
-            "records-per-client": self.records_per_client,
-        }
+        of_the_task = {"model": self.model, "data-dir": data_dir, "partition": "sample"}
+        of_the_task["records-per-client"] = self.records_per_client
         return ({} if self.own_app else of_the_task) | {
             "method": "dp-fedavg",
             "num-clients": self.num_clients,
@@ -80,6 +77,12 @@ class Job:
             "learning-rate-decay": 0.0,
             "evaluate-every": 0,
         }
+
+    def dealt(self, labels: np.ndarray, seed: int = 0) -> list[np.ndarray]:
+        """Return the records of each client, by their places."""
+        of_others = {"dirichlet_alpha": 1.0, "classes_per_client": 1}
+        size = self.records_per_client
+        return partition("sample", labels, num_clients=self.num_clients, seed=seed, records_per_client=size, **of_others)
 
 
 JOBS = (
@@ -162,15 +165,7 @@ def own_app(job: Job, data_dir: str, folder: Path) -> Path:
 def plain_loop(job: Job, num_rounds: int, data_dir: str, parts: int = 1) -> float:
     """Return the mean seconds a round of DP-FedAvg as one writes it down in PyTorch, with one of so many parts of the clients."""
     task = load_task("mnist", data_dir)
-    dealt = partition(
-        "sample",
-        task.train_labels,
-        num_clients=job.num_clients,
-        seed=0,
-        dirichlet_alpha=1.0,
-        classes_per_client=1,
-        records_per_client=job.records_per_client,
-    )
+    dealt = job.dealt(task.train_labels)
     images, labels = torch.from_numpy(task.train_inputs), torch.from_numpy(task.train_labels)
     model = make(job.model, seed=0)
     vector = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -234,12 +229,9 @@ def our_run(job: Job, num_rounds: int, data_dir: str) -> dict[str, Any]:
 
 def begun(target: Path, settings: Mapping[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
     """Begin `flower-dp run`, which says nothing but errors."""
-    words = [
-        word
-        for key, value in settings.items()
-        for word in ("--set", f"{key}={str(value).lower() if value in (True, False) else value}")
-    ]
-    command = [sys.executable, "-m", "flower_dp.cli.entry", "run", str(target), "--output-dir", str(folder), *words]
+    command = [sys.executable, "-m", "flower_dp.cli.entry", "run", str(target), "--output-dir", str(folder)]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
 
@@ -257,19 +249,15 @@ def pfl_result(job: Job, num_rounds: int, data_dir: str, seed: int = 0) -> dict[
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        subprocess.run(
-            [*torchrun, str(program), job.name, str(num_rounds), data_dir, str(result), str(seed)],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        words = [str(program), job.name, str(num_rounds), data_dir, str(result), str(seed)]
+        subprocess.run([*torchrun, *words], check=True, capture_output=True)
         found: dict[str, Any] = json.loads(result.read_text())
     return found
 
 
 def times(ends: list[float]) -> dict[str, Any]:
     """Return the seconds between the ends of rounds, without the first ones."""
-    rounds = sorted(after - before for before, after in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False))
+    rounds = sorted(after - before for before, after in pairwise(ends[WARM_UP:]))
     quantiles = {f"p{part}": rounds[len(rounds) * part // 100] for part in (10, 90)}
     return {"seconds": statistics.fmean(rounds)} | quantiles
 
@@ -293,22 +281,20 @@ def main() -> None:
     parser.add_argument("jobs", nargs="*", help="names of jobs; all by default")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--data-dir", default="")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     if unknown := set(options.jobs) - {job.name for job in JOBS}:
         parser.error(f"unknown jobs {sorted(unknown)}; known are {', '.join(job.name for job in JOBS)}")
     print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}")
-    results = []
     for job in JOBS:
         if options.jobs and job.name not in options.jobs:
             continue
-        before = [loops(job, 20, options.data_dir) for loops in (fastest_plain_loop, two_processes)]
+        loops = (fastest_plain_loop, two_processes)
+        before = [loop(job, 20, options.data_dir) for loop in loops]
         runs = {"flower-dp run": our_run(job, options.rounds, options.data_dir)}
         if importlib.util.find_spec("pfl") is not None and not job.own_app:
             runs["pfl"] = pfl_run(job, options.rounds, options.data_dir)
-        after = [loops(job, 20, options.data_dir) for loops in (fastest_plain_loop, two_processes)]
+        after = [loop(job, 20, options.data_dir) for loop in loops]
         plain, limit = map(min, before, after)
-        results.append(asdict(job) | {"plain_seconds": plain, "two_process_seconds": limit, "runs": runs})
         print(f"{job.name}: plain loop {plain:.3f} s, two processes {limit:.3f} s", flush=True)
         for name, run in runs.items():
             line = (
@@ -322,8 +308,6 @@ def main() -> None:
                     f"(summed RSS {run['memory_gb_summed_rss']:.2f} GB)"
                 )
             print(line, flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

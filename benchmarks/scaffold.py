@@ -1,6 +1,6 @@
 """Does SCAFFOLD need fewer rounds than FedAvg on clients that differ? MNIST, no privacy, over seeds.
 
-    python benchmarks/scaffold.py [--seeds N] [--data-dir DIR] [--json FILE] [--most-rounds N] [--digits N]
+    python benchmarks/scaffold.py [--seeds N] [--data-dir DIR] [--most-rounds N] [--digits N]
                                    [--local-steps N [N ...]]
 
 Logistic regression, HET_MNIST(1): 100 clients with one digit each, 10 of them a round at random, E local steps on 12 records
@@ -11,24 +11,16 @@ records a client takes in a round is drawn anew, as in any run.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from points import LocalGrid, Run, app, config_of, model_arrays, quiet, records, table, test
+from points import LocalGrid, Run, app, config_of, deviation, model_arrays, quiet, records, table, test
 
 # The app's own: the preset's table is not read by the other method.
-DEFAULTS = {
-    "epsilon": 4.0,
-    "clip-norm": 1.0,
-    "sensitivity": "clip-update",
-    "num-local-steps": 10,
-    "decay-iterations": 100.0,
-}
+DEFAULTS = {"epsilon": 4.0, "clip-norm": 1.0, "sensitivity": "clip-update", "num-local-steps": 10, "decay-iterations": 100.0}
 TARGET = 0.85
 STAYS = 5
 
@@ -90,10 +82,7 @@ def rounds_of(method: str, seed: int, steps: int, options: argparse.Namespace) -
 def answer(values: list[int], most: int) -> str:
     """Return mean, spread and every value."""
     each = ", ".join("never" if value > most else str(value) for value in values)
-    if max(values) > most:
-        return each
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.fmean(values):.1f} ± {spread:.1f} ({each})"
+    return each if max(values) > most else f"{statistics.fmean(values):.1f} ± {deviation(values):.1f} ({each})"
 
 
 def main() -> None:
@@ -103,19 +92,17 @@ def main() -> None:
     parser.add_argument(
         "--data-dir", default="", help="folder of the full MNIST; the embedded digits by default, 2 records a step"
     )
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--most-rounds", type=int, default=150)
     parser.add_argument("--digits", type=int, default=1, help="digits of a client")
     parser.add_argument("--local-steps", type=int, nargs="+", default=[10])
     options = parser.parse_args()
     torch.set_num_threads(1)
     quiet()
-    rows, results = [], []
+    rows = []
     for steps in options.local_steps:
         for method in ("fedavg", "scaffold"):
             measured = [rounds_of(method, seed, steps, options) for seed in range(options.seeds)]
             print(f"{method}, E = {steps}: {measured}", file=sys.stderr, flush=True)
-            results.append({"method": method, "local_steps": steps, "measured": measured})
             rows.append(
                 {
                     "E": steps,
@@ -125,8 +112,6 @@ def main() -> None:
                 }
             )
     print(table(rows))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

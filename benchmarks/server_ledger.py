@@ -12,7 +12,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def charged(ledger: Store, run: str, cohorts: list[tuple[str, ...]], first: int)
     return [timed(partial(ledger.append, run, one)) for one in made]
 
 
+@contextmanager
+def begun(path: Path, budget: JointBudget | None) -> Iterator[tuple[Store, str]]:
+    """Create a ledger, and begin a run on it."""
+    Store.create(path, budget)
+    with Store(path) as ledger:
+        yield ledger, ledger.begin(method="benchmark", delta=1e-6)
+
+
 def fsyncs(folder: Path, count: int) -> Times:
     """Return how long writes of 4 KiB with fsync take, over what is there already."""
     descriptor = os.open(folder / "fsync", os.O_RDWR | os.O_CREAT, 0o600)
@@ -91,18 +100,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=words.folder) as name:
         folder = Path(name)
         told("one write of 4 KiB with fsync", fsyncs(folder, words.rounds))
-        for what, budget in (("", None), (", with a budget", JointBudget(epsilon=50.0, delta=1e-6))):
-            path = folder / f"every{bool(budget)}.sqlite"
-            Store.create(path, budget)
-            with Store(path) as ledger:
-                run = ledger.begin(method="benchmark", delta=1e-6)
+        budgets = {"": None, ", with a budget": JointBudget(epsilon=50.0, delta=1e-6)}
+        for what, budget in budgets.items():
+            with begun(folder / f"every{bool(budget)}.sqlite", budget) as (ledger, run):
                 told(f"a round of a client-level run{what}", charged(ledger, run, [(EVERY_CLIENT,)] * words.rounds, 1))
-        for what, budget in (("", None), (", with a budget", JointBudget(epsilon=50.0, delta=1e-6))):
+        for what, budget in budgets.items():
             path = folder / f"books{bool(budget)}.sqlite"
-            Store.create(path, budget)
             names = [f"client-{number:07d}" for number in rng.permutation(words.clients)]
-            with Store(path) as ledger:
-                run = ledger.begin(method="benchmark", delta=1e-6)
+            with begun(path, budget) as (ledger, run):
                 parts = [tuple(names[start : start + 50_000]) for start in range(0, len(names), 50_000)]
                 charged(ledger, run, parts, 1)
                 cohorts = [

@@ -60,11 +60,6 @@ def own_ask(own: Mapping[str, tuple[float, str, float]], *, clip_norm: float = 1
     )
 
 
-def promised(asked: Instruction, **changes: float) -> Instruction:
-    """Return an instruction whose promise has other values."""
-    return replace(asked, ask=replace(asked.ask, promise=replace(asked.ask.promise, **changes)))
-
-
 def table_of(asked: Instruction) -> dict[str, Any]:
     """Return the table of the ask, as it is sent."""
     table: dict[str, Any] = json.loads(asked.to_json())["ask"]

@@ -1,8 +1,8 @@
-"""Noise that is correlated over rounds, as a part of a noised sum, and a small method with it: what no method has yet."""
+"""Noise that is correlated over rounds, as a part of a noised sum, and a strategy with it: what no method has yet."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -10,15 +10,11 @@ from dp_accounting import DpEvent, GaussianDpEvent, NoOpDpEvent
 
 from flower_dp.core import noise
 from flower_dp.core.noise import Generator
-from flower_dp.core.sampling import RoundRobinSampling, Sampler
-from flower_dp.privacy.mechanisms import Gaussian
+from flower_dp.core.sampling import RoundRobinSampling
 from flower_dp.privacy.release import Release
-from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.strategies.releases.noised_sum import NoisedSum
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import About, Learnt, Options
-from flower_dp.strategies.run_state import RunFacts, RunState
+from flower_dp.strategies.client_level import ClientLevelRules
+from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
+from flower_dp.strategies.run_state import RunState
 from flower_dp.strategies.strategy import DPStrategy
 
 BANDED = "banded"
@@ -83,88 +79,27 @@ class Banded:
         total += noise.nearest(begun, step)
 
 
-class BandedRules:
-    """The model moves by the noised mean of the clients whose turn it is."""
+class BandedRules(ClientLevelRules):
+    """The model moves by the noised sum of the two of four clients whose turn it is; the noise is for so many rounds."""
 
-    def __init__(self, *, num_clients: int, cohort_size: int, num_rounds: int, noise_multiplier: float) -> None:
-        sampling: Sampler = RoundRobinSampling(cohort_size=cohort_size)
-        release = Release(
-            what="the noised sum of clipped updates",
-            seen_by="everyone who sees global models",
-            unit="client",
-            relation="add-or-remove-one",
-            clip_norm=1.0,
-            mechanism=Gaussian(noise_multiplier=noise_multiplier),
-            sampler=sampling,
-            num_clients=num_clients,
-        )
-        turns = math.ceil(num_rounds * cohort_size / num_clients)
-        self.num_rounds, band = num_rounds, (0.5,) * (num_clients // cohort_size - 1)
-        self.training = NoisedSum(name=BANDED, noise=Banded(release=release, band=band, num_turns=turns))
-        self.about = About(title="Banded", num_clients=num_clients, delta=1e-3, stock_refusal=None)
-        self.releases = (self.training,)
-
-    def opened(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
-        return self
+    def __init__(self, *, num_rounds: int, noise_multiplier: float) -> None:
+        sampling, central = RoundRobinSampling(cohort_size=2), {"placement": "central", "trusted_server": True}
+        updates = ClippedUpdates(clip_norm=1.0, sampling=sampling, num_clients=4, relation=None, min_reply_ratio=None, **central)
+        super().__init__(BANDED, "Banded", updates, noise_multiplier, delta=1e-3)
+        banded = Banded(release=self.release, band=(0.5,), num_turns=num_rounds // 2)
+        self.training, self.last = replace(self.training, noise=banded), num_rounds
 
     def why_stop(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
-        return "its noise is for fewer rounds" if state.charges.number(BANDED) >= self.num_rounds else None
-
-    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
-        mean, after = self.training.noised(state, now, collected, rng)
-        return Learnt(vector=now.vector + mean, releases={BANDED: after})
-
-    def numbers(self, state: RunState, now: Round | None) -> Mapping[str, float]:
-        return {"epsilon": self._cost(state).epsilon}
-
-    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
-        return 1.0, 1.0
-
-    def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
-        release, cost = self.training.release, self._cost(state)
-        return PrivacyStatement(
-            method=self.about.title,
-            unit=release.unit,
-            relation=release.relation,
-            adversary=release.seen_by,
-            delta=self.about.delta,
-            epsilon=cost.epsilon,
-            accountant=cost.accountant,
-            paper=None,
-            num_rounds=state.charges.number(BANDED),
-            noise={},
-            sampling=str(release.sampler),
-            events=(),
-            assumptions=(),
-            not_covered=(),
-            incidents=facts.incidents,
-        )
-
-    def _cost(self, state: RunState) -> Any:
-        return self.training.history(state.charges).cost(self.about.delta)
+        return "its noise is for fewer rounds" if self.num_rounds(state.charges) >= self.last else None
 
 
 class BandedStrategy(DPStrategy):
-    """A run of those rules, for eight rounds of two of four clients unless told otherwise."""
+    """A run of those rules."""
 
-    def __init__(
-        self,
-        *,
-        num_clients: int = 4,
-        cohort_size: int = 2,
-        num_rounds: int = 8,
-        noise_multiplier: float = 1.0,
-        **options: Options,
-    ) -> None:
-        super().__init__(
-            BandedRules(
-                num_clients=num_clients, cohort_size=cohort_size, num_rounds=num_rounds, noise_multiplier=noise_multiplier
-            ),
-            **options,
-        )
+    def __init__(self, *, num_rounds: int = 8, noise_multiplier: float = 1.0) -> None:
+        super().__init__(BandedRules(num_rounds=num_rounds, noise_multiplier=noise_multiplier))
 
     @property
     def drawn(self) -> Sequence[Drawn]:
         """The noise that this object and its copies have drawn."""
-        found: Witness = self.rules.training.noise.witness
-        return found
+        return self.rules.training.noise.witness

@@ -3,20 +3,23 @@
 Workers of Ray import this file with the app. It needs neither pytest nor an accountant, whose imports take seconds.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from safetensors.numpy import load
 from torch import nn
 
 from flower_dp.clients import TensorRecords, client_app, model_arrays
 from flower_dp.strategies import DPStrategy
 from tests.charges import Kept, assert_charges_are_the_ledgers
-from tests.contracts import NUM_RECORDS, Method, Words
+from tests.contracts import METHODS, NUM_RECORDS, Method, Words
 from tests.grids import LocalGrid, asks_to_train
 from tests.local_grids import linear, records
 from tests.stock import shifted, stock_app
@@ -136,3 +139,18 @@ def evaluating_stock_app() -> ClientApp:
         return Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.5})}), reply_to=message)
 
     return app
+
+
+def seeded_run(label: str) -> Run:
+    """Run a method in this process with fixed noise on two nodes, as the app `tests/foreign/seeded` does."""
+    (method,) = [method for method in METHODS if method.label == label]
+    return run_of(method, Words(noise_seed=SEED), num_nodes=2, noise_seed=SEED)
+
+
+def assert_left_by(run: Run, folder: Path) -> None:
+    """A run folder has the model, the statement and the rounds of a run in this process."""
+    (weights,) = load((folder / "model.safetensors").read_bytes()).values()
+    assert weights.tobytes() == run.bits[-1]
+    assert (folder / "statement.txt").read_text() == f"{run.strategy.statement}\n"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["replies"] for row in rows[1:]] == [report.replies for report in run.strategy.rounds]

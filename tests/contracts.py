@@ -6,40 +6,17 @@ A new method is one more entry. Its formulas are written down here a second time
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, ClassVar
+from functools import lru_cache, partial
+from typing import Any
 
-from flower_dp.clients import (
-    BLUR,
-    LUS,
-    DPClient,
-    DPFedPAQRecipe,
-    DPPASGDRecipe,
-    FedSGDDPCRecipe,
-    LocalDPClient,
-    NbAFLRecipe,
-    ScaffoldRecipe,
-    Training,
-)
+from flower_dp import clients, strategies
+from flower_dp.clients import DPClient, LocalDPClient, Training
 from flower_dp.core import dp
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
-from flower_dp.privacy import accounting
 from flower_dp.privacy.charges import History
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.privacy.events import Relation
-from flower_dp.strategies import (
-    DPPASGD,
-    AdaptiveClip,
-    DPFedAvg,
-    DPFedPAQ,
-    DPFedSAM,
-    DPStrategy,
-    FedSGDDPC,
-    FedSMP,
-    NbAFL,
-    PrivateEvaluation,
-    Scaffold,
-)
+from flower_dp.strategies import AdaptiveClip, DPFedAvg, DPFedSAM, DPStrategy, FedSMP
+from tests.closed_forms import gaussian_epsilon, gaussian_multiplier
 
 NUM_RECORDS = 8
 
@@ -125,23 +102,23 @@ class Method:
     title: str
     strategy: Callable[[Words], DPStrategy]
     client: Callable[..., Any] | None
-    stock: bool
-    unit: str
-    relation: str
-    delta: Callable[[Words], float]
+    stock: bool = False
+    unit: str = "record"
+    relation: str = "replace-one"
+    delta: Callable[[Words], float] = lambda arguments: arguments.delta
     charges: tuple[Charge, ...]
     noise: Callable[[Words, int], float]
     reach: Callable[[Words], float]
     message_noise: Callable[[Words], float]
     laplace: bool = False
-    server_noise: Callable[[Words, int], float]
+    server_noise: Callable[[Words, int], float] = lambda arguments, heard: 0.0
     fewest: int = 1
     replaces_model: bool = False
     carries_noise: bool = False
     num_extra: int = 0
-    exact: bool
-    poisson: bool
-    target: bool
+    exact: bool = False
+    poisson: bool = False
+    target: bool = False
     numbers: Callable[[Words], Mapping[str, float]]
     sampling: Callable[[Words], str]
     variant: bool = False
@@ -157,72 +134,29 @@ class Method:
         return 3 / num_clients if self.laplace else 0.0
 
 
-# Closed forms
-
-
-def gaussian_delta(multiplier: float, epsilon: float) -> float:
-    """The delta of a Gaussian release with noise std / sensitivity (Balle and Wang 2018, Theorem 8)."""
-    from scipy import stats
-
-    half = 1 / (2 * multiplier)
-    return float(
-        stats.norm.cdf(half - epsilon * multiplier) - math.exp(epsilon + stats.norm.logcdf(-half - epsilon * multiplier))
-    )
-
-
-def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    from scipy import optimize
-
-    return float(optimize.brentq(function, low, high, xtol=1e-12))
-
-
 @lru_cache(maxsize=256)
 def closed_epsilon(event: dp.DpEvent, num_rounds: int, relation: str, delta: float) -> float:
-    """The epsilon of plain releases in every round: R Gaussians are one with 1/sqrt(R) of the multiplier, pure epsilons add up."""
+    """The epsilon of plain releases in every round: those of Gaussians are one, pure epsilons add up."""
     if isinstance(event, dp.SelfComposedDpEvent):
         return closed_epsilon(event.event, event.count * num_rounds, relation, delta)
-    multiplier = event.noise_multiplier / (2 if relation == "replace-one" else 1)
     if isinstance(event, dp.LaplaceDpEvent):
-        return num_rounds / multiplier
-    return _root(lambda e: gaussian_delta(multiplier / math.sqrt(num_rounds), e) - delta, 0, 500)
-
-
-@lru_cache(maxsize=256)
-def gaussian_multiplier(epsilon: float, delta: float) -> float:
-    """The least noise std / sensitivity that gives (epsilon, delta)."""
-    return _root(lambda z: gaussian_delta(z, epsilon) - delta, 0.1, 1000)
+        return num_rounds * (2 if relation == "replace-one" else 1) / event.noise_multiplier
+    return gaussian_epsilon([event.noise_multiplier] * num_rounds, relation, delta)
 
 
 # Methods with one noised sum
 
 NOISE_MULTIPLIER = 4.0
 TRAINING = Training(learning_rate=0.1, batch_size=4)
-BLURS = replace(TRAINING, regularizers=(BLUR(strength=1.0, bound=0.01),), sparsifier=LUS(keep_ratio=0.5))
+BLURS = replace(TRAINING, regularizers=(clients.BLUR(strength=1.0, bound=0.01),), sparsifier=clients.LUS(keep_ratio=0.5))
+FEDAVG = (DPFedAvg, "dp-fedavg", "DP-FedAvg")
+FEDSAM = (DPFedSAM, "dp-fedsam", "DP-FedSAM")
+# Andrew et al. 2021: z_delta with sigma_b = z, the default in small cohorts; noise of std z_delta C on every coordinate.
+Z_DELTA = (NOISE_MULTIPLIER**-2 - (2 * NOISE_MULTIPLIER) ** -2) ** -0.5
 
 
-def client_level(cls: type[DPStrategy], **own: Any) -> Callable[[Words], DPStrategy]:
-    def make(arguments: Words) -> DPStrategy:
-        sampling = PoissonSampling(sampling_rate=arguments.sampling_rate) if arguments.sampling_rate else FullSampling()
-        common = {
-            "clip_norm": arguments.clip_norm,
-            "noise_multiplier": NOISE_MULTIPLIER,
-            "sampling": sampling,
-            "num_clients": arguments.num_clients,
-            "delta": arguments.delta,
-            "target_epsilon": arguments.target_epsilon,
-            "noise_seed": arguments.noise_seed,
-        }
-        return cls(**common | own)
-
-    return make
-
-
-def dp_client(arguments: Words, **node: Any) -> DPClient:
-    return DPClient(**{"device": "cpu"} | node, training=TRAINING)
-
-
-def blurs_client(arguments: Words, **node: Any) -> DPClient:
-    return DPClient(**{"device": "cpu"} | node, training=BLURS)
+def dp_client(arguments: Words, training: Training = TRAINING, **node: Any) -> DPClient:
+    return DPClient(**{"device": "cpu"} | node, training=training)
 
 
 def charged_to_all(multiplier: Callable[[Words], float]) -> tuple[Charge, ...]:
@@ -249,32 +183,15 @@ def client_level_numbers(arguments: Words) -> dict[str, float]:
     }
 
 
-# Andrew et al. 2021: z_delta with sigma_b = z, the default in small cohorts; noise of std z_delta C on every coordinate.
-Z_DELTA = (NOISE_MULTIPLIER**-2 - (2 * NOISE_MULTIPLIER) ** -2) ** -0.5
-
-
 def joint(arguments: Words) -> Words:
     """The same words, with the norm of update and indicator together as the clip norm."""
     return replace(arguments, clip_norm=arguments.clip_norm * Z_DELTA / NOISE_MULTIPLIER)
 
 
-def adaptive(cls: type[DPStrategy], **own: Any) -> Callable[[Words], DPStrategy]:
-    """An adaptive clip norm without room to move, so that all rounds have the same noise."""
-
-    def make(arguments: Words) -> DPStrategy:
-        clip = AdaptiveClip(initial=arguments.clip_norm, smallest=arguments.clip_norm, largest=arguments.clip_norm)
-        return client_level(cls, **own | {"clip_norm": clip})(arguments)
-
-    return make
-
-
 def adaptive_numbers(arguments: Words) -> dict[str, float]:
     of_both = client_level_numbers(joint(arguments))
-    return of_both | {
-        "clip_norm": arguments.clip_norm,
-        "joint_norm": of_both["clip_norm"],
-        "initial_clip_norm": arguments.clip_norm,
-    }
+    own = {"clip_norm": arguments.clip_norm, "initial_clip_norm": arguments.clip_norm}
+    return of_both | {"joint_norm": of_both["clip_norm"]} | own
 
 
 def noise_of_the_mean(arguments: Words, heard: int) -> float:
@@ -286,245 +203,220 @@ def shares(arguments: Words) -> int:
     return math.ceil(0.75 * arguments.num_clients)
 
 
-CLIENT_LEVEL: dict[str, Any] = {
-    "unit": "client",
-    "relation": "add-or-remove-one",
-    "delta": lambda arguments: arguments.delta,
-    "exact": True,
-    "poisson": True,
-    "target": True,
-    "numbers": client_level_numbers,
-    "reach": lambda arguments: arguments.clip_norm,
-    "sampling": lambda arguments: f"{arguments.num_clients} of {arguments.num_clients} clients expected a round",
-}
-CENTRAL: dict[str, Any] = CLIENT_LEVEL | {
+# Who adds the noise: the server; every client its share, and the server the shares that are missing; or clients alone.
+CENTRAL: dict[str, Any] = {
     "stock": True,
     "charges": charged_to_all(lambda arguments: NOISE_MULTIPLIER),
     "noise": noise_of_the_mean,
     "message_noise": lambda arguments: 0.0,
     "server_noise": noise_of_the_mean,
 }
+DISTRIBUTED: dict[str, Any] = {
+    "charges": charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / arguments.num_clients)),
+    "noise": noise_of_the_mean,
+    "message_noise": lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(arguments.num_clients),
+    "server_noise": lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(1 - heard / arguments.num_clients),
+}
+UNTRUSTED: dict[str, Any] = {
+    "charges": charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / shares(arguments))),
+    "noise": lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(heard / shares(arguments)),
+    "message_noise": lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(shares(arguments)),
+    "fewest": 3,
+}
+
+
+def one_sum(
+    label: str,
+    cls: type[DPStrategy],
+    name: str,
+    title: str,
+    noised: dict[str, Any],
+    *,
+    client: Callable[..., Any] | None = dp_client,
+    variant: bool = True,
+    adaptive: bool = False,
+    **own: Any,
+) -> Method:
+    """A method with one noised sum; an adaptive clip norm has no room to move, so that all rounds have the same noise."""
+
+    def strategy(arguments: Words) -> DPStrategy:
+        norm = arguments.clip_norm
+        return cls(
+            clip_norm=AdaptiveClip(initial=norm, smallest=norm, largest=norm) if adaptive else norm,
+            noise_multiplier=NOISE_MULTIPLIER,
+            sampling=PoissonSampling(sampling_rate=arguments.sampling_rate) if arguments.sampling_rate else FullSampling(),
+            num_clients=arguments.num_clients,
+            delta=arguments.delta,
+            target_epsilon=arguments.target_epsilon,
+            noise_seed=arguments.noise_seed,
+            **own,
+        )
+
+    if adaptive:
+        noises = {key: noised[key] for key in ("noise", "message_noise", "server_noise")}
+        noised = noised | {
+            key: lambda arguments, *heard, noise=noise: noise(joint(arguments), *heard) for key, noise in noises.items()
+        }
+    return Method(
+        label=label,
+        name=name,
+        title=title,
+        strategy=strategy,
+        client=client,
+        variant=variant,
+        unit="client",
+        relation="add-or-remove-one",
+        reach=lambda arguments: arguments.clip_norm,
+        exact=True,
+        poisson=True,
+        target=True,
+        num_extra=int(adaptive),
+        numbers=adaptive_numbers if adaptive else client_level_numbers,
+        sampling=lambda arguments: f"{arguments.num_clients} of {arguments.num_clients} clients expected a round",
+        **noised,
+    )
 
 
 # Methods with noise of each client's own
 
 EPSILON = 1.0
 STEP_SIZE = 0.25
+OF_SERVER = {"num_records": NUM_RECORDS}
 
 
-def fedsgd_dpc(mechanism: str) -> dict[str, Any]:
-    """Both mechanisms of FedSGD-DPC; all clients are asked in every round (b = N), and weigh the same."""
-
-    def delta(arguments: Words) -> float:
-        return 0.0 if mechanism == "laplace" else arguments.delta
-
-    def multiplier(arguments: Words) -> float:
-        """Noise scale / clip norm of the sum of gradients, under replace-one, for all replies together."""
-        if mechanism == "laplace":
-            return 2 * arguments.replies / EPSILON  # Theorem 1
-        return 2 * math.sqrt(arguments.replies) * gaussian_multiplier(EPSILON, arguments.delta)
+def own_terms(
+    cls: type[DPStrategy],
+    recipe: Callable[..., Any],
+    both: Callable[[Words], dict[str, Any]],
+    *,
+    server: Callable[[Words], dict[str, Any]] = lambda arguments: {},
+    device: Callable[[Words], dict[str, Any]] = lambda arguments: {},
+) -> dict[str, Any]:
+    """A method's strategy and its client, by what both must agree on and what each has beside it."""
 
     def strategy(arguments: Words) -> DPStrategy:
-        return FedSGDDPC(
-            mechanism=mechanism,
-            num_clients=arguments.num_clients,
-            cohort_size=arguments.num_clients,
-            num_records=NUM_RECORDS,
-            clip_norm=arguments.clip_norm,
-            epsilon=EPSILON,
-            delta=delta(arguments),
-            learning_rate=STEP_SIZE,
-            num_replies=arguments.num_replies,
-            noise_seed=arguments.noise_seed,
-        )
+        common = {"num_clients": arguments.num_clients, "noise_seed": arguments.noise_seed}
+        return cls(**both(arguments), **common, **server(arguments))
 
     def client(arguments: Words, **node: Any) -> LocalDPClient:
-        recipe = FedSGDDPCRecipe(
-            mechanism=mechanism,
-            clip_norm=arguments.clip_norm,
-            epsilon=EPSILON,
-            delta=delta(arguments),
-            num_replies=arguments.replies,
-        )
-        return LocalDPClient(**{"device": "cpu"} | node, recipe=recipe)
+        return LocalDPClient(**{"device": "cpu"} | node, recipe=recipe(**both(arguments), **device(arguments)))
+
+    return {"strategy": strategy, "client": client}
+
+
+def charged_to_each(event: Callable[[Words], dp.DpEvent], ledgers: str = "ledgers", *of: str, rounds_late: int = 0) -> Charge:
+    """Every client has a ledger of its own."""
+    return Charge(
+        ledgers=lambda strategy: list(getattr(strategy.rules, ledgers)(strategy.charges, *of).values()),
+        event=event,
+        rounds_late=rounds_late,
+    )
+
+
+def gaussian_terms(arguments: Words, num_steps: int = 1) -> float:
+    """Noise std / clip norm of a sum under replace-one, for all replies, of so many steps each."""
+    return 2 * math.sqrt(arguments.replies * num_steps) * gaussian_multiplier(EPSILON, arguments.delta)
+
+
+def of_any(**values: float) -> dict[str, float]:
+    """Numbers that are the same for every client: the least and the largest."""
+    return {f"{which}_{name}": value for name, value in values.items() for which in ("least", "largest")}
+
+
+def fedsgd_dpc(mechanism: str, *, variant: bool = False) -> Method:
+    """Both mechanisms of FedSGD-DPC; all clients are asked in every round (b = N), and weigh the same."""
+    laplace = mechanism == "laplace"
+    event = dp.LaplaceDpEvent if laplace else dp.GaussianDpEvent
+
+    def delta(arguments: Words) -> float:
+        return 0.0 if laplace else arguments.delta
+
+    def multiplier(arguments: Words) -> float:
+        """Noise scale / clip norm of the sum of gradients, for all replies together: Theorem 1, or a Gaussian's."""
+        return 2 * arguments.replies / EPSILON if laplace else gaussian_terms(arguments)
 
     def message_noise(arguments: Words) -> float:
         """Of the mean over the records, with the client's weight 1/N on it."""
-        std = multiplier(arguments) * arguments.clip_norm * (math.sqrt(2) if mechanism == "laplace" else 1)
+        std = multiplier(arguments) * arguments.clip_norm * (math.sqrt(2) if laplace else 1)
         return std / NUM_RECORDS / arguments.num_clients
 
     def numbers(arguments: Words) -> dict[str, float]:
         scale = multiplier(arguments) * arguments.clip_norm / NUM_RECORDS
-        return {
-            "clip_norm": arguments.clip_norm,
-            "least_noise_multiplier": multiplier(arguments),
-            "largest_noise_multiplier": multiplier(arguments),
-            "least_noise_scale_of_a_mean_gradient": scale,
-            "largest_noise_scale_of_a_mean_gradient": scale,
-        }
+        return {"clip_norm": arguments.clip_norm} | of_any(
+            noise_multiplier=multiplier(arguments), noise_scale_of_a_mean_gradient=scale
+        )
 
-    event = dp.LaplaceDpEvent if mechanism == "laplace" else dp.GaussianDpEvent
-    return {
-        "name": "fedsgd-dpc",
-        "title": f"FedSGD-DPC ({mechanism.capitalize()})",
-        "strategy": strategy,
-        "client": client,
-        "stock": False,
-        "unit": "record",
-        "relation": "replace-one",
-        "delta": delta,
-        "charges": (
-            Charge(
-                ledgers=lambda strategy: list(strategy.rules.ledgers(strategy.charges).values()),
-                event=lambda arguments: event(multiplier(arguments)),
+    return Method(
+        label=f"fedsgd-dpc {mechanism}",
+        variant=variant,
+        name="fedsgd-dpc",
+        title=f"FedSGD-DPC ({mechanism.capitalize()})",
+        **own_terms(
+            strategies.FedSGDDPC,
+            clients.FedSGDDPCRecipe,
+            lambda arguments: (
+                {"mechanism": mechanism, "epsilon": EPSILON} | {"clip_norm": arguments.clip_norm, "delta": delta(arguments)}
             ),
+            server=lambda arguments: (
+                OF_SERVER
+                | {"cohort_size": arguments.num_clients, "learning_rate": STEP_SIZE, "num_replies": arguments.num_replies}
+            ),
+            device=lambda arguments: {"num_replies": arguments.replies},
         ),
-        "noise": lambda arguments, heard: STEP_SIZE * math.sqrt(heard) * message_noise(arguments),
-        "reach": lambda arguments: STEP_SIZE * arguments.clip_norm,
-        "message_noise": message_noise,
-        "laplace": mechanism == "laplace",
-        "server_noise": lambda arguments, heard: 0.0,
-        "exact": False,
-        "poisson": False,
-        "target": False,
-        "numbers": numbers,
-        "sampling": lambda arguments: f"at most {arguments.replies} replies a client; all records in each",
-    }
-
-
-NBAFL_EPSILON = 0.2
-
-
-def nbafl_unit(arguments: Words) -> float:
-    """The noise of one exposure, c (2 C / m) / epsilon (Wei et al. 2020, Section III-A); L is 1 here, so it is sigma_U."""
-    return math.sqrt(2 * math.log(1.25 / arguments.delta)) * 2 * arguments.clip_norm / NUM_RECORDS / NBAFL_EPSILON
-
-
-def nbafl_rounds(arguments: Words) -> float:
-    """Theorem 1: with sigma_D, a broadcast of N clients has noise of std sigma_U T / N, or of that of the clients alone."""
-    return max(float(arguments.num_rounds), math.sqrt(arguments.num_clients))
-
-
-def nbafl_strategy(arguments: Words) -> DPStrategy:
-    return NbAFL(
-        num_clients=arguments.num_clients,
-        num_records=NUM_RECORDS,
-        clip_norm=arguments.clip_norm,
-        paper_epsilon=NBAFL_EPSILON,
-        delta=arguments.delta,
-        uplink_exposures=1,
-        num_replies=arguments.replies,
-        noise_seed=arguments.noise_seed,
+        delta=delta,
+        charges=(charged_to_each(lambda arguments: event(multiplier(arguments))),),
+        noise=lambda arguments, heard: STEP_SIZE * math.sqrt(heard) * message_noise(arguments),
+        reach=lambda arguments: STEP_SIZE * arguments.clip_norm,
+        message_noise=message_noise,
+        laplace=laplace,
+        numbers=numbers,
+        sampling=lambda arguments: f"at most {arguments.replies} replies a client; all records in each",
     )
 
 
-def nbafl_client(arguments: Words, **node: Any) -> LocalDPClient:
-    recipe = NbAFLRecipe(
-        training=TRAINING,
-        clip_norm=arguments.clip_norm,
-        paper_epsilon=NBAFL_EPSILON,
-        delta=arguments.delta,
-        uplink_exposures=1,
-        min_records=NUM_RECORDS,
-        num_replies=arguments.replies,
-    )
-    return LocalDPClient(**{"device": "cpu"} | node, recipe=recipe)
-
-
-NBAFL_CHARGES = (
-    Charge(
-        ledgers=lambda strategy: list(strategy.rules.ledgers(strategy.charges).values()),
-        event=lambda arguments: dp.GaussianDpEvent(nbafl_unit(arguments) / arguments.clip_norm),
-    ),
-    # A client's part in an average is C / heard, and the noise on it grows as 1 / heard: the multiplier is the same for any.
-    Charge(
-        ledgers=lambda strategy: list(strategy.rules.broadcast_ledgers(strategy.charges, "outsiders").values()),
-        event=lambda arguments: dp.GaussianDpEvent(nbafl_unit(arguments) * nbafl_rounds(arguments) / arguments.clip_norm),
-        rounds_late=1,
-    ),
-    Charge(
-        ledgers=lambda strategy: list(strategy.rules.broadcast_ledgers(strategy.charges, "participants").values()),
-        event=lambda arguments: dp.GaussianDpEvent(
-            nbafl_unit(arguments) * math.sqrt(nbafl_rounds(arguments) ** 2 - 1) / arguments.clip_norm
-        ),
-        rounds_late=1,
-    ),
-)
-
-
-PASGD_STEP_SIZE = 0.25
-PASGD_BATCH = 4
-
-
-def dp_pasgd(num_local_steps: int) -> dict[str, Any]:
+def dp_pasgd(label: str, title: str, num_local_steps: int, *, variant: bool = False) -> Method:
     """All clients take so many noised steps in every round (tau); with one step the method is DP-SGD."""
-
-    def words_of(arguments: Words) -> dict[str, Any]:
-        """What both sides must agree on."""
-        return {
-            "batch_size": PASGD_BATCH,
-            "clip_norm": arguments.clip_norm,
-            "epsilon": EPSILON,
-            "delta": arguments.delta,
-            "num_steps": arguments.replies * num_local_steps,
-            "num_local_steps": num_local_steps,
-            "learning_rate": PASGD_STEP_SIZE,
-        }
-
-    def strategy(arguments: Words) -> DPStrategy:
-        return DPPASGD(**words_of(arguments), num_clients=arguments.num_clients, noise_seed=arguments.noise_seed)
-
-    def client(arguments: Words, **node: Any) -> LocalDPClient:
-        return LocalDPClient(**{"device": "cpu"} | node, recipe=DPPASGDRecipe(**words_of(arguments)))
-
-    def multiplier(arguments: Words) -> float:
-        """Noise std / clip norm of the sum of a batch; a replaced record moves the sum by twice the clip norm in every step."""
-        return 2 * math.sqrt(arguments.replies * num_local_steps) * gaussian_multiplier(EPSILON, arguments.delta)
+    step_size, batch_size = 0.25, 4
+    multiplier = partial(gaussian_terms, num_steps=num_local_steps)  # a replaced record moves the sum in every step
 
     def of_a_mean(arguments: Words) -> float:
-        return multiplier(arguments) * arguments.clip_norm / PASGD_BATCH
+        return multiplier(arguments) * arguments.clip_norm / batch_size
 
     def message_noise(arguments: Words) -> float:
         """Of the movement of the weights: the steps' noises add up."""
-        return PASGD_STEP_SIZE * math.sqrt(num_local_steps) * of_a_mean(arguments)
+        return step_size * math.sqrt(num_local_steps) * of_a_mean(arguments)
 
     def event(arguments: Words) -> dp.DpEvent:
         one = dp.GaussianDpEvent(multiplier(arguments))
         return one if num_local_steps == 1 else dp.SelfComposedDpEvent(one, num_local_steps)
 
-    return {
-        "name": "dp-pasgd",
-        "strategy": strategy,
-        "client": client,
-        "stock": False,
-        "unit": "record",
-        "relation": "replace-one",
-        "delta": lambda arguments: arguments.delta,
-        "charges": (Charge(ledgers=lambda strategy: list(strategy.rules.ledgers(strategy.charges).values()), event=event),),
-        "noise": lambda arguments, heard: message_noise(arguments) / math.sqrt(heard),
-        "reach": lambda arguments: num_local_steps * PASGD_STEP_SIZE * arguments.clip_norm,
-        "message_noise": message_noise,
-        "server_noise": lambda arguments, heard: 0.0,
-        "exact": False,
-        "poisson": False,
-        "target": False,
-        "numbers": lambda arguments: {
-            "clip_norm": arguments.clip_norm,
-            "least_noise_multiplier": multiplier(arguments),
-            "largest_noise_multiplier": multiplier(arguments),
-            "least_noise_std_of_a_mean_gradient": of_a_mean(arguments),
-            "largest_noise_std_of_a_mean_gradient": of_a_mean(arguments),
-        },
-        "sampling": lambda arguments: (
+    def both(arguments: Words) -> dict[str, Any]:
+        noise = {"epsilon": EPSILON, "delta": arguments.delta, "num_steps": arguments.replies * num_local_steps}
+        steps = {"batch_size": batch_size, "num_local_steps": num_local_steps, "learning_rate": step_size}
+        return noise | steps | {"clip_norm": arguments.clip_norm}
+
+    return Method(
+        label=label,
+        variant=variant,
+        name="dp-pasgd",
+        title=title,
+        **own_terms(strategies.DPPASGD, clients.DPPASGDRecipe, both),
+        charges=(charged_to_each(event),),
+        noise=lambda arguments, heard: message_noise(arguments) / math.sqrt(heard),
+        reach=lambda arguments: num_local_steps * step_size * arguments.clip_norm,
+        message_noise=message_noise,
+        numbers=lambda arguments: (
+            {"clip_norm": arguments.clip_norm}
+            | of_any(noise_multiplier=multiplier(arguments), noise_std_of_a_mean_gradient=of_a_mean(arguments))
+        ),
+        sampling=lambda arguments: (
             f"all clients of {arguments.num_clients} in every round, at most {arguments.replies * num_local_steps} local "
             f"steps of one client, {num_local_steps} a round"
         ),
-    }
+    )
 
 
-def local_steps(
-    cls: type[DPStrategy] = DPFedPAQ, recipe_cls: Any = DPFedPAQRecipe, name: str = "dp-fedpaq", title: str = "DP-FedPAQ"
-) -> dict[str, Any]:
+def local_steps(cls: type[DPStrategy], recipe: Any, name: str, title: str, *, carries_noise: bool = False) -> Method:
     """DP-FedPAQ without quantisation, whose noise is Gaussian then; a round takes all records, so nothing is amplified.
 
     SCAFFOLD's guarantee and noise are the same. Its corrections add up to zero over all clients, and a first message has none.
@@ -532,315 +424,129 @@ def local_steps(
     num_steps = 2
     batch = NUM_RECORDS // num_steps
 
-    def steps(arguments: Words) -> FedPAQSteps:
-        return FedPAQSteps(
-            learning_rate=STEP_SIZE,
-            num_local_steps=num_steps,
-            batch_size=batch,
-            clip_norm=arguments.clip_norm,
-            sensitivity="per-step",
-            decay_iterations=None,
-        )
-
-    def multiplier(arguments: Words) -> float:
-        return 2 * math.sqrt(arguments.replies) * gaussian_multiplier(EPSILON, arguments.delta)
+    def sensitivity(arguments: Words) -> float:
+        return 2 * (num_steps - 1 + 1 / batch) * STEP_SIZE * arguments.clip_norm
 
     def message_noise(arguments: Words) -> float:
         """Half of 2 eta C (E - 1 + 1 / b) times the multiplier."""
-        return multiplier(arguments) * (num_steps - 1 + 1 / batch) * STEP_SIZE * arguments.clip_norm
+        return gaussian_terms(arguments) * sensitivity(arguments) / 2
 
-    def strategy(arguments: Words) -> DPStrategy:
-        return cls(
-            steps=steps(arguments),
-            sampling=FullSampling(),
-            num_clients=arguments.num_clients,
-            num_records=NUM_RECORDS,
-            epsilon=EPSILON,
-            delta=arguments.delta,
-            quantization_levels=None,
-            num_replies=arguments.num_replies,
-            noise_seed=arguments.noise_seed,
-        )
+    def both(arguments: Words) -> dict[str, Any]:
+        given: dict[str, Any] = {"learning_rate": STEP_SIZE, "sensitivity": "per-step", "decay_iterations": None}
+        steps = FedPAQSteps(num_local_steps=num_steps, batch_size=batch, clip_norm=arguments.clip_norm, **given)
+        return {"steps": steps, "epsilon": EPSILON, "delta": arguments.delta, "quantization_levels": None}
 
-    def client(arguments: Words, **node: Any) -> LocalDPClient:
-        recipe = recipe_cls(
-            steps=steps(arguments),
-            epsilon=EPSILON,
-            delta=arguments.delta,
-            num_replies=arguments.replies,
-            quantization_levels=None,
-        )
-        return LocalDPClient(**{"device": "cpu"} | node, recipe=recipe)
-
-    return {
-        "name": name,
-        "title": title,
-        "strategy": strategy,
-        "client": client,
-        "stock": False,
-        "unit": "record",
-        "relation": "replace-one",
-        "delta": lambda arguments: arguments.delta,
-        "charges": (
-            Charge(
-                ledgers=lambda strategy: list(strategy.rules.ledgers(strategy.charges).values()),
-                event=lambda arguments: dp.GaussianDpEvent(multiplier(arguments)),
-            ),
+    return Method(
+        label=name,
+        name=name,
+        title=title,
+        **own_terms(
+            cls,
+            recipe,
+            both,
+            server=lambda arguments: OF_SERVER | {"sampling": FullSampling(), "num_replies": arguments.num_replies},
+            device=lambda arguments: {"num_replies": arguments.replies},
         ),
-        "noise": lambda arguments, heard: message_noise(arguments) / math.sqrt(heard),
-        "reach": lambda arguments: num_steps * STEP_SIZE * arguments.clip_norm,
-        "message_noise": message_noise,
-        "server_noise": lambda arguments, heard: 0.0,
-        "exact": False,
-        "poisson": False,
-        "target": False,
-        "numbers": lambda arguments: {
+        charges=(charged_to_each(lambda arguments: dp.GaussianDpEvent(gaussian_terms(arguments))),),
+        noise=lambda arguments, heard: message_noise(arguments) / math.sqrt(heard),
+        reach=lambda arguments: num_steps * STEP_SIZE * arguments.clip_norm,
+        message_noise=message_noise,
+        carries_noise=carries_noise,
+        numbers=lambda arguments: {
             "clip_norm": arguments.clip_norm,
-            "update_sensitivity_of_round_1": 2 * (num_steps - 1 + 1 / batch) * STEP_SIZE * arguments.clip_norm,
-            "least_noise_multiplier": multiplier(arguments),
+            "update_sensitivity_of_round_1": sensitivity(arguments),
+            "least_noise_multiplier": gaussian_terms(arguments),
             "largest_noise_std_of_an_update_of_round_1": message_noise(arguments),
         },
-        "sampling": lambda arguments: f"at most {arguments.replies} replies a client; all records, {NUM_RECORDS} in each",
+        sampling=lambda arguments: f"at most {arguments.replies} replies a client; all records, {NUM_RECORDS} in each",
+    )
+
+
+def nbafl() -> Method:
+    paper_epsilon = 0.2
+
+    def unit(arguments: Words) -> float:
+        """The noise of one exposure, c (2 C / m) / epsilon (Wei et al. 2020, Section III-A); L is 1 here, so it is sigma_U."""
+        return math.sqrt(2 * math.log(1.25 / arguments.delta)) * 2 * arguments.clip_norm / NUM_RECORDS / paper_epsilon
+
+    def rounds(arguments: Words) -> float:
+        """Theorem 1: with sigma_D, a broadcast of N clients has noise of std sigma_U T / N, or of that of the clients alone."""
+        return max(float(arguments.num_rounds), math.sqrt(arguments.num_clients))
+
+    def event(of_broadcast: Callable[[Words], float]) -> Callable[[Words], dp.DpEvent]:
+        return lambda arguments: dp.GaussianDpEvent(unit(arguments) * of_broadcast(arguments) / arguments.clip_norm)
+
+    def downlink(arguments: Words, heard: int) -> float:
+        return unit(arguments) * math.sqrt(rounds(arguments) ** 2 - heard) / heard
+
+    def both(arguments: Words) -> dict[str, Any]:
+        common = {"paper_epsilon": paper_epsilon, "uplink_exposures": 1, "num_replies": arguments.replies}
+        return {"clip_norm": arguments.clip_norm, "delta": arguments.delta} | common
+
+    # A client's part in an average is C / heard, and the noise on it grows as 1 / heard: the multiplier is the same for any.
+    broadcasts = {
+        "outsiders": event(rounds),
+        "participants": event(lambda arguments: math.sqrt(rounds(arguments) ** 2 - 1)),
     }
-
-
-# Every client adds its share of the noise, and the server the shares that are missing, or nobody does.
-DISTRIBUTED: dict[str, Any] = CLIENT_LEVEL | {
-    "stock": False,
-    "charges": charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / arguments.num_clients)),
-    "noise": noise_of_the_mean,
-    "message_noise": lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(arguments.num_clients),
-    "server_noise": lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(1 - heard / arguments.num_clients),
-}
-UNTRUSTED: dict[str, Any] = CLIENT_LEVEL | {
-    "stock": False,
-    "charges": charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / shares(arguments))),
-    "noise": lambda arguments, heard: noise_of_the_mean(arguments, heard) * math.sqrt(heard / shares(arguments)),
-    "message_noise": lambda arguments: NOISE_MULTIPLIER * arguments.clip_norm / math.sqrt(shares(arguments)),
-    "server_noise": lambda arguments, heard: 0.0,
-    "fewest": 3,
-}
-
-METHODS = (
-    Method(
-        label="dp-fedavg, stock clients",
-        name="dp-fedavg",
-        title="DP-FedAvg",
-        strategy=client_level(DPFedAvg),
-        client=None,
-        **CENTRAL,
-    ),
-    Method(
-        label="dp-fedavg",
-        variant=True,
-        name="dp-fedavg",
-        title="DP-FedAvg",
-        strategy=client_level(DPFedAvg),
-        client=dp_client,
-        **CENTRAL,
-    ),
-    Method(
-        label="dp-fedavg distributed",
-        variant=True,
-        name="dp-fedavg",
-        title="DP-FedAvg",
-        strategy=client_level(DPFedAvg, placement="distributed"),
-        client=dp_client,
-        **DISTRIBUTED,
-    ),
-    Method(
-        label="dp-fedavg untrusted",
-        name="dp-fedavg",
-        title="DP-FedAvg",
-        strategy=client_level(DPFedAvg, placement="distributed", trusted_server=False),
-        client=dp_client,
-        **UNTRUSTED,
-    ),
-    Method(
-        label="dp-fedavg, BLURS",
-        variant=True,
-        name="dp-fedavg",
-        title="DP-FedAvg",
-        strategy=client_level(DPFedAvg),
-        client=blurs_client,
-        **CENTRAL,
-    ),
-    Method(
-        label="dp-fedavg, adaptive clip",
-        variant=True,
-        num_extra=1,
-        name="dp-fedavg",
-        title="DP-FedAvg",
-        strategy=adaptive(DPFedAvg),
-        client=dp_client,
-        **CENTRAL
-        | {
-            "noise": lambda arguments, heard: noise_of_the_mean(joint(arguments), heard),
-            "server_noise": lambda arguments, heard: noise_of_the_mean(joint(arguments), heard),
-            "numbers": adaptive_numbers,
-        },
-    ),
-    Method(
-        label="dp-fedsam distributed, adaptive clip",
-        num_extra=1,
-        name="dp-fedsam",
-        title="DP-FedSAM",
-        strategy=adaptive(DPFedSAM, placement="distributed"),
-        client=dp_client,
-        stock=False,
-        charges=charged_to_all(lambda arguments: NOISE_MULTIPLIER * math.sqrt(1 - 1 / arguments.num_clients)),
-        noise=lambda arguments, heard: noise_of_the_mean(joint(arguments), heard),
-        message_noise=lambda arguments: NOISE_MULTIPLIER * joint(arguments).clip_norm / math.sqrt(arguments.num_clients),
-        server_noise=lambda arguments, heard: (
-            noise_of_the_mean(joint(arguments), heard) * math.sqrt(1 - heard / arguments.num_clients)
-        ),
-        **CLIENT_LEVEL | {"numbers": adaptive_numbers},
-    ),
-    Method(
-        label="dp-fedsam distributed",
-        variant=True,
-        name="dp-fedsam",
-        title="DP-FedSAM",
-        strategy=client_level(DPFedSAM, placement="distributed"),
-        client=dp_client,
-        **DISTRIBUTED,
-    ),
-    Method(
-        label="fed-smp",
-        variant=True,
-        name="fed-smp",
-        title="Fed-SMP-rand_k",
-        strategy=client_level(FedSMP, keep_ratio=1.0),
-        client=dp_client,
-        **DISTRIBUTED,
-    ),
-    Method(
-        label="fed-smp top-k",
-        name="fed-smp",
-        title="Fed-SMP-top_k",
-        strategy=client_level(FedSMP, keep_ratio=1.0, mask="top-k"),
-        client=dp_client,
-        **DISTRIBUTED,
-    ),
-    Method(
-        label="dp-fedsam central",
-        variant=True,
-        name="dp-fedsam",
-        title="DP-FedSAM",
-        strategy=client_level(DPFedSAM, placement="central", keep_ratio=1.0),
-        client=dp_client,
-        **CENTRAL,
-    ),
-    Method(
-        label="dp-fedsam untrusted",
-        variant=True,
-        name="dp-fedsam",
-        title="DP-FedSAM",
-        strategy=client_level(DPFedSAM, placement="distributed", trusted_server=False),
-        client=dp_client,
-        **UNTRUSTED,
-    ),
-    Method(label="dp-pasgd", title="DP-PASGD", **dp_pasgd(2)),
-    Method(label="dp-sgd", variant=True, title="DP-SGD (DP-PASGD with one local step)", **dp_pasgd(1)),
-    Method(label="fedsgd-dpc laplace", **fedsgd_dpc("laplace")),
-    Method(label="fedsgd-dpc gaussian", variant=True, **fedsgd_dpc("gaussian")),
-    Method(label="dp-fedpaq", **local_steps()),
-    Method(label="scaffold", **local_steps(Scaffold, ScaffoldRecipe, "scaffold", "SCAFFOLD"), carries_noise=True),
-    Method(
+    return Method(
         label="nbafl",
         name="nbafl",
         title="NbAFL",
-        strategy=nbafl_strategy,
-        client=nbafl_client,
-        stock=False,
+        **own_terms(
+            strategies.NbAFL,
+            clients.NbAFLRecipe,
+            both,
+            server=lambda arguments: OF_SERVER,
+            device=lambda arguments: {"training": TRAINING, "min_records": NUM_RECORDS},
+        ),
         unit="client",
-        relation="replace-one",
-        delta=lambda arguments: arguments.delta,
-        charges=NBAFL_CHARGES,
-        noise=lambda arguments, heard: nbafl_unit(arguments) * nbafl_rounds(arguments) / heard,
+        charges=(
+            charged_to_each(event(lambda arguments: 1.0)),
+            *(charged_to_each(one, "broadcast_ledgers", whom, rounds_late=1) for whom, one in broadcasts.items()),
+        ),
+        noise=lambda arguments, heard: unit(arguments) * rounds(arguments) / heard,
         reach=lambda arguments: arguments.clip_norm,
-        message_noise=lambda arguments: nbafl_unit(arguments) / arguments.num_clients,
-        server_noise=lambda arguments, heard: nbafl_unit(arguments) * math.sqrt(nbafl_rounds(arguments) ** 2 - heard) / heard,
+        message_noise=lambda arguments: unit(arguments) / arguments.num_clients,
+        server_noise=downlink,
         replaces_model=True,
-        exact=False,
-        poisson=False,
-        target=False,
         numbers=lambda arguments: {
             "clip_norm": arguments.clip_norm,
-            "uplink_noise_std": nbafl_unit(arguments),
-            "downlink_noise_std": nbafl_unit(arguments)
-            * math.sqrt(nbafl_rounds(arguments) ** 2 - arguments.num_clients)
-            / arguments.num_clients,
+            "uplink_noise_std": unit(arguments),
+            "downlink_noise_std": downlink(arguments, arguments.num_clients),
         },
         sampling=lambda arguments: (
             f"all clients of {arguments.num_clients} in every round, at most {arguments.num_rounds} replies"
         ),
-    ),
+    )
+
+
+METHODS = (
+    one_sum("dp-fedavg, stock clients", *FEDAVG, CENTRAL, client=None, variant=False),
+    one_sum("dp-fedavg", *FEDAVG, CENTRAL),
+    one_sum("dp-fedavg distributed", *FEDAVG, DISTRIBUTED, placement="distributed"),
+    one_sum("dp-fedavg untrusted", *FEDAVG, UNTRUSTED, variant=False, placement="distributed", trusted_server=False),
+    one_sum("dp-fedavg, BLURS", *FEDAVG, CENTRAL, client=partial(dp_client, training=BLURS)),
+    one_sum("dp-fedavg, adaptive clip", *FEDAVG, CENTRAL, adaptive=True),
+    one_sum("dp-fedsam distributed, adaptive clip", *FEDSAM, DISTRIBUTED, variant=False, adaptive=True, placement="distributed"),
+    one_sum("dp-fedsam distributed", *FEDSAM, DISTRIBUTED, placement="distributed"),
+    one_sum("fed-smp", FedSMP, "fed-smp", "Fed-SMP-rand_k", DISTRIBUTED, keep_ratio=1.0),
+    one_sum("fed-smp top-k", FedSMP, "fed-smp", "Fed-SMP-top_k", DISTRIBUTED, variant=False, keep_ratio=1.0, mask="top-k"),
+    one_sum("dp-fedsam central", *FEDSAM, CENTRAL, placement="central", keep_ratio=1.0),
+    one_sum("dp-fedsam untrusted", *FEDSAM, UNTRUSTED, placement="distributed", trusted_server=False),
+    dp_pasgd("dp-pasgd", "DP-PASGD", 2),
+    dp_pasgd("dp-sgd", "DP-SGD (DP-PASGD with one local step)", 1, variant=True),
+    fedsgd_dpc("laplace"),
+    fedsgd_dpc("gaussian", variant=True),
+    local_steps(strategies.DPFedPAQ, clients.DPFedPAQRecipe, "dp-fedpaq", "DP-FedPAQ"),
+    local_steps(strategies.Scaffold, clients.ScaffoldRecipe, "scaffold", "SCAFFOLD", carries_noise=True),
+    nbafl(),
 )
 
 
-# Private evaluation
-
-EVALUATION_NOISE = 2.0
+# Who trains, or evaluates
 SAMPLERS: dict[str, Sampler] = {
     "full": FullSampling(),
     "poisson": PoissonSampling(sampling_rate=0.5),
     "fixed size": FixedSizeSampling(cohort_size=2),
     "in turn": RoundRobinSampling(cohort_size=1),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluating:
-    """A run of `NUM_CLIENTS` clients with private evaluations, for methods with one noised sum.
-
-    Attributes:
-        cls: the strategy.
-        own: its arguments besides the common ones.
-        training: who trains, by the name of a sampler.
-        evaluation: who evaluates, by the name of a sampler.
-        every: rounds from one evaluation to the next.
-    """
-
-    cls: type[DPStrategy] = DPFedAvg
-    own: Mapping[str, Any]
-    training: str
-    evaluation: str
-    every: int
-
-    NUM_CLIENTS: ClassVar[int] = 4
-    DELTA: ClassVar[float] = 1e-3
-
-    @property
-    def relation(self) -> Relation:
-        return "replace-one" if "fixed size" in (self.training, self.evaluation) else "add-or-remove-one"
-
-    def strategy(self) -> DPStrategy:
-        return self.cls(
-            clip_norm=0.5,
-            noise_multiplier=NOISE_MULTIPLIER,
-            sampling=SAMPLERS[self.training],
-            num_clients=self.NUM_CLIENTS,
-            delta=self.DELTA,
-            relation=self.relation,
-            evaluation=PrivateEvaluation(
-                noise_multiplier=EVALUATION_NOISE, sampling=SAMPLERS[self.evaluation], metrics={"accuracy": 1.0}, every=self.every
-            ),
-            **self.own,
-        )
-
-    def cost(self, trained: int, evaluated: int, num_rounds: int) -> float:
-        """What it costs a client, against outsiders, to train and to evaluate so often; a secret cohort, to be in the draw."""
-        parts = [
-            self._event(self.training, NOISE_MULTIPLIER, trained, num_rounds),
-            self._event(self.evaluation, EVALUATION_NOISE, evaluated, num_rounds // self.every),
-        ]
-        return accounting.epsilon(dp.ComposedDpEvent(parts), delta=self.DELTA, relation=self.relation).epsilon
-
-    def _event(self, sampler: str, multiplier: float, asked: int, draws: int) -> dp.DpEvent:
-        one: dp.DpEvent = dp.GaussianDpEvent(multiplier)
-        if sampler == "poisson":
-            one = dp.PoissonSampledDpEvent(0.5, one)
-        if sampler == "fixed size":
-            one = dp.SampledWithoutReplacementDpEvent(self.NUM_CLIENTS, 2, one)
-        return dp.SelfComposedDpEvent(one, draws if sampler in ("poisson", "fixed size") else asked)

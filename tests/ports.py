@@ -18,3 +18,9 @@ def free_ports(count: int) -> list[int]:
         if len(found) == count:
             return found
     raise OSError(f"fewer than {count} ports of {_FIRST} to {_END - 1} are free")
+
+
+def listens(port: int) -> bool:
+    """Tell whether somebody listens to a port of the loopback interface."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

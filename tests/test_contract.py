@@ -9,7 +9,6 @@ server. Where a scale is 5 % wrong, 18,000 draws of Gaussian noise pass for righ
 """
 
 import copy
-import itertools
 import json
 import logging
 import math
@@ -17,7 +16,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import cloudpickle
@@ -25,19 +24,18 @@ import numpy as np
 import pytest
 from dp_accounting import DpEvent, SelfComposedDpEvent
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
 from scipy import stats
 
 import flower_dp.strategies
 from flower_dp import wire
 from flower_dp.clients import client_app, model_arrays
-from flower_dp.privacy import accounting
-from flower_dp.strategies import DPFedAvg, DPFedSAM, DPStrategy
+from flower_dp.strategies import DPFedAvg, DPStrategy, PrivateEvaluation
 from flower_dp.strategies.not_covered import OTHER_RUNS
-from tests.adversaries.fuzzing import THOROUGH
+from tests.adversaries.fuzzing import THOROUGH, Lines
 from tests.asks import answered
 from tests.chance import chance_of
 from tests.charges import Kept, assert_charges_are_the_ledgers
+from tests.closed_forms import gaussian_delta, gaussian_epsilon
 from tests.contract_runs import (
     SEED,
     SIZE,
@@ -52,13 +50,11 @@ from tests.contract_runs import (
     still_data,
     still_model,
 )
-from tests.contracts import METHODS, NUM_RECORDS, SAMPLERS, Evaluating, Method, Words, dp_client, gaussian_delta, shares
+from tests.contracts import METHODS, SAMPLERS, Method, Words, shares
 from tests.grids import LocalGrid, asks_to_train
-from tests.local_grids import linear, records
+from tests.local_grids import linear
 
 FALSE_ALARM = 1e-6
-
-every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
 
 
 def some_methods(condition: Callable[[Method], bool]) -> Any:
@@ -81,7 +77,6 @@ def each_with(values: Iterable[Any], name: str, every: int = 2, condition: Calla
 KINDS = [method.label for method in METHODS if not method.variant]
 # Variants whose statement and noise are those of another entry, with other names.
 NAMESAKES = {"dp-fedavg, BLURS", "dp-fedsam central", "dp-fedsam untrusted"}
-assert {method.label for method in METHODS} >= NAMESAKES
 own_noise = some_methods(lambda method: method.label not in NAMESAKES)
 of_each_kind = some_methods(lambda method: not method.variant)
 # Where a client is missing, corrections of SCAFFOLD carry noise of earlier rounds into later ones: tests/strategies/test_scaffold.py.
@@ -107,19 +102,10 @@ def increments(method: Method, run: Run) -> np.ndarray:
 STILL_WORDS = Words(num_clients=5, num_rounds=4, clip_norm=0.8, delta=1e-5)
 
 
-class Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 @cache
 def still_run(method: Method) -> Run:
     """A run of four rounds that several tests look at; while it runs, it is looked at before the messages of each round leave."""
-    arguments, log, logger = STILL_WORDS, Log(), logging.getLogger("flwr")
+    arguments, log, logger = STILL_WORDS, Lines(), logging.getLogger("flwr")
     strategy, grid = method.strategy(arguments), grid_of(method, arguments, STILL)
     seen: list[int] = []
 
@@ -140,7 +126,7 @@ def still_run(method: Method) -> Run:
     finally:
         logger.removeHandler(log)
         logger.setLevel(level)
-    run.log, run.seen = "\n".join(log.lines), seen
+    run.log, run.seen = "\n".join(log.texts), seen
     return run
 
 
@@ -186,13 +172,6 @@ def test_every_strategy_has_an_entry():
     strategies = {value for value in exported if isinstance(value, type) and issubclass(value, DPStrategy)}
     assert strategies == {type(method.strategy(Words())) for method in METHODS}
     assert len({method.label for method in METHODS}) == len(METHODS)
-
-
-@every_method
-def test_an_entry_says_what_its_strategy_says(method):
-    rules = method.strategy(Words()).rules
-    assert (rules.training.name, rules.about.title) == (method.name, method.title)
-    assert (rules.about.stock_refusal is None) == method.stock
 
 
 # Replies
@@ -566,12 +545,9 @@ def test_a_client_with_noise_from_a_seed_is_refused_and_changes_no_other_stateme
     assert refused.epsilon == missing.epsilon < math.inf
     assert (refused.missing.rejected, refused.rounds[0].replies) == (1, missing.rounds[0].replies)
     assert any("fixed seed" in line for line in refused.statement.incidents) != refused.secret_cohort
-
-
-@own_clients_of_each_kind
-def test_a_run_whose_clients_all_have_noise_from_a_seed_fails(method):
+    # Clients whose noise is from a seed say so.
     with pytest.raises(RuntimeError, match="its noise is from a fixed seed"):
-        run_of(method, Words(num_rounds=1), noise_seed=SEED)
+        run_of(method, arguments, noise_seed=SEED)
 
 
 # Hosting
@@ -716,7 +692,7 @@ def test_a_client_whose_account_is_spent_sends_nothing(method):
     assert [report.replies for report in strategy.rounds] == [0, 0]
 
 
-# Private evaluations: every sampler of training, every sampler of evaluation, every interval, with newcomers and without
+# Private evaluations; tests/strategies/test_generated_statements.py has all samplers and placements
 
 
 class JoinedGrid(LocalGrid):
@@ -735,88 +711,34 @@ class JoinedGrid(LocalGrid):
         return replies
 
 
-def evaluating_own_app() -> ClientApp:
-    def client_fn(context: Context) -> Any:
-        name = f"c{int(context.node_config['partition-id'])}"
-        return dp_client(Words(), model=linear(), clients={name: records(name, NUM_RECORDS)})
-
-    return client_app(client_fn)
-
-
-WITH_EVALUATION = {
-    "central": (DPFedAvg, {}, evaluating_stock_app, list(SAMPLERS)),
-    "distributed": (DPFedSAM, {"placement": "distributed"}, evaluating_own_app, ["full", "poisson", "in turn"]),
-    "untrusted": (DPFedSAM, {"placement": "distributed", "trusted_server": False}, evaluating_own_app, ["poisson", "in turn"]),
-}
-EVERY = [1, 2, 3]
-CASES = [
-    (kind, training, evaluation)
-    for kind, (*_, samplers) in WITH_EVALUATION.items()
-    for training in samplers
-    for evaluation in samplers
-]
-
-
-# Every pair of samplers, one way round at least.
-OFTEN = {
-    *(("central", one, one) for one in SAMPLERS),
-    ("central", "full", "fixed size"),
-    ("central", "fixed size", "full"),
-    ("central", "poisson", "fixed size"),
-    ("central", "poisson", "in turn"),
-    ("central", "in turn", "poisson"),
-    ("central", "fixed size", "in turn"),
-    ("distributed", "full", "poisson"),
-    ("distributed", "poisson", "full"),
-    ("distributed", "full", "in turn"),
-    ("distributed", "in turn", "full"),
-    ("untrusted", "poisson", "poisson"),
-    ("untrusted", "in turn", "in turn"),
-}
-assert set(CASES) >= OFTEN
-
-
-def in_how_many_rounds() -> Iterator[Any]:
-    """All of them if tests are thorough (FUZZ=thorough), else some cases with one of them in turn."""
-    combinations = list(itertools.product(EVERY, (False, True)))
-    for place, case in enumerate(CASES):
-        for every, newcomers in combinations:
-            if THOROUGH or (case in OFTEN and (every, newcomers) == combinations[5 * place % len(combinations)]):
-                label = "-".join((*case, str(every), "newcomers" if newcomers else "the same clients"))
-                yield pytest.param(*case, every, newcomers, id=label)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "training", "evaluation", "every", "newcomers"), list(in_how_many_rounds()))
-def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(kind, training, evaluation, every, newcomers, monkeypatch):
-    """Both sides are accounted on a coarse grid of losses: it adds less than 1 % to an epsilon."""
-    monkeypatch.setattr(accounting, "epsilon", partial(accounting.epsilon, grid=1e-3))
-    cls, own, app, _ = WITH_EVALUATION[kind]
-    case = Evaluating(cls=cls, own=own, training=training, evaluation=evaluation, every=every)
-    strategy, num_rounds = case.strategy(), 6
-    grid = (JoinedGrid if newcomers else LocalGrid)(app(), case.NUM_CLIENTS)
+@pytest.mark.parametrize(
+    ("training", "evaluation", "every"),
+    [("full", "full", 2), ("full", "in turn", 1), ("in turn", "full", 3), ("in turn", "in turn", 1)],
+)
+def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(training, evaluation, every):
+    """Counted are the messages to each node; two more join where the charges allow it."""
+    words = {"clip_norm": 0.5, "noise_multiplier": 4.0, "num_clients": 4, "delta": 1e-3}
+    plan = PrivateEvaluation(noise_multiplier=2.0, sampling=SAMPLERS[evaluation], metrics={"accuracy": 1.0}, every=every)
+    strategy, grid = DPFedAvg(**words, sampling=SAMPLERS[training], evaluation=plan), JoinedGrid(evaluating_stock_app(), 4)
     strategy._session.log = kept = Kept()
-    strategy.start(grid, model_arrays(linear()), num_rounds=num_rounds)
+    strategy.start(grid, model_arrays(linear()), num_rounds=6)
     assert_charges_are_the_ledgers(strategy, kept)
     asked = Counter((one.metadata.message_type, one.metadata.dst_node_id) for one in grid.sent)
     nodes = {node for kind, node in asked if kind in ("train", "evaluate")}
-    evaluations = [asked["evaluate", node] for node in range(1, case.NUM_CLIENTS + 1)]
+    assert (max(nodes) > 4) == (training == evaluation == "full")
+    evaluations = [asked["evaluate", node] for node in range(1, 5)]
     if evaluation == "full":
-        assert set(evaluations) == {num_rounds // every}
-    if evaluation == "in turn":
-        assert sum(evaluations) == num_rounds // every
+        assert set(evaluations) == {6 // every}
+    else:
+        assert sum(evaluations) == 6 // every
         assert max(evaluations) - min(evaluations) <= 1
-    if kind != "central" or not {training, evaluation} <= {"full", "poisson"}:
-        assert max(nodes) <= case.NUM_CLIENTS
-    elif newcomers and "full" in (training, evaluation):
-        assert max(nodes) > case.NUM_CLIENTS
     statement = strategy.statement
     assert statement.private
     spent = {(asked["train", node], asked["evaluate", node]) for node in nodes}
-    assert max(case.cost(*times, num_rounds) for times in spent) <= statement.epsilon * (1 + 1e-6)
-    for part in statement.parts.values():
-        assert part <= statement.epsilon * (1 + 1e-6)
-    assert statement.epsilon <= strategy.epsilon * (1 + 1e-6)
+    costs = [gaussian_epsilon([4.0] * trained + [2.0] * evaluated, statement.relation, 1e-3) for trained, evaluated in spent]
+    assert max(costs) <= statement.epsilon * (1 + 1e-6) <= strategy.epsilon * (1 + 2e-6)
+    assert max(statement.parts.values()) <= statement.epsilon * (1 + 1e-6)
 
 
 def test_the_closed_forms_are_those_of_the_literature():

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.store import Store
 from flower_dp.running.run_folder import read_metrics
 from tests.grids import LocalGrid, asks_to_train
-from tests.ports import free_ports
+from tests.ports import free_ports, listens
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLE = REPOSITORY / "examples" / "deployment"
@@ -80,17 +79,15 @@ class Deployment:
         exported = "".join(f'export {name}="{value}"\n' for name, value in named.items())
         return f"set -eu\n{steps()['0']}{exported}" + text.replace("fleet.example.org", "localhost")
 
+    def bash(self, text, *before, **variables):
+        """Run commands to their end."""
+        where = {"cwd": self.folder, "env": self.environment | variables}
+        command = [*before, "bash", "-c", text]
+        return subprocess.run(command, **where, capture_output=True, text=True, timeout=600, check=False)
+
     def run(self, label, device="", **variables):
         """Run a step to its end; return what it said."""
-        done = subprocess.run(
-            ["bash", "-c", self.command(label, device, **variables)],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        done = self.bash(self.command(label, device, **variables))
         assert done.returncode == 0, f"step {label}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
         return done.stdout
 
@@ -133,16 +130,11 @@ class Deployment:
         finally:
             connection.close()
 
-    def stop(self):
-        end_all(self.started)
-
 
 def end_group(process, kind):
     """Signal the processes of a group that this test has started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, kind)
-    except ProcessLookupError:
-        return
 
 
 def end_all(processes):
@@ -162,14 +154,6 @@ def wait_until(true, what, seconds=400):
         if time.monotonic() > end:
             raise TimeoutError(what)
         time.sleep(0.05)
-
-
-def listens(port):
-    try:
-        socket.create_connection(("127.0.0.1", port), 1).close()
-    except OSError:
-        return False
-    return True
 
 
 class HeldRecords:
@@ -200,20 +184,13 @@ class HeldRecords:
             time.sleep(0.5)  # until the app has closed them
 
 
-def words_of(process):
-    """A process's command line; none of an app that has just ended."""
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
 def kill_in_mid_round(made, device, group, records):
     """Kill a node and its app when the app has charged its reply, and before any of the reply is sent."""
     wait_until(records.asked.is_set, f"round 1 doesn't begin: {made.log('6a')[-3000:]}")
-    processes = [first := psutil.Process(group.pid), *first.children(recursive=True)]
-    (node,) = [one for one in processes if any(word.endswith("flower-supernode") for word in words_of(one)[:2])]
-    node.suspend()  # it can take no reply from the app
+    for process in (first := psutil.Process(group.pid), *first.children(recursive=True)):
+        with suppress(psutil.Error):  # an app that has just ended
+            if any(word.endswith("flower-supernode") for word in process.cmdline()[:2]):
+                process.suspend()  # it can take no reply from the app
     records.released.set()
     wait_until(lambda: made.replies(device) == 1, f"{device} charges nothing: {made.log('5d', device)[-3000:]}")
     end_group(group, signal.SIGKILL)
@@ -223,15 +200,8 @@ def refuse_another_bundle(made, device):
     """A bundle that is not the pinned one can't come in."""
     changed = made.folder / "app" / "three_devices" / "task.py"
     changed.write_text(changed.read_text() + "\n")
-    installed = subprocess.run(
-        [*UNPRIVILEGED, "bash", "-c", "mkdir changed && cd changed && flwr build --app ../app && flwr install *.fab"],
-        cwd=made.folder,
-        env=made.environment | {"FLWR_HOME": str(made.folder / "devices" / device / "flower")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    commands = "mkdir changed && cd changed && flwr build --app ../app && flwr install *.fab"
+    installed = made.bash(commands, *UNPRIVILEGED, FLWR_HOME=str(made.folder / "devices" / device / "flower"))
     assert installed.returncode != 0
     assert "PermissionError" in installed.stderr
 
@@ -253,7 +223,7 @@ def deployment(tmp_path):
     try:
         yield made
     finally:
-        made.stop()
+        end_all(made.started)
 
 
 @pytest.mark.flwr_run
@@ -353,35 +323,24 @@ def test_the_commands_of_the_compose_file_are_the_guides():
 def test_the_containers_can_do_no_more_than_they_must():
     services = compose()
     assert set(services) == {"superlink", "proxy", "operator", *DEVICES}
+    made = " ".join(steps().values()) + (EXAMPLE / "keys.sh").read_text()
     for name, service in services.items():
-        assert service["read_only"] is True, name
-        assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"]), name
-        assert service["user"].startswith("${DEPLOYMENT_UID:?"), name
-        assert service["user"].endswith("}:65534"), name
-        assert not service.get("privileged"), name
-        sources = [volume.split(":")[0] for volume in service["volumes"]]
-        for source in sources:
+        held = [service.get(key) for key in ("read_only", "privileged", "cap_drop", "security_opt")]
+        assert held == [True, None, ["ALL"], ["no-new-privileges:true"]], name
+        assert re.fullmatch(r"\$\{DEPLOYMENT_UID:\?.*not 0\}:65534", service["user"]), name
+        for source in (volume.split(":")[0].removeprefix("./") for volume in service["volumes"]):
             assert not source.endswith(("ca.key", "docker.sock", "ledger.sqlite")), name
-            assert source.removeprefix("./").split("/")[0] in (
-                "certs",
-                "devices",
-                "state",
-                "operator",
-                "app",
-                "nginx.conf",
-                "public.csv",
-            )
+            top, file = source.split("/")[0], EXAMPLE / source
+            assert top in ("certs", "devices", "state", "operator", "app", "nginx.conf", "public.csv"), name
+            # It is in the example, or the guide makes it.
+            assert file.exists() or file.name in DEVICES or file.name in made or file.name.rpartition(".")[0] in made, source
     # Port 8443 is the proxy's, which shares the SuperLink's network; no device shares it.
-    assert [name for name, service in services.items() if "ports" in service] == ["superlink"]
-    assert services["superlink"]["ports"] == ["8443:8443"]
-    assert {name for name, service in services.items() if service.get("network_mode") == "service:superlink"} == {
-        "proxy",
-        "operator",
-    }
+    assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {"superlink": ["8443:8443"]}
+    shared = [name for name, service in services.items() if service.get("network_mode") == "service:superlink"]
+    assert sorted(shared) == ["operator", "proxy"]
     for device in DEVICES:
-        assert [volume for volume in services[device]["volumes"] if "devices/" in volume] == [
-            f"./devices/{device}:/deployment/devices/{device}"
-        ]
+        mounted = [volume for volume in services[device]["volumes"] if "devices/" in volume]
+        assert mounted == [f"./devices/{device}:/deployment/devices/{device}"]
 
 
 def test_keys_and_records_are_neither_in_the_image_nor_in_the_repository():
@@ -400,14 +359,6 @@ def test_the_proxy_passes_on_the_fleets_paths_and_no_others():
     assert "proxy_pass https://127.0.0.1:8000/v1/fleet/;" in locations["/v1/fleet/"]
     assert "proxy_ssl_verify on;" in locations["/v1/fleet/"]
     assert text.count("proxy_pass ") == len(re.findall(r"^ *listen ", text, re.M)) == 1
-
-
-def test_the_files_that_the_containers_mount_are_what_the_guide_makes():
-    made = " ".join(steps().values()) + (EXAMPLE / "keys.sh").read_text()
-    for service in compose().values():
-        for volume in service["volumes"]:
-            source = EXAMPLE / volume.split(":")[0]
-            assert source.exists() or source.name in DEVICES or source.name.rpartition(".")[0] in made or source.name in made
 
 
 # The app

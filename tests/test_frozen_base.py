@@ -16,18 +16,11 @@ from flower_dp.clients import DPClient, FlatModel, TensorRecords, Training, mode
 from flower_dp.clients.reasons import Declined
 from flower_dp.clients.training.attributes import base_hash
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.wire import Ask, Instruction, Promise
+from tests.asks import ask, config_of
 from tests.grids import LocalGrid
 
-CONFIG = {
-    "method": "dp-fedavg",
-    "num-clients": 4,
-    "num-rounds": 2,
-    "sampling": "full",
-    "learning-rate": 0.1,
-    "dp-fedavg.delta": 1e-3,
-    "evaluation.every": 2,
-}
+CONFIG = {"method": "dp-fedavg", "num-clients": 4, "num-rounds": 2, "sampling": "full", "learning-rate": 0.1}
+CONFIG |= {"dp-fedavg.delta": 1e-3, "evaluation.every": 2}
 
 
 def adapted(seed: int = 1) -> nn.Module:
@@ -94,7 +87,6 @@ def test_and_with_nothing_else(change: Any) -> None:
 
 
 def test_a_model_that_is_trained_as_a_whole_has_no_base() -> None:
-    assert base_hash(nn.Linear(3, 2)) == ""
     model = nn.Linear(3, 2)
     model.register_buffer("mask", torch.ones(2))
     assert base_hash(model) == ""
@@ -107,12 +99,6 @@ def test_the_log_says_how_many_of_how_many_parameters_are_trained(caplog: Any) -
     assert [entry.getMessage() for entry in caplog.records] == [
         "10 of 26 parameters are trained: only they are sent, clipped and noised"
     ]
-
-
-def instruction(*, evaluates: bool) -> Instruction:
-    metrics = MetricBounds(bounds={"loss": 1.0}) if evaluates else None
-    ask = Ask(promise=Promise(clip_norm=1.0, noise_multiplier=1.0), placement="central", metrics=metrics)
-    return Instruction(server_round=1, method=wire.EVALUATION if evaluates else "dp-fedavg", clients=("a",), ask=ask)
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
@@ -129,7 +115,9 @@ def test_a_device_with_another_base_refuses_and_tells_the_servers_hash_alone(nam
     training = Training(learning_rate=0.1)
     client = DPClient(model=adapted(), clients={"a": Looked(inputs=inputs, targets=targets)}, training=training, device="cpu")
     hashes = {"its own": base_hash(adapted()), "another": base_hash(adapted(seed=2)), "nonsense": 7}
-    config = {wire.KEY: instruction(evaluates=evaluates).to_json()} | ({wire.BASE: hashes[named]} if named in hashes else {})
+    metrics, method = (MetricBounds(bounds={"loss": 1.0}), wire.EVALUATION) if evaluates else (None, "dp-fedavg")
+    asked = wire.Instruction(server_round=1, method=method, clients=("a",), ask=ask(metrics=metrics))
+    config = config_of(asked) | ({wire.BASE: hashes[named]} if named in hashes else {})
     arrays = {name: array.numpy() for name, array in model_arrays(adapted()).items()}
     work = client.evaluation if evaluates else client.answer
     if named in ("its own", "none"):
@@ -144,21 +132,17 @@ def test_a_device_with_another_base_refuses_and_tells_the_servers_hash_alone(nam
     assert not read
 
 
-def test_messages_to_train_and_to_evaluate_name_the_base(tmp_path: Any) -> None:
-    grid = play(tmp_path / "run", adapted(), adapted())
+@pytest.mark.parametrize("model", [adapted(), nn.Linear(3, 2)], ids=["a base", "none"])
+def test_messages_to_train_and_to_evaluate_name_the_base(model: nn.Module, tmp_path: Any) -> None:
+    grid = play(tmp_path / "run", model, model)
     sent = [message for message in grid.sent if message.metadata.message_type in ("train", "evaluate")]
     assert {message.metadata.message_type for message in sent} == {"train", "evaluate"}
-    assert {message.content.config_records["config"].get(wire.BASE) for message in sent} == {base_hash(adapted())}
-    assert {tuple(message.content.array_records["arrays"]) for message in sent} == {("1.weight", "1.bias")}
-    statement = json.loads((tmp_path / "run" / "statement.json").read_text())
-    assert statement["private"]
+    assert {message.content.config_records["config"].get(wire.BASE, "") for message in sent} == {base_hash(model)}
+    trained = tuple(name for name, value in model.named_parameters() if value.requires_grad)
+    assert {tuple(message.content.array_records["arrays"]) for message in sent} == {trained}
+    assert json.loads((tmp_path / "run" / "statement.json").read_text())["private"]
 
 
 def test_a_run_whose_devices_have_another_base_ends_and_says_why(tmp_path: Any) -> None:
     with pytest.raises(RuntimeError, match=rf"base={base_hash(adapted())[:16]}: this client's model has another frozen base"):
         play(tmp_path / "run", adapted(), adapted(seed=2))
-
-
-def test_a_model_without_a_base_is_sent_as_before(tmp_path: Any) -> None:
-    grid = play(tmp_path / "run", nn.Linear(3, 2), nn.Linear(3, 2))
-    assert not any(wire.BASE in record for message in grid.sent for record in message.content.config_records.values())

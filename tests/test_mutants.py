@@ -78,10 +78,8 @@ def planted(tmp_path, **arguments):
             "return (self.x\n                + 3)",
             "return 3",
         ),
-        ({"function": "A", "old": "x:int=1", "new": "x: int = 0"}, "x: int = 1", "x: int = 0"),
         ({"function": "A.f", "old": "@property", "new": ""}, "@property", ""),
         ({"function": "A.f", "old": "return 2", "new": "y = 1\n        return y"}, "return 2", "y = 1\n            return y"),
-        ({"function": "f.g", "old": "4", "new": "5"}, "return 4", "return 5"),
         ({"function": "f", "old": "g() + g()", "new": "0"}, "g() + g()", "0"),
         ({"module": "part", "old": "import os", "new": "import sys"}, "import os", "import sys"),
         ({"module": "part", "function": "f", "old": "return 4", "new": "return 5"}, "return 4", "return 5"),
@@ -96,10 +94,7 @@ def test_a_bug_is_planted_in_its_function_wherever_that_is(tmp_path, arguments, 
     [
         ({"function": "f", "old": "return", "new": ""}, "3 times in f: must be once; name the module"),
         ({"function": "f", "old": "g()+", "new": "g()-", "module": "apps.other"}, "0 times in apps.other:f"),
-        ({"function": "f", "old": " ", "new": "x"}, "0 times"),
         ({"function": "A.f", "old": "return", "new": ""}, "2 times in A.f: must be once$"),
-        ({"function": "A.g", "old": "return", "new": ""}, "no function, class or module A.g"),
-        ({"module": "gone", "old": "return", "new": ""}, "no function, class or module gone"),
         ({"module": "gone", "function": "f", "old": "g() + g()", "new": ""}, "no function, class or module gone:f"),
         ({"old": "return 5", "new": ""}, "no function, class or module"),
     ],
@@ -129,15 +124,14 @@ def test_a_bug_is_caught_only_by_a_test_that_fails(tmp_path, monkeypatch, change
     (tmp_path / "part.py").write_text("ONE = 1\n")
     (tmp_path / "test_part.py").write_text(TESTS)
     arguments = {"name": "One is two.", "module": "part", "old": "1", "new": "2", "tests": ("test_part.py",)}
-    assert plant.plant(plant.Mutant(**arguments | changes), tmp_path).word == word
+    assert plant.plant(plant.Mutant(**arguments | changes), tmp_path)[0] == word
     assert (tmp_path / "part.py").read_text() == "ONE = 1\n"
     assert (tmp_path / "test_part.py").read_text() == TESTS
 
 
 def test_the_tree_itself_is_not_what_bugs_are_planted_in():
+    file = "flower_dp/strategies/strategy.py"
     with plant.copied_tree() as tree:
         assert plant.ROOT not in (tree, *tree.parents)
-        assert (tree / "flower_dp" / "strategies" / "strategy.py").read_bytes() == (
-            plant.ROOT / "flower_dp" / "strategies" / "strategy.py"
-        ).read_bytes()
+        assert (tree / file).read_bytes() == (plant.ROOT / file).read_bytes()
     assert not tree.exists()

@@ -62,21 +62,17 @@ def on_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", [README, OWN_APP])
-def test_the_lines_for_a_model_and_data_of_ones_own_make_both_apps(page, on_path):
-    exec(block(page, "flower_dp.app("), answer := {})  # noqa: S102
+def test_the_lines_for_a_model_and_data_of_ones_own_make_a_whole_app(page, on_path):
+    code, project = block(page, "flower_dp.app("), on_path / "pyproject.toml"
+    if page == README:  # it shows what `flower-dp new` writes
+        assert (on_path / "digits" / "app.py").read_text().endswith(code)
+    else:
+        (settings,) = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        project.write_text(settings)
+    exec(code, answer := {})  # noqa: S102
     assert (type(answer["app"].server), type(answer["app"].client)) == (ServerApp, ClientApp)
-
-
-def test_the_settings_for_a_model_and_data_of_ones_own_are_a_whole_app(on_path):
-    (text,) = re.findall(r"```toml\n(.*?)```", OWN_APP.read_text(encoding="utf-8"), re.DOTALL)
-    (on_path / "pyproject.toml").write_text(text)
-    _, warnings = load_and_validate(on_path / "pyproject.toml", check_module=False)
-    assert warnings == []
+    assert load_and_validate(project, check_module=page == README)[1] == []
     own_module("methods").Run.of(read_app(on_path).defaults, own_model=True).strategy(lambda: {})
-
-
-def test_the_readme_shows_the_apps_own_files(on_path):
-    assert (on_path / "digits" / "app.py").read_text().endswith(block(README, "flower_dp.app("))
 
 
 def test_the_readme_is_short():

@@ -1,10 +1,7 @@
 """No code reads a sentence: what one part of the package tells another about an error is a type, a code or a field, never its text."""
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flower_dp"
 # Functions that read what somebody else says, who has no code for it; each says why.
@@ -16,16 +13,11 @@ ALLOWED = {
 _READS = {"startswith", "endswith", "find", "index", "count", "partition", "rpartition", "split", "rsplit", "removeprefix"}
 
 
-def sentences_read(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Yield the function and the line of each place that compares, searches or takes apart the text of an error."""
-    for scope in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]:
-        caught = {node.name for node in ast.walk(scope) if isinstance(node, ast.ExceptHandler) and node.name}
-        caught |= {
-            one.arg for one in scope.args.args if one.annotation is not None and "Exception" in ast.unparse(one.annotation)
-        }
-        for node in ast.walk(scope):
-            if any(is_sentence(part, caught) for part in parts_read(node)):
-                yield scope.name, node.lineno
+def reads_a_sentence(scope: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a function compares, searches or takes apart the text of an error."""
+    caught = {node.name for node in ast.walk(scope) if isinstance(node, ast.ExceptHandler) and node.name}
+    caught |= {one.arg for one in scope.args.args if one.annotation is not None and "Exception" in ast.unparse(one.annotation)}
+    return any(is_sentence(part, caught) for node in ast.walk(scope) for part in parts_read(node))
 
 
 def parts_read(node: ast.AST) -> list[ast.expr]:
@@ -55,35 +47,12 @@ def found() -> set[str]:
     places = set()
     for file in PACKAGE.rglob("*.py"):
         module = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
-        places |= {f"{module}.{name}" for name, _ in sentences_read(ast.parse(file.read_text(encoding="utf-8")))}
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and reads_a_sentence(node):
+                places.add(f"{module}.{node.name}")
     return places
 
 
-READING = """
-def read(given: Exception) -> bool:
-    try:
-        answer()
-    except ValueError as error:
-        return {}
-    return {}
-"""
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        '"too long" in str(error)',
-        'str(error) == "too long"',
-        'str(error).startswith("too")',
-        'error.args[0] != "too long"',
-        're.match("too", str(error))',
-        'answer.reason.partition(":")',
-    ],
-)
-def test_a_sentence_that_is_read_is_found(code: str) -> None:
-    assert list(sentences_read(ast.parse(READING.format(code, "True")))) == [("read", 6)]
-    assert list(sentences_read(ast.parse(READING.format("print(str(error))", '"too long" in str(given)')))) == [("read", 7)]
-
-
 def test_no_code_reads_a_sentence() -> None:
-    assert sorted(found() - set(ALLOWED)) == []
+    """Those that are allowed are found, so that the search is known to work."""
+    assert found() == set(ALLOWED)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.results import RESULTS
+from flower_dp.running.run_folder import RESULTS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -52,42 +52,24 @@ def installed(wheel, tmp_path_factory):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COV_"))}
     environment |= {"HOME": str(home), "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
 
-    def run(*arguments):
-        return subprocess.run(
-            [python.with_name("flower-dp"), *arguments], cwd=empty, env=environment, capture_output=True, text=True, check=False
-        )
+    def run(*arguments, program="flower-dp"):
+        command = [python.with_name(program), *arguments]
+        return subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, check=False)
 
-    where = subprocess.run(
-        [python, "-c", "import flower_dp; print(flower_dp.__file__)"],
-        cwd=empty,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    where = run("-c", "import flower_dp; print(flower_dp.__file__)", program="python")
     assert where.stdout == f"{site / 'flower_dp' / '__init__.py'}\n"
     return run
 
 
 def _pip(*arguments):
-    done = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, check=True)
 
 
 def assert_holds_the_package_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {"flower_dp/py.typed"}
-    wanted |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flower_dp").rglob("*.py")}
-    wanted |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flower_dp" / "apps" / "presets").iterdir()}
-    wanted |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flower_dp" / "templates").iterdir()}
-    assert {name for name in names if ".dist-info/" not in name} == wanted
-
-
-def assert_presets(installed):
-    done = installed("presets")
-    assert (done.returncode, done.stderr) == (0, "")
-    presets = {path.stem for path in (REPOSITORY / "flower_dp" / "apps" / "presets").glob("*.toml")}
-    assert {line.split()[0] for line in done.stdout.splitlines()} == presets
+    wanted = [REPOSITORY / "flower_dp" / "py.typed", *(REPOSITORY / "flower_dp").rglob("*.py")]
+    wanted += [path for room in ("apps/presets", "templates") for path in (REPOSITORY / "flower_dp" / room).iterdir()]
+    assert {name for name in names if ".dist-info/" not in name} == {str(path.relative_to(REPOSITORY)) for path in wanted}
 
 
 def assert_a_new_app_runs_at_once(installed, tmp_path):
@@ -104,13 +86,10 @@ def assert_a_new_app_runs_at_once(installed, tmp_path):
     run = Path(lines[-1].removeprefix("results: "))
     assert run.parts[-3:-1] == (".flower-dp", "runs")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["round"] for row in rows] == [0, 1, 2]
-    assert all({"loss", "accuracy", "epsilon"} <= set(row) for row in rows)
+    assert [row["round"] for row in rows if {"loss", "accuracy", "epsilon"} <= set(row)] == [0, 1, 2]
     assert json.loads((run / "statement.json").read_text())["private"]
-    assert {path.name for path in run.iterdir()} == RESULTS
-    assert [line.split("  ")[0] for line in lines if line.startswith("round ")] == [f"round {at}/2" for at in range(3)]
+    assert {path.name for path in run.iterdir()} == set(RESULTS)
     assert sum("Privacy statement: DP-FedAvg" in line for line in lines) == 1
-    assert "over 2 rounds" in done.stdout
 
 
 def assert_a_plan_from_a_preset(installed):
@@ -127,6 +106,8 @@ def assert_a_plan_from_a_preset(installed):
 def test_the_wheel_without_the_checkout(wheel, installed, tmp_path):
     """One test, so that one process of pytest-xdist makes the wheel, once."""
     assert_holds_the_package_and_nothing_else(wheel)
-    assert_presets(installed)
+    done = installed("presets")
+    presets = {path.stem for path in (REPOSITORY / "flower_dp" / "apps" / "presets").glob("*.toml")}
+    assert {line.split()[0] for line in done.stdout.splitlines()} == presets
     assert_a_plan_from_a_preset(installed)
     assert_a_new_app_runs_at_once(installed, tmp_path)

@@ -10,7 +10,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -24,7 +24,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flower_dp import wire
 from flower_dp.apps.settings import FUNCTIONS
 from flower_dp.cli import ledgers
-from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, reasons
+from flower_dp.clients import ClientPolicy, DPClient, TensorRecords, Training, client_app, model_arrays, reasons
 from flower_dp.clients.account import KEY as ACCOUNT_KEY
 from flower_dp.clients.account import LEDGER_PATH, StateAccount
 from flower_dp.clients.kept import KEY as KEPT_KEY
@@ -52,20 +52,15 @@ from tests.local_grids import context_of
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flower_dp"
 PROMISE = Promise(clip_norm=1.0, noise_multiplier=1.0)
+CENTRAL = partial(Ask, promise=PROMISE, placement="central")
 # Every kind of ask, so that every key that can be sent is.
 ASKS = (
-    Ask(
-        promise=PROMISE,
-        placement="central",
-        step=0.5,
-        mask=RoundMask(seed=1, keep_ratio=0.5),
-        vectors={"v": np.zeros(8, np.float32)},
-    ),
-    Ask(promise=PROMISE, placement="central", mask=SentMask.of([0], length=8)),
+    CENTRAL(step=0.5, mask=RoundMask(seed=1, keep_ratio=0.5), vectors={"v": np.zeros(8, np.float32)}),
+    CENTRAL(mask=SentMask.of([0], length=8)),
+    CENTRAL(indicator=Indicator(clip_norm=0.5, scale=0.1)),
     Ask(promise=PROMISE, placement="distributed", noise_std=1.0, keep_ratio=0.5, quantization_levels=4),
-    Ask(promise=PROMISE, placement="central", indicator=Indicator(clip_norm=0.5, scale=0.1)),
     Ask(promise=PROMISE, placement="local", own={"a": OwnAsk(weight=1.0, terms="t", noise_multiplier=1.0, number=1, run="r")}),
-    Ask(promise=PROMISE, placement="central", metrics=MetricBounds(bounds={"loss": 1.0})),
+    CENTRAL(metrics=MetricBounds(bounds={"loss": 1.0})),
 )
 # What of a logger writes.
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log", "handle")
@@ -97,9 +92,7 @@ def constants(module: ModuleType) -> set[str]:
 
 def wire_dataclasses() -> set[str]:
     """The dataclasses and structs that modules of `flower_dp.wire` define."""
-    modules = [
-        value for value in vars(wire).values() if isinstance(value, ModuleType) and value.__name__.startswith(wire.__name__)
-    ]
+    modules = [module for name, module in sys.modules.items() if name.startswith(wire.__name__)]
     kinds = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
     kinds = [kind for kind in kinds if is_dataclass(kind) or issubclass(kind, msgspec.Struct)]
     return {kind.__name__ for kind in kinds if kind.__module__.startswith(wire.__name__)}
@@ -185,44 +178,35 @@ def payload_header() -> set[str]:
 def reply() -> set[str]:
     """Records in the replies of a client that may send metrics, its metrics, and what of an error reply the server reads."""
     contents = list(replied())
-    found = (
-        {wire.REFUSED}
-        | {name for content in contents for name in content}
-        | {key for content in contents for key in keys_of(content)}
-    )
+    found = {wire.REFUSED} | {name for content in contents for name in content}
+    found |= {key for content in contents for record in content.config_records.values() for key in record}
     texts = [content.config_records[wire.KEY][wire.KEY] for content in contents]
     metrics = {name for text in texts for name in json.loads(str(text)).get("metrics", {})}
     read = {f"error.{node.attr}" for _, node in everywhere(PACKAGE / "strategies") if is_error(node)}
-    stock = {"a stock client's arrays", "a stock client's metrics"}
-    return (
-        found | {f"metrics.{name}" for name in metrics} | read | stock | {"metadata.src_node_id", "metadata.reply_to_message_id"}
-    )
-
-
-def keys_of(content: RecordDict) -> set[str]:
-    return {key for record in content.config_records.values() for key in record}
+    found |= {"a stock client's arrays", "a stock client's metrics", "metadata.src_node_id", "metadata.reply_to_message_id"}
+    return found | {f"metrics.{name}" for name in metrics} | read
 
 
 def is_error(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "error"
 
 
+def device(policy: ClientPolicy | None = None) -> DPClient:
+    records = TensorRecords(inputs=torch.zeros(4, 3), targets=torch.zeros(4, dtype=torch.long))
+    own = {"policy": policy} if policy else {}
+    training = Training(learning_rate=0.1)
+    return DPClient(model=torch.nn.Linear(3, 2), clients={"a": records}, training=training, device="cpu", **own)
+
+
 def replied() -> Iterator[RecordDict]:
     """The contents of a client's replies to a query, to training and to an evaluation."""
-    module = torch.nn.Linear(3, 2)
-    records = TensorRecords(inputs=torch.zeros(4, 3), targets=torch.zeros(4, dtype=torch.long))
-    training = Training(learning_rate=0.1)
-    policy = ClientPolicy(allow_metrics=True)
-    app = client_app(lambda _: DPClient(model=module, clients={"a": records}, training=training, policy=policy, device="cpu"))
-    model = ArrayRecord({name: Array(value.detach().numpy()) for name, value in module.named_parameters()})
-    plain = Ask(promise=PROMISE, placement="central", step=2.0**-12)
-    asked = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=plain, report_metrics=True)
+    app = client_app(lambda _: device(ClientPolicy(allow_metrics=True)))
+    model = model_arrays(torch.nn.Linear(3, 2))
+    asked = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=CENTRAL(step=2.0**-12), report_metrics=True)
     for message in (
         wire.client_query(1, "query"),
         wire.train_message(1, MESSAGE_API, model, {}, asked),
-        wire.evaluate_message(
-            1, MESSAGE_API, model, {}, instructed(Ask(promise=PROMISE, placement="central", metrics=ASKS[-1].metrics))
-        ),
+        wire.evaluate_message(1, MESSAGE_API, model, {}, instructed(ASKS[-1])),
     ):
         yield app(message, context_of()).content
 
@@ -233,15 +217,9 @@ def client_query_answer() -> set[str]:
     def failing(_: Context) -> DPClient:
         raise ValueError("no data")
 
-    records = TensorRecords(inputs=torch.zeros(4, 3), targets=torch.zeros(4, dtype=torch.long))
-    node = DPClient(model=torch.nn.Linear(3, 2), clients={"a": records}, training=Training(learning_rate=0.1), device="cpu")
     failed = client_app(failing)(wire.client_query(1, "query"), context_of()).content
-    keys = {*json.loads(node.hosts("unfit")), *json.loads(str(failed.config_records[wire.KEY][wire.KEY]))}
+    keys = {*json.loads(device().hosts("unfit")), *json.loads(str(failed.config_records[wire.KEY][wire.KEY]))}
     return fields_of(wire.Hosted) | besides(keys, wire.Hosted)
-
-
-def fixed_reasons() -> set[str]:
-    return constants(reasons)
 
 
 def told() -> set[str]:
@@ -254,29 +232,13 @@ def told() -> set[str]:
     return found
 
 
-def device_log() -> set[str]:
-    return logging_in(PACKAGE / "clients")
-
-
-# What reaches the other participants, and those who read a run's files
-
-
-def shared_by_all() -> set[str]:
-    return fields_of(Collected, KnownClients)
-
-
-def files() -> set[str]:
-    return set(run_folder.RESULTS)
-
-
-def metrics_columns() -> set[str]:
-    return set(columns.OWN) | {f"{prefix}*" for prefix in columns.PREFIXES} | {"metrics of evaluate_fn"}
+def own_classes(module: ModuleType) -> list[type]:
+    """The classes that a module itself defines."""
+    return [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
 
 
 def statement_fields() -> set[str]:
-    kinds = [kind for kind in vars(statement).values() if isinstance(kind, type) and is_dataclass(kind)]
-    own = [kind for kind in kinds if kind.__module__ == statement.__name__]
-    return fields_of(*own) | {"private"}
+    return fields_of(*filter(is_dataclass, own_classes(statement))) | {"private"}
 
 
 def model_json() -> set[str]:
@@ -286,27 +248,6 @@ def model_json() -> set[str]:
     return {*said, *said["arrays"]["w"]}
 
 
-def tracker_classes() -> set[str]:
-    own = [kind for kind in vars(trackers).values() if isinstance(kind, type) and kind.__module__ == trackers.__name__]
-    return {kind.__name__ for kind in own} | {"on_round"}
-
-
-def server_log() -> set[str]:
-    rooms = [folder for folder in PACKAGE.iterdir() if folder.is_dir() and folder.name != "clients"]
-    return logging_in(*rooms)
-
-
-def environment_variables() -> set[str]:
-    return {getattr(environment, name) for name in constants(environment)}
-
-
-# What one run leaves to the next
-
-
-def ledger_file() -> set[str]:
-    return fields_of(Entry)
-
-
 def node_state() -> set[str]:
     state = RecordDict()
     StateAccount(state).note({"a": (1, "terms")})
@@ -314,12 +255,10 @@ def node_state() -> set[str]:
 
 
 def run_state() -> set[str]:
+    kinds = {kind for kind, *_ in stored._KINDS.values() if kind.__module__.startswith("flower_dp.")}
     # Not those of a doctest, which no module has.
-    kinds = (
-        kind for kind, *_ in stored._KINDS.values() if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
-    )
-    kinds = (kind for kind in kinds if kind.__module__.startswith("flower_dp."))
-    return fields_of(*(kind for kind in kinds if kind not in (Checkpoint, Charge, Charges, Scope, charges._Histories)))
+    kinds = {kind for kind in kinds if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind}
+    return fields_of(*kinds - {Checkpoint, Charge, Charges, Scope, charges._Histories})
 
 
 def server_ledger() -> set[str]:
@@ -340,12 +279,11 @@ def ledger_told() -> set[str]:
         path = Path(folder) / "ledger.sqlite"
         Store.create(path)
         with Store(path) as ledger:
+            words = {"release": "r", "number": 1, "server_round": 1, "kind": "k"}
+            scope, event = Scope(unit="client", relation="add-or-remove-one"), GaussianDpEvent(noise_multiplier=1.0)
             for name in ("a", EVERY_CLIENT):
-                event = GaussianDpEvent(noise_multiplier=1.0)
                 run = ledger.begin(method="m", delta=1e-5)
-                scope = Scope(unit="client", relation="add-or-remove-one")
-                words = {"release": "r", "number": 1, "server_round": 1, "kind": "k", "scope": scope}
-                ledger.append(run, Charge(owners=(name,), events=(event,), **words))
+                ledger.append(run, Charge(owners=(name,), events=(event,), scope=scope, **words))
         told, _ = ledgers._read(str(path), None, None)
     runs, clients = list(told["runs"].values()), [one for entries in told["clients"].values() for one in entries]
     inner = {"runs": runs, "clients": clients, "joint": told["joint"]}
@@ -363,18 +301,18 @@ SECTIONS: Mapping[str, Callable[[], set[str]]] = {
     "Answer": answer,
     "Payload header": payload_header,
     "Answer to the client query": client_query_answer,
-    "Fixed reasons": fixed_reasons,
+    "Fixed reasons": lambda: constants(reasons),
     "Texts for the server": told,
-    "A device's log": device_log,
-    "What a reply becomes": shared_by_all,
-    "Files of a run folder": files,
-    "Columns of metrics.jsonl": metrics_columns,
+    "A device's log": lambda: logging_in(PACKAGE / "clients"),
+    "What a reply becomes": lambda: fields_of(Collected, KnownClients),
+    "Files of a run folder": lambda: set(run_folder.RESULTS),
+    "Columns of metrics.jsonl": lambda: {*columns.OWN, *(f"{one}*" for one in columns.PREFIXES), "metrics of evaluate_fn"},
     "Privacy statement": statement_fields,
     "model.json": model_json,
-    "Trackers": tracker_classes,
-    "The server's log": server_log,
-    "Environment": environment_variables,
-    "A device's ledger file": ledger_file,
+    "Trackers": lambda: {kind.__name__ for kind in own_classes(trackers)} | {"on_round"},
+    "The server's log": lambda: logging_in(*(one for one in PACKAGE.iterdir() if one.is_dir() and one.name != "clients")),
+    "Environment": lambda: {getattr(environment, name) for name in constants(environment)},
+    "A device's ledger file": lambda: fields_of(Entry),
     "A node's state": node_state,
     "The state of a run": run_state,
     "A server's ledger": server_ledger,
@@ -402,12 +340,11 @@ def _nodes_of(file: Path) -> list[tuple[str, ast.AST]]:
 
 
 def _note(node: ast.AST, module: str, function: str, found: list[tuple[str, ast.AST]]) -> None:
-    place = f"{module}.{function}" if function else module
     for child in ast.iter_child_nodes(node):
-        found.append((place, child))
+        found.append((f"{module}.{function}".rstrip("."), child))
         inner = function
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            inner = f"{function}.{child.name}" if function else child.name
+            inner = f"{function}.{child.name}".lstrip(".")
         _note(child, module, inner, found)
 
 
@@ -429,9 +366,5 @@ def is_log(function: ast.expr) -> bool:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    inside = list(ast.walk(node))
-    return {
-        *(one.id for one in inside if isinstance(one, ast.Name)),
-        *(one.attr for one in inside if isinstance(one, ast.Attribute)),
-        *(one.arg for one in inside if isinstance(one, ast.arg)),
-    }
+    """The names, attributes and arguments in a part of the code."""
+    return {getattr(one, key) for one in ast.walk(node) for key in ("id", "attr", "arg") if getattr(one, key, None)}

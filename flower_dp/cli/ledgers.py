@@ -32,7 +32,7 @@ _LISTED = 20
 
 def ledger(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A device's ledger file, a server's, or the folder of a run that has one.")
+        str, typer.Argument(metavar="PATH", help="A device's ledger file, a server's, or the folder of a run or its checkpoints.")
     ],
     *,
     create: Annotated[
@@ -116,8 +116,9 @@ def _read(path: str, create: list[str] | None, delta: float | None) -> tuple[dic
     if create:
         DeviceLedger.create(path, create)
     place = Path(path)
-    if place.is_dir() and not (place := place / "checkpoint" / "ledger.sqlite").exists():
-        raise ValueError(f"{path}: is a folder without a ledger: must have checkpoint/ledger.sqlite, as that of a run has")
+    inside = (place / "ledger.sqlite", place / "checkpoint" / "ledger.sqlite")
+    if place.is_dir() and (place := next(filter(Path.exists, inside), place)).is_dir():
+        raise ValueError(f"{path}: is a folder without a ledger: must have ledger.sqlite or checkpoint/ledger.sqlite, as a run's")
     with Store(place, read_only=True) as store:
         if not store.clients:
             return _server(store, delta)

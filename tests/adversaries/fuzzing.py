@@ -37,11 +37,9 @@ _NO_MEMORY = re.compile(r"MemoryError|Unable to allocate|can't allocate memory|b
 def examples(number: int) -> settings:
     """Settings of a test that tries a third of so many examples, but 6 at least, or 100 times as many when it is thorough."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
-    if THOROUGH:
-        return settings(
-            max_examples=_MORE * number, deadline=None, derandomize=False, print_blob=True, suppress_health_check=checks
-        )
-    return settings(max_examples=max(min(number, _FEWEST), number // 3), deadline=None, suppress_health_check=checks)
+    more = {"max_examples": _MORE * number, "derandomize": False, "print_blob": True}
+    few = {"max_examples": max(min(number, _FEWEST), number // 3)}
+    return settings(**more if THOROUGH else few, deadline=None, suppress_health_check=checks)
 
 
 # Bounds
@@ -59,6 +57,7 @@ class Lines(logging.Handler):
 
     @property
     def texts(self) -> list[str]:
+        """The messages."""
         return [record.getMessage() for record in self.records]
 
 
@@ -93,22 +92,9 @@ HUGE = (10**25, 10**400, -(10**400), 2**63, 2**64, -(2**63) - 1, 1e308, -1e308, 
 SMALL = (0, -1, 1, 2, 0.0, -0.0, 5e-324, -5e-324, 1e-300, 2.0**-1000, 0.5, -0.5)
 SPECIAL = (float("nan"), float("inf"), float("-inf"), None, True, False)
 TEXTS = (
-    *(
-        "",
-        "local",
-        "central",
-        "distributed",
-        "private-evaluation",
-        "dp-fedavg",
-        "nbafl",
-        "qsgd",
-        "top-k",
-        "rand-k",
-        "dense",
-        "inline",
-    ),
-    *("deflate", "packed", "c0", "c1", "a\nb: EPSILON 0", "\x1b[2J\x00", "\ud800", "\u202e", "ä" * 300, "x" * 5000, "A" * 20_000),
-    *("AAAA", "{}", "failed", "declined: \x07"),
+    *("", "local", "central", "distributed", "private-evaluation", "dp-fedavg", "nbafl", "failed", "declined: \x07"),
+    *("qsgd", "top-k", "rand-k", "dense", "inline", "deflate", "packed", "c0", "c1", "a\nb: EPSILON 0", "\x1b[2J\x00", "\ud800"),
+    *("\u202e", "ä" * 300, "x" * 5000, "A" * 20_000, "AAAA", "{}"),
 )
 NESTED = (
     *([], {}, [[]], {"a": {"a": {"a": [1]}}}, [0] * 3000, {str(index): index for index in range(100)}),
@@ -139,20 +125,20 @@ _NEAR: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def _near(value: Any, which: int) -> Any:
+def _near(value: Any, change: Callable[[Any], Any]) -> Any:
     try:
         with np.errstate(over="ignore"):  # next to the largest float is infinity
-            return _NEAR[which % len(_NEAR)](value)
+            return change(value)
     except (ArithmeticError, ValueError, TypeError):
         return 0
 
 
-def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield every place in a tree of tables and lists."""
+def _places(value: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield every place in a tree of tables and lists: what it is in, its key there, and its value."""
     entries: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in entries:
-        yield (*place, key)
-        yield from _places(one, (*place, key))
+        yield value, key, one
+        yield from _places(one)
 
 
 @st.composite
@@ -163,14 +149,10 @@ def trees(draw: st.DrawFn, table: dict[str, Any], most: int = 3) -> dict[str, An
         places = list(_places(tree))
         if not places:
             break
-        place = draw(st.sampled_from(places))
-        parent: Any = tree
-        for key in place[:-1]:
-            parent = parent[key]
-        key, value = place[-1], parent[place[-1]]
+        parent, key, value = draw(st.sampled_from(places))
         what = draw(st.sampled_from(["near", "near", "other", "other", "remove", "add", "twice", "swap"]))
         if what == "near" and isinstance(value, int | float) and not isinstance(value, bool):
-            parent[key] = _near(value, draw(st.integers(0, len(_NEAR) - 1)))
+            parent[key] = _near(value, draw(st.sampled_from(_NEAR)))
         elif what == "remove":
             del parent[key]
         elif what == "add" and isinstance(parent, dict):
@@ -178,14 +160,7 @@ def trees(draw: st.DrawFn, table: dict[str, Any], most: int = 3) -> dict[str, An
         elif what == "twice" and isinstance(parent, list):
             parent.extend(copy.deepcopy(parent[:50]))
         elif what == "swap":
-            other = draw(st.sampled_from(places))
-            source: Any = tree
-            try:
-                for step in other:
-                    source = source[step]
-            except (KeyError, IndexError, TypeError):
-                continue
-            parent[key] = copy.deepcopy(source)
+            parent[key] = copy.deepcopy(draw(st.sampled_from([value_at for _, _, value_at in places])))
         else:
             parent[key] = draw(values())
     return tree
@@ -194,25 +169,10 @@ def trees(draw: st.DrawFn, table: dict[str, Any], most: int = 3) -> dict[str, An
 # Every key that any text of this package has: one that does not belong somewhere may be taken there.
 _STRUCTS = (wire.Instruction, wire.Ask, wire.Promise, wire.OwnAsk, wire.RoundMask, wire.SentMask, wire.Indicator, wire.Hosted)
 _KEYS = (
-    *sorted(
-        {name for one in _STRUCTS for name in inspect.signature(one).parameters}
-        | {name for codec in CODECS.values() for name in codec.keys}
-    ),
-    *(
-        "protocol",
-        "type",
-        "bounds",
-        "refused",
-        "code",
-        "reason",
-        "payload",
-        "seeded_noise",
-        "payload_bytes",
-        "fresh",
-        "encoding",
-        "length",
-        "error",
-    ),
+    *sorted({name for one in _STRUCTS for name in inspect.signature(one).parameters}),
+    *sorted({name for codec in CODECS.values() for name in codec.keys}),
+    *("protocol", "type", "bounds", "refused", "code", "reason", "payload", "seeded_noise", "payload_bytes", "fresh", "error"),
+    *("encoding", "length"),
 )
 
 # Texts that are no change of an honest one.

@@ -14,7 +14,7 @@ from scipy import optimize
 
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import DPFedAvg, PrivateEvaluation
-from tests.contracts import gaussian_delta
+from tests.closed_forms import gaussian_delta
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 

@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord
 from flower_dp.clients import NbAFLRecipe, Training, model_arrays
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.strategies import DPFedAvg, NbAFL
-from tests.contracts import gaussian_delta
+from tests.closed_forms import gaussian_delta
 from tests.grids import LocalGrid
 from tests.local_grids import grid_of, linear, records
 from tests.stock import arrays, shifted, stock_app

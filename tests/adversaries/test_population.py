@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 
 from flower_dp import wire
 from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays, privacy_mod
-from flower_dp.core.sampling import FullSampling, RoundRobinSampling
+from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.charges import EVERY_CLIENT
 from flower_dp.strategies import DPFedAvg
 from flower_dp.strategies.population.client_manager import KnownClients
@@ -32,6 +32,10 @@ def names_of(context):
 
 def naming(*names, methods=METHODS):
     return json.dumps({"protocol": wire.PROTOCOL, "clients": list(names), "methods": methods})
+
+
+def said(text):
+    return RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})})
 
 
 class Population(LocalGrid):
@@ -64,7 +68,7 @@ class Population(LocalGrid):
             if isinstance(lie, Error):
                 reply = Message(lie, reply_to=message)
             elif lie is not None:
-                reply = Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: lie})}), reply_to=message)
+                reply = Message(said(lie), reply_to=message)
             replies += [] if isinstance(lie, str) and lie == SILENT else [reply]
         if train:
             self.asked.append(sorted(train))
@@ -75,9 +79,8 @@ class Population(LocalGrid):
 
 
 THREE = {1: "a", 2: "b", 3: "c"}
-DEEP = f'{{"protocol": {wire.PROTOCOL}, "clients": ' + "[" * 10_000
 LIES = {
-    "deeply nested": DEEP,
+    "deeply nested": naming("d")[:-2] + "[" * 10_000,
     "named twice": naming("d", "d"),
     "no JSON": '{"clients":',
     "no table": "[]",
@@ -131,13 +134,12 @@ def test_a_node_that_is_waited_for_is_named_by_the_error(lie, why):
         run({1: {**THREE, 9: lie}}, num_clients=4, registration_timeout=0.3)
 
 
-@pytest.mark.parametrize("crowd", [False, True], ids=["one", "a new one in every round"])
-def test_a_silent_node_is_asked_once_in_many_rounds_and_one_round_waits_for_it(crowd, monkeypatch, clock):
+def test_a_silent_node_is_asked_once_in_many_rounds_and_one_round_waits_for_it(monkeypatch, clock):
     """No round waits again for new nodes for many times as long, so that a crowd of silent nodes takes a small share of the time."""
     waited = set()
     pause = clock.sleep
     monkeypatch.setattr(clock, "sleep", lambda seconds: (waited.add(len(grid.asked)), pause(seconds)))
-    late = {node - 7: {node: SILENT} for node in range(9, 15 if crowd else 10)}
+    late = {node - 7: {node: SILENT} for node in range(9, 15)}
     grid = Population({1: THREE} | late)
     DPFedAvg(**WORDS).start(grid, model_arrays(linear()), num_rounds=8)
     assert [grid.questions.count(node) for (node,) in late.values()] == [1] * len(late)
@@ -156,14 +158,6 @@ def test_a_late_node_that_answers_within_the_wait_takes_part_in_the_next_round()
     grid = Slow({1: THREE, 2: {9: "d"}})
     DPFedAvg(**WORDS).start(grid, model_arrays(linear()), num_rounds=3)
     assert grid.asked == [[1, 2, 3], [1, 2, 3, 9], [1, 2, 3, 9]]
-
-
-def test_one_node_does_not_decide_that_the_app_is_a_stock_one():
-    """A stock client has no name, no policy and no budget: clients of this package would all decline."""
-    for names in (["a", "b", "c"], ["a"]):
-        strategy, grid = run({1: {0: LIES["a stock app's error"], **dict(enumerate(names, 1))}}, num_clients=len(names))
-        assert grid.names[0] == names
-        assert strategy.rounds[0].replies == len(names)
 
 
 # A name stands once, and is drawn as often as it is charged
@@ -226,59 +220,36 @@ def test_caps_that_make_no_sense_are_refused(arguments):
         DPFedAvg(**WORDS, **arguments)
 
 
-def test_a_method_without_newcomers_takes_none_whatever_the_setting():
-    _, grid = run({1: THREE, 2: {9: "d"}}, sampling=RoundRobinSampling(cohort_size=1), most_newcomers=9)
-    assert grid.names == [["a"], ["b"], ["c"], ["a"]]
-
-
 HEAD = f'{{"protocol":{wire.PROTOCOL},"methods":[],"clients":['
 
 
 @pytest.mark.parametrize(
     "text",
-    [
-        *(HEAD + one * 50_000 for one in ("{},", '"",', '"a",', "[", "0,")),
-        HEAD + "]," + '"a":[' * 50_000,
-        HEAD + '"' + "d" * 3_000_000,
-        "[" * 50_000,
-        '{"a":' * 5000,
-    ],
+    [*(HEAD + one * 50_000 for one in ("{},", '"",', "[", "0,")), HEAD + "]," + '"a":[' * 50_000, HEAD + '"' + "d" * 3_000_000],
 )
 def test_an_answer_that_no_honest_node_sends_costs_nothing(text):
-    content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})})
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match="it has no clients: "):
-            wire.hosted_of(content, most_names=10_000)
+            wire.hosted_of(said(text), most_names=10_000)
         assert tracemalloc.get_traced_memory()[1] < 2**22
     finally:
         tracemalloc.stop()
 
 
-def test_an_answer_that_is_too_long_is_not_parsed(monkeypatch):
-    monkeypatch.setattr(wire.structs, "_decoder", None)
-    content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: naming("d" * 5000)})})
-    with pytest.raises(ValueError, match=r"has 50\d\d characters: at most 4864"):
-        wire.hosted_of(content, most_names=3)
+@pytest.mark.parametrize("protocol", [{}, {"protocol": 4}, {"protocol": None}, {"protocol": "5"}])
+def test_an_answer_of_another_protocol_names_nobody(protocol):
+    text = json.dumps({"clients": ["a"], "methods": METHODS} | protocol)
+    with pytest.raises(
+        ValueError, match=f"it has no clients: .*not of protocol {wire.PROTOCOL}: server and client need the same"
+    ):
+        wire.hosted_of(said(text), most_names=3)
 
 
-@pytest.mark.parametrize("changes", [{"protocol": 4}, {"protocol": None}, {"protocol": "5"}])
-def test_an_answer_of_another_protocol_names_nobody(changes):
-    table = json.loads(naming("a"))
-    del table["protocol"]
-    for changed in (table, table | changes):
-        content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: json.dumps(changed)})})
-        with pytest.raises(
-            ValueError, match=f"it has no clients: .*not of protocol {wire.PROTOCOL}: server and client need the same"
-        ):
-            wire.hosted_of(content, most_names=3)
-
-
-def test_the_longest_honest_answers_are_read():
-    for names in (("\U0001f40c" * 200,), tuple(f'client-{i:06} [Kraków, "北京"]' for i in range(1000))):
-        content = RecordDict({wire.KEY: ConfigRecord({wire.KEY: naming(*names)})})
-        reported = wire.hosted_of(content, most_names=len(names))
-        assert reported == wire.Hosted(names=names, methods=frozenset(METHODS))
+@pytest.mark.parametrize("names", [("\U0001f40c" * 200,), tuple(f'client-{i:06} [Kraków, "北京"]' for i in range(1000))])
+def test_the_longest_honest_answers_are_read(names):
+    reported = wire.hosted_of(said(naming(*names)), most_names=len(names))
+    assert reported == wire.Hosted(names=names, methods=frozenset(METHODS))
 
 
 def test_a_reply_slightly_longer_than_its_bound_is_clipped():
@@ -307,8 +278,7 @@ def test_a_row_off_the_lattice_does_not_make_the_sums_last_bits_tell_of_single_r
 
 
 @pytest.mark.parametrize(
-    ("hosts", "plain", "norms"),
-    [(("a",), False, 1), (("a", "b"), False, 2), (("a", "broken"), False, 1), (("a",), True, 0), (("a", "b"), True, 0)],
+    ("hosts", "plain", "norms"), [(("a", "b"), False, 2), (("a", "broken"), False, 1), (("a", "b"), True, 0)]
 )
 def test_a_node_moves_the_sum_by_a_clip_norm_for_each_of_its_clients_that_answered(hosts, plain, norms):
     """Not for those that refuse, and by none for a plain model, which says of nobody that it is clipped."""
@@ -348,6 +318,13 @@ def test_what_a_node_sends_beside_its_refusal_moves_nothing(code, failed, declin
     assert (reported.refused, reported.repeated) == (dict.fromkeys(("a", "b"), "no EPSILON: 0.0"), code == "repeated")
 
 
+class OneThenAll(FullSampling):
+    """One client in the first round, and all in the others."""
+
+    def choose(self, round_number, num_clients, rng):
+        return np.arange(1 if round_number == 1 else num_clients)
+
+
 def test_a_late_reply_counts_in_no_later_round():
     """A node of several clients: those that were asked then are others than now, and have other shares of the noise."""
     grid = LocalGrid(shared_noise_app(names_of), 2)
@@ -382,13 +359,6 @@ def test_a_late_reply_counts_in_no_later_round_of_a_grid_that_sends_when_the_fir
     assert strategy.rounds[-1].replies == 2  # not that of node 1, of which the grid has only the late one
 
 
-class OneThenAll(FullSampling):
-    """One client in the first round, and all in the others."""
-
-    def choose(self, round_number, num_clients, rng):
-        return np.arange(1 if round_number == 1 else num_clients)
-
-
 @pytest.mark.parametrize("is_error", [False, True])
 def test_a_reply_in_the_name_of_another_node_does_not_take_its_place(is_error):
     """Flower's grid returns the metadata that a device has packed with its reply; the SuperLink compares those beside it."""
@@ -410,24 +380,21 @@ NOT_A_LINE = ["", " ", "a\nb", "a\rb", "a\u2028b", "a\x1b[2Kb", "a\u202eb", "\ud
 
 @pytest.mark.parametrize("name", NOT_A_LINE)
 def test_a_name_that_is_no_printable_line_enters_nowhere(name):
-    with pytest.raises(ValueError, match="must be one line of printable characters"):
+    no_line = r"must be one line|Expected str, got|is not JSON"
+    with pytest.raises(ValueError, match=no_line):
         DPClient(model=linear(), clients={name: records("c0")}, training=Training(learning_rate=0.1))
-    if name is not None:
-        with pytest.raises(ValueError, match="must be one line of printable characters"):
-            privacy_mod(name=name)
-    text = naming(name)
-    with pytest.raises(ValueError, match=r"must be one line of printable characters|Expected str, got|is not JSON"):
-        wire.hosted_of(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), most_names=3)
+    with pytest.raises(ValueError, match=no_line):
+        wire.hosted_of(said(naming(name)), most_names=3)
     if isinstance(name, str):
+        with pytest.raises(ValueError, match=no_line):
+            privacy_mod(name=name)
         answer = {"payload": {}, "seeded_noise": False, "payload_bytes": 0, "fresh": [], "refused": [], "metrics": {name: 1.0}}
         with pytest.raises(ValueError, match=r"metric=.*must be one line|is not JSON"):
             wire.Answer.from_json(json.dumps({"protocol": wire.PROTOCOL, **answer}), ["a"])
 
 
 @pytest.mark.parametrize("refuses", [False, True], ids=["an error", "a refusal"])
-@pytest.mark.parametrize(
-    "reason", ["x\nEPSILON: 0.0", "declined:\r\nEPSILON: 0.0", "x" * 2**20], ids=["lines", "declined", "long"]
-)
+@pytest.mark.parametrize("reason", ["x\nEPSILON: 0.0", "x" * 2**20], ids=["lines", "long"])
 def test_what_a_node_says_went_wrong_is_one_short_line_in_log_statement_and_errors(reason, refuses, caplog):
     def fail(node, arrays):
         if node == 1:

@@ -1,10 +1,10 @@
 """Devices that answer late, never, or with a reply that they do not upload: every wait of the server ends at its deadline."""
 
-import random
 import threading
 import time
 from collections import Counter
 
+import numpy as np
 import pytest
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.supercore.inflatable import inflatable_utils  # noqa: TID251
@@ -22,6 +22,7 @@ from tests.local_grids import linear, shared_noise_app
 from tests.stock import shifted, stock_app
 
 NEVER = float("inf")
+DIED = Error(code=8, reason="ClientApp stopped responding.")
 NO_QUERIES = Error(code=2, reason="No query function registered")
 
 
@@ -40,12 +41,10 @@ class Slow(LocalGrid):
             self.contexts[node] = Context(run_id=1, node_id=node, node_config={}, state=RecordDict(), run_config={})
 
     def send_and_receive(self, messages, *, timeout=None):
-        replies = []
-        for reply in super().send_and_receive(messages, timeout=timeout):
-            node = reply.metadata.src_node_id
-            if node in self.errors:
-                vars(reply)["_content"], vars(reply)["_error"] = None, self.errors[node]
-            replies.append(reply)
+        replies = super().send_and_receive(messages, timeout=timeout)
+        for reply in replies:
+            if error := self.errors.get(reply.metadata.src_node_id):
+                vars(reply)["_content"], vars(reply)["_error"] = None, error
         return replies
 
     def push_messages(self, messages):
@@ -59,34 +58,31 @@ class Slow(LocalGrid):
         return super().pull_messages([number for number in message_ids if self.arrives[number] <= self.clock.now])
 
 
-@pytest.mark.parametrize("num_nodes", [2, 4, 30, 100])
-@pytest.mark.parametrize("num_silent", [1, 3])
+def start(grid, num_clients):
+    """Run a round; return how many clients have replied."""
+    made = strategy(num_clients)
+    made.start(grid, model_arrays(linear()), num_rounds=1)
+    return made.rounds[0].replies
+
+
+@pytest.mark.parametrize(("num_nodes", "num_silent"), [(2, 1), (4, 3), (30, 3), (100, 1)])
 def test_silent_nodes_end_no_start(num_nodes, num_silent, clock):
     """The first nodes are asked what the app is."""
-    silent = min(num_silent, num_nodes - 1)
-    grid = Slow(clock, {node: NEVER if node < silent else 0.2 for node in range(num_nodes)})
-    begun = clock.now
-    made = strategy(num_nodes - silent)
-    made.start(grid, model_arrays(linear()), num_rounds=1)
-    assert made.rounds[0].replies == num_nodes - silent
+    grid, begun = Slow(clock, {node: NEVER if node < num_silent else 0.2 for node in range(num_nodes)}), clock.now
+    assert start(grid, num_nodes - num_silent) == num_nodes - num_silent
     assert clock.now - begun < 30
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_answers_after_some_seconds_end_no_start(seed, clock):
-    rng = random.Random(seed)
-    size = rng.choice([4, 9, 30])
-    grid = Slow(clock, {node: rng.uniform(3, 15) for node in rng.sample(range(1, 1000), size)})
-    made = strategy(size)
-    made.start(grid, model_arrays(linear()), num_rounds=1)
-    assert made.rounds[0].replies == size
+@pytest.mark.parametrize("num_nodes", [4, 30])
+def test_answers_after_some_seconds_end_no_start(num_nodes, clock):
+    delays = dict(enumerate(np.random.default_rng(num_nodes).uniform(3, 15, num_nodes), 1))
+    assert start(Slow(clock, delays), num_nodes) == num_nodes
 
 
 def test_a_node_that_is_quicker_than_all_others_does_not_decide_that_the_app_is_a_stock_one(clock):
     """A stock client has no name, no policy and no budget."""
     grid = Slow(clock, {0: 0.0, **dict.fromkeys(range(1, 6), 8.0)}, errors={0: NO_QUERIES})
-    made = strategy(5)
-    made.start(grid, model_arrays(linear()), num_rounds=1)
+    start(grid, 5)
     asked = [wire.instruction_of(one.content["config"]).clients for one in grid.sent if asks_to_train(one)]
     assert sorted(asked) == [(f"c{node}",) for node in range(1, 6)]
 
@@ -112,16 +108,23 @@ def test_votes_that_arrive_in_a_later_round_do_not_change_what_the_app_is(clock)
 def test_silent_nodes_are_named_where_too_few_are_there(clock):
     grid = Slow(clock, {1: NEVER, 2: 0.0})
     with pytest.raises(TimeoutError, match=r"only 1 clients on 1 nodes after 60 s; 1 do not answer: node 1"):
-        strategy(2).start(grid, model_arrays(linear()), num_rounds=1)
+        start(grid, 2)
 
 
-@pytest.mark.parametrize("num_silent", [1, 2])
-def test_a_simulated_node_that_hangs_ends_the_start_at_its_timeout(num_silent, clock):
-    grid = Slow(clock, {node: NEVER if node <= num_silent else 0.0 for node in (1, 2, 3)})
-    grid.simulated, begun = True, clock.now
-    with pytest.raises(TimeoutError, match=rf"only {3 - num_silent} clients.*do not answer: node 1"):
-        strategy(3).start(grid, model_arrays(linear()), num_rounds=1)
-    assert clock.now - begun < 62
+@pytest.mark.parametrize(
+    ("delays", "errors", "error", "told", "seconds"),
+    [
+        ({1: NEVER, 2: 0.0, 3: 0.0}, {}, TimeoutError, r"only 2 clients.*do not answer: node 1", 62),
+        ({1: NEVER, 2: NEVER, 3: 0.0}, {}, TimeoutError, r"only 1 clients.*do not answer: node 1", 62),
+        ({1: 0.0, 2: 0.0, 3: 0.0}, {2: DIED}, ValueError, r"the simulation has 2 clients.*ClientApp stopped responding", 15),
+    ],
+)
+def test_a_simulated_node_that_hangs_or_fails_again_and_again_ends_the_start(delays, errors, error, told, seconds, clock):
+    grid, begun = Slow(clock, delays, errors=errors), clock.now
+    grid.simulated = True
+    with pytest.raises(error, match=told):
+        start(grid, 3)
+    assert clock.now - begun < seconds
 
 
 def test_a_simulated_node_whose_process_dies_long_after_the_others_have_answered_is_asked_again(clock):
@@ -136,20 +139,10 @@ def test_a_simulated_node_whose_process_dies_long_after_the_others_have_answered
                 self.errors = {}  # the next time it can
             return replies
 
-    grid = Dies(clock, {1: 0.0, 2: 0.0, 3: 0.0, 4: 20.0}, errors={4: Error(code=8, reason="ClientApp stopped responding.")})
+    grid = Dies(clock, {1: 0.0, 2: 0.0, 3: 0.0, 4: 20.0}, errors={4: DIED})
     grid.simulated = True
-    made = strategy(4)
-    made.start(grid, model_arrays(linear()), num_rounds=1)
-    assert made.rounds[0].replies == 4
+    assert start(grid, 4) == 4
     assert grid.patience == 30.0
-
-
-def test_a_simulated_node_that_fails_again_and_again_ends_the_start_soon(clock):
-    grid = Slow(clock, {1: 0.0, 2: 0.0, 3: 0.0}, errors={2: Error(code=8, reason="ClientApp stopped responding.")})
-    grid.simulated, begun = True, clock.now
-    with pytest.raises(ValueError, match=r"the simulation has 2 clients.*ClientApp stopped responding"):
-        strategy(3).start(grid, model_arrays(linear()), num_rounds=1)
-    assert clock.now - begun < 15
 
 
 # A device that announces a reply and uploads nothing, and Flower's own grid
@@ -166,7 +159,8 @@ class SuperLink(LocalHttpGrid):
 
     def __init__(self, num_nodes, withheld=None, seconds=0.0):
         super().__init__(LocalGrid(shared_noise_app(), num_nodes))
-        self.withheld, self.seconds, self.over, self.requests = withheld or {}, seconds, False, Counter()
+        self.withheld, self.seconds, self.over = withheld or {}, seconds, False
+        self.requests, self.most = Counter(), 0
         self._connect()
 
     def _connect(self):
@@ -194,6 +188,7 @@ class Connection:
         if self.closed or self.link.over:
             raise RuntimeError("Cannot send a request, as the client has been closed.")
         self.link.requests["PullObject"] += 1
+        self.link.most = max(self.link.most, sum(thread.name == "pull" for thread in threading.enumerate()))
         time.sleep(self.link.seconds)
         return self.link.PullObject(request)
 
@@ -264,22 +259,8 @@ def test_many_replies_take_one_request_and_devices_that_upload_nothing_no_thread
 def test_where_flowers_steps_are_not_known_pulls_take_a_limited_number_of_threads(monkeypatch):
     monkeypatch.setattr(pulled, "_STEPS", ("a_name_that_it_has_no_more",))
     monkeypatch.setattr(pulled, "_MOST_THREADS", 5)
-    grid, most = SuperLink(30, withheld=dict.fromkeys(range(1, 31), ("query",))), 0
-    stopped = threading.Event()
-
-    def count():
-        nonlocal most
-        while not stopped.wait(0.02):
-            most = max(most, sum(thread.name == "pull" for thread in threading.enumerate()))
-
-    counter = threading.Thread(target=count)
-    counter.start()
-    begun = time.monotonic()
-    try:
-        assert list(Replies(grid, asked_of(grid, 30), 2.0)) == []
-    finally:
-        stopped.set()
-        grid.over = True
+    grid, begun = SuperLink(30, withheld=dict.fromkeys(range(1, 31), ("query",))), time.monotonic()
+    assert list(Replies(grid, asked_of(grid, 30), 2.0)) == []
+    grid.over = True
     assert time.monotonic() - begun < 4
-    counter.join()
-    assert 1 <= most <= 5
+    assert 1 <= grid.most <= 5

@@ -151,10 +151,11 @@ def test_the_folder_of_a_run_stands_for_its_ledger(says, path):
     folder = path.parent / "run" / "checkpoint"
     folder.mkdir(parents=True, mode=0o700)
     Store.create(folder / "ledger.sqlite")
-    assert says(path.parent / "run")[:2] == (0, "no run yet\n")
+    for place in (path.parent / "run", folder, folder / "ledger.sqlite"):
+        assert says(place)[:2] == (0, "no run yet\n")
     status, out, err = says(path.parent)
     assert (status, out) == (2, "")
-    assert "is a folder without a ledger: must have checkpoint/ledger.sqlite" in err
+    assert "is a folder without a ledger: must have ledger.sqlite or checkpoint/ledger.sqlite" in err
 
 
 def test_of_many_clients_those_who_were_charged_most_are_shown(says, path):

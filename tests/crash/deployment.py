@@ -16,8 +16,8 @@ from pathlib import Path
 
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
-from tests.ports import free_ports
-from tests.test_deployment import end_all, end_group, listens, wait_until
+from tests.ports import free_ports, listens
+from tests.test_deployment import end_all, end_group, wait_until
 
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent

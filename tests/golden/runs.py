@@ -8,8 +8,10 @@ one that a user gets.
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import logging
+import re
 import secrets
 import sys
 import tomllib
@@ -18,21 +20,24 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import numpy as np
+import tomli_w
 import torch
-from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, MetricRecord
 from safetensors.numpy import load_file
 
 from flower_dp import record_run
-from flower_dp.apps.client_app import app as client_app
-from flower_dp.apps.server_app import app as server_app
+from flower_dp.cli import main as cli
 from flower_dp.clients import model_arrays
 from flower_dp.core import dp, noise
+from flower_dp.privacy.store import Store
+from flower_dp.running import plot
+from tests import app_runs
 from tests.contract_runs import SMALL, grid_of
 from tests.contracts import METHODS, Method, Words
-from tests.grids import LocalGrid
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).with_name("recorded")
@@ -49,8 +54,7 @@ EXACT = ("epsilon", "delta")
 @contextlib.contextmanager
 def fixed_draws() -> Iterator[None]:
     """Replace noise, secret choices and secret numbers by fixed ones, different for every purpose, round and client."""
-    fresh, before = noise.noise_generator, secrets.randbits
-    drawn = iter(range(sys.maxsize))
+    fresh, drawn = noise.noise_generator, itertools.count()
 
     def generator(seed: int | None = None, *purpose: object, **options: Any) -> Any:
         return fresh(SEED if seed is None else seed, *purpose, **options)
@@ -65,34 +69,24 @@ def fixed_draws() -> Iterator[None]:
                 module.noise_generator = new
 
     try:
-        secrets.randbits = randbits
         put(generator, fresh)
-        yield
+        with mock.patch.object(secrets, "randbits", randbits):
+            yield
     finally:
-        secrets.randbits = before
         put(fresh, generator)  # a module that was imported meanwhile has it too
 
 
 def charges_of(folder: Path) -> list[dict[str, Any]]:
     """Return the charges of a recorded run: whom each round's release was charged to, and what."""
-    from flower_dp.privacy.store import Store
-
     with Store(folder / "checkpoint" / "ledger.sqlite", read_only=True) as ledger:
         (run,) = ledger.runs
         charges = ledger.read(run)
+    of_events = [(charge, sorted(set(charge.by_owner.values()), key=text_of)) for charge in charges]
     return [
-        {
-            "round": charge.server_round,
-            "release": charge.release,
-            "number": charge.number,
-            "unit": charge.scope.unit,
-            "relation": charge.scope.relation,
-            "owners": {
-                text_of(event): sorted(name for name, own in charge.by_owner.items() if own == event)
-                for event in sorted(set(charge.by_owner.values()), key=text_of)
-            },
-        }
-        for charge in charges
+        {"round": charge.server_round, "release": charge.release, "number": charge.number}
+        | {"unit": charge.scope.unit, "relation": charge.scope.relation}
+        | {"owners": {text_of(one): sorted(name for name, own in charge.by_owner.items() if own == one) for one in events}}
+        for charge, events in of_events
     ]
 
 
@@ -111,8 +105,6 @@ def epsilons_of(statement: Mapping[str, Any]) -> dict[str, Any]:
 
 def planned(method: str, problem: Path) -> str:
     """Return what `flower-dp plan` writes, and its exit status."""
-    from flower_dp.cli import main as cli
-
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         try:
@@ -177,11 +169,7 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 def play_app(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Run the app on two nodes with settings that differ from its defaults."""
-    config = {**_defaults(), **settings, "output-dir": str(folder / "run")}
-    server_app(
-        LocalGrid(client_app, 2, **config), Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config)
-    )
-    return record_of(folder / "run")
+    return record_of(app_runs.play(folder / "run", dict(settings)))
 
 
 def play_method(method: Method, arguments: Words, folder: Path, *, times: int = 1) -> dict[str, Any]:
@@ -207,27 +195,12 @@ def play_method(method: Method, arguments: Words, folder: Path, *, times: int = 
     return record_of(folder / f"run{times - 1}") | {"views": views_of(method, strategy)}
 
 
-def play_plan(method: str, problem: str, folder: Path) -> dict[str, Any]:
-    (folder / "problem.toml").write_text(problem, encoding="utf-8")
+def play_plan(method: str, problem: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    (folder / "problem.toml").write_text(tomli_w.dumps(problem), encoding="utf-8")
     return {"answer": planned(method, folder / "problem.toml").splitlines()}
 
 
 # Which runs
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
-
-
-def _defaults() -> dict[str, Any]:
-    return _flat(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"])
-
-
-def _preset(name: str) -> dict[str, Any]:
-    return _flat(tomllib.loads((ROOT / "flower_dp" / "apps" / "presets" / f"{name}.toml").read_text(encoding="utf-8")))
 
 
 # Fewer rounds and clients than any preset has; from 100 clients on there is a default delta.
@@ -258,151 +231,53 @@ def scaled_down(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-CANCER = {"task": "breast-cancer", "num-rounds": ROUNDS, "num-clients": FEW, "seed": SEED, "learning-rate": 0.1}
+def further(method: str, own: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
+    """Return settings of a run on the breast cancer records: those of the method's table, and others."""
+    common = {"method": method, "task": "breast-cancer", "num-rounds": ROUNDS, "num-clients": FEW, "seed": SEED}
+    return common | {"learning-rate": 0.1} | {f"{method}.{key}": value for key, value in own.items()} | settings
+
+
+THREE = {"cohort-size": 3}
 # What no preset has.
 FURTHER: dict[str, dict[str, Any]] = {
-    "private evaluation of one sum": CANCER
-    | {
-        "method": "dp-fedavg",
-        "dp-fedavg.delta": 1e-3,
-        "sampling-rate": 0.5,
-        "evaluation.every": 2,
-        "evaluation.metrics": "loss=5,accuracy=1",
-    },
-    "private evaluation of every client": CANCER
-    | {
-        "method": "fedsgd-dpc",
-        "fedsgd-dpc.mechanism": "gaussian",
-        "fedsgd-dpc.delta": 1e-4,
-        "fedsgd-dpc.client-epsilons": "0.5,2,8,2",
-        "evaluation.every": 1,
-        "evaluation.epsilon": 0.5,
-    },
-    "epsilon given, fixed-size cohorts": CANCER
-    | {"method": "dp-fedavg", "dp-fedavg.epsilon": 3.0, "dp-fedavg.delta": 1e-3, "sampling": "fixed-size", "cohort-size": 3},
-    "a target that ends the run": CANCER
-    | {"method": "dp-fedavg", "dp-fedavg.target-epsilon": 6.0, "dp-fedavg.delta": 1e-3, "sampling": "full"},
-    "quantized shares of an untrusted server": CANCER
-    | {
-        "method": "dp-fedsam",
-        "dp-fedsam.delta": 1e-3,
-        "dp-fedsam.target-epsilon": 0.0,
-        "dp-fedsam.trusted-server": False,
-        "dp-fedsam.keep-ratio": 0.5,
-        "dp-fedsam.quantization-levels": 8,
-        "sampling": "round-robin",
-        "cohort-size": 3,
-        "report-client-metrics": True,
-    },
-    "dp-fedpaq with clipped updates and the paper's noise": CANCER
-    | {
-        "method": "dp-fedpaq",
-        "dp-fedpaq.update-clip-norm": 0.15,
-        "dp-fedpaq.calibration": "paper",
-        "dp-fedpaq.num-local-steps": 2,
-        "sampling": "fixed-size",
-        "cohort-size": 3,
-    },
-    "scaffold with noise": CANCER
-    | {"method": "scaffold", "scaffold.sensitivity": "per-step", "scaffold.num-local-steps": 2, "batch-size": 38},
-    "dp-pasgd by the paper's accountant": CANCER
-    | {"method": "dp-pasgd", "dp-pasgd.calibration": "zcdp", "dp-pasgd.num-local-steps": 2},
-    "nbafl with a proved epsilon": CANCER
-    | {"method": "nbafl", "nbafl.epsilon": 20.0, "nbafl.paper-epsilon": 50.0, "proximal": 0.1},
+    "private evaluation of one sum": further(
+        "dp-fedavg",
+        {"delta": 1e-3},
+        **{"sampling-rate": 0.5, "evaluation.every": 2, "evaluation.metrics": "loss=5,accuracy=1"},
+    ),
+    "private evaluation of every client": further(
+        "fedsgd-dpc",
+        {"mechanism": "gaussian", "delta": 1e-4, "client-epsilons": "0.5,2,8,2"},
+        **{"evaluation.every": 1, "evaluation.epsilon": 0.5},
+    ),
+    "epsilon given, fixed-size cohorts": further("dp-fedavg", {"epsilon": 3.0, "delta": 1e-3}, sampling="fixed-size", **THREE),
+    "a target that ends the run": further("dp-fedavg", {"target-epsilon": 6.0, "delta": 1e-3}, sampling="full"),
+    "quantized shares of an untrusted server": further(
+        "dp-fedsam",
+        {"delta": 1e-3, "target-epsilon": 0.0, "trusted-server": False, "keep-ratio": 0.5, "quantization-levels": 8},
+        **THREE | {"sampling": "round-robin", "report-client-metrics": True},
+    ),
+    "dp-fedpaq with clipped updates and the paper's noise": further(
+        "dp-fedpaq", {"update-clip-norm": 0.15, "calibration": "paper", "num-local-steps": 2}, sampling="fixed-size", **THREE
+    ),
+    "scaffold with noise": further("scaffold", {"sensitivity": "per-step", "num-local-steps": 2}, **{"batch-size": 38}),
+    "dp-pasgd by the paper's accountant": further("dp-pasgd", {"calibration": "zcdp", "num-local-steps": 2}),
+    "nbafl with a proved epsilon": further("nbafl", {"epsilon": 20.0, "paper-epsilon": 50.0}, proximal=0.1),
 }
 
-# The examples of docs/planning.md.
-PROBLEMS = {
-    "fedsgd-dpc laplace": """
-mechanism = "laplace"
-num_clients = 10
-num_records = 6000
-dimension = 7840
-clip_norm = 300.0
-epsilon = 20.0
-strong_convexity = 0.5
-smoothness = 1.5
-gradient_bound = 3.0
-heterogeneity = 0.4
-initial_distance = 30.0
-""",
-    "fedsgd-dpc gaussian": """
-mechanism = "gaussian"
-num_clients = 10
-num_records = 6000
-dimension = 7840
-clip_norm = 10.0
-epsilon = 2.0
-strong_convexity = 0.5
-smoothness = 1.5
-gradient_bound = 3.0
-heterogeneity = 0.4
-initial_distance = 30.0
-delta = 1e-5
-sampling_rate = 0.1
-gradient_variance = 0.5
-noise_constant = 1.5
-max_rounds = 60
-""",
-    "nbafl noise": """
-num_clients = 50
-cohort_size = 20
-num_rounds = 25
-uplink_exposures = 1
-epsilon = 60.0
-delta = 0.01
-clip_norm = 20
-min_records = 100
-""",
-    "nbafl bound": """
-num_clients = 50
-cohort_size = 20
-num_rounds = 25
-uplink_exposures = 1
-epsilon = 60.0
-delta = 0.01
-clip_norm = 20
-min_records = 100
-smoothness = 1
-lipschitz = 0.5
-pl_constant = 0.8
-proximal = 3
-dissimilarity = 1
-initial_gap = 2.3
-max_rounds = 200
-""",
-    "dp-pasgd": """
-cost_per_aggregation = 100
-cost_per_step = 1
-max_cost = 1000
-epsilon = 4.0
-delta = 1e-4
-learning_rate = 0.05
-strong_convexity = 0.1
-smoothness = 1.0
-initial_gap = 0.69
-gradient_variance = 0.01
-dimension = 100
-batch_size = 256
-clip_norm = 1.0
-num_clients = 16
-""",
-    "dp-fedpaq": """
-bits_budget = 30_000_000
-num_iterations = 1000
-dimension = 7850
-num_clients = 100
-batch_size = 12
-num_records = 600
-epsilon = 10.0
-delta = 1e-4
-strong_convexity = 0.5
-smoothness = 5.0
-gradient_bound = 0.1
-gradient_variance = 1.0
-heterogeneity = 0.05
-initial_distance = 30.0
-""",
+# The examples of docs/planning.md, and two changes of them.
+_LAPLACE, _BOUND, _PASGD, _FEDPAQ = (
+    tomllib.loads(block)
+    for block in re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "planning.md").read_text(encoding="utf-8"), re.M | re.S)
+)
+_GAUSSIAN = {"delta": 1e-5, "sampling_rate": 0.1, "gradient_variance": 0.5, "noise_constant": 1.5, "max_rounds": 60}
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "fedsgd-dpc laplace": _LAPLACE,
+    "fedsgd-dpc gaussian": _LAPLACE | {"mechanism": "gaussian", "clip_norm": 10.0, "epsilon": 2.0} | _GAUSSIAN,
+    "nbafl noise": dict(list(_BOUND.items())[:8]),
+    "nbafl bound": _BOUND,
+    "dp-pasgd": _PASGD,
+    "dp-fedpaq": _FEDPAQ,
 }
 
 Play = Callable[[Path], dict[str, Any]]
@@ -416,8 +291,8 @@ def _plays() -> Iterator[tuple[str, Play]]:
             yield f"contract: {method.label}, poisson", partial(play_method, method, Words(sampling_rate=0.5))
     yield "contract: a fixed seed", partial(play_method, _FIRST, Words(noise_seed=SEED))
     yield "contract: the second run of a strategy", partial(play_method, _FIRST, Words(), times=2)
-    for path in sorted((ROOT / "flower_dp" / "apps" / "presets").glob("*.toml")):
-        yield f"preset: {path.stem}", partial(play_app, scaled_down(_preset(path.stem)))
+    for name, preset in sorted(app_runs.PRESETS.items()):
+        yield f"preset: {name}", partial(play_app, scaled_down(preset))
     for name, settings in FURTHER.items():
         yield f"app: {name}", partial(play_app, settings)
     for name, problem in PROBLEMS.items():
@@ -433,21 +308,11 @@ def file_of(name: str) -> Path:
 
 
 def play(name: str, folder: Path) -> dict[str, Any]:
-    """Play a run in an empty folder; return its record, as JSON would have it."""
-    before, level = torch.get_num_threads(), logging.getLogger("flwr").level
-    plot = {name: sys.modules.get(name) for name in ("matplotlib", "matplotlib.pyplot")}
-    torch.set_num_threads(1)
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-    sys.modules["matplotlib"] = sys.modules["matplotlib.pyplot"] = None  # a run folder without it has no plot
+    """Play a run in an empty folder, without its picture; return its record, as JSON would have it."""
+    logging.disable(logging.WARNING)
     try:
-        with fixed_draws():
+        with fixed_draws(), mock.patch.object(plot, "png", return_value=b""):
             found: dict[str, Any] = json.loads(json.dumps(PLAYS[name](folder)))
             return found
     finally:
-        torch.set_num_threads(before)
-        logging.getLogger("flwr").setLevel(level)
-        for module, loaded in plot.items():
-            if loaded is None:
-                del sys.modules[module]
-            else:
-                sys.modules[module] = loaded
+        logging.disable(logging.NOTSET)

@@ -22,6 +22,7 @@ The lists are the .toml files beside this program, one a package of `flower_dp`,
 import argparse
 import ast
 import functools
+import itertools
 import multiprocessing
 import os
 import queue
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -51,22 +53,10 @@ PASSED, FAILED = 0, 1
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Definition:
-    """A function, a class or a module: where its text is, and how far it is indented."""
-
-    module: str
-    file: Path
-    start: int
-    end: int
-    column: int
-
-
 class Sources:
     """The Python files of a tree in which bugs are planted, and what they define; each is read when it is first needed."""
 
     def __init__(self, tree: Path) -> None:
-        self.tree = tree
         files = [*tree.glob("*.py"), *(file for top in TOPS for file in (tree / top).rglob("*.py"))]
         self.files = {
             ".".join(file.relative_to(tree).with_suffix("").parts).removesuffix(".__init__"): file
@@ -74,49 +64,32 @@ class Sources:
             if not file.is_symlink()
         }
         self.text = functools.cache(lambda file: file.read_text(encoding="utf-8"))
-        self._names = functools.cache(lambda module: set(re.findall(r"\b(?:def|class) (\w+)", self.text(self.files[module]))))
-        self._definitions = functools.cache(self._defined)
+        self._spans = functools.cache(self._defined)
 
-    def find(self, function: str, module: str) -> list[Definition]:
-        """Return all definitions of a qualified name, in one module or in all; without a name the module itself.
+    def find(self, function: str, module: str) -> list[tuple[Path, int, int, int]]:
+        """Return all definitions of a qualified name, in one module or in all: file, start, end and column of each.
 
-        Two functions may share a name, as the getter and the setter of a property do.
+        Two functions may share a name, as the getter and the setter of a property do. Without a name it is the module itself.
         """
-        if not function:
-            file = self.files.get(module)
-            return [] if file is None else [Definition(module=module, file=file, start=0, end=len(self.text(file)), column=0)]
         word = function.rpartition(".")[2]
-        names = [module] if module in self.files else () if module else self.files
-        return [one for name in names if word in self._names(name) for one in self._definitions(name).get(function, ())]
+        files = [self.files[module]] if module in self.files else [] if module or not function else self.files.values()
+        return [(file, *span) for file in files if word in self.text(file) for span in self._spans(file).get(function, ())]
 
-    def definitions(self, module: str) -> dict[str, list[Definition]]:
-        """Return what a module defines, by qualified name: `Class.method`, and `function.inner`."""
-        return self._definitions(module)
-
-    def _defined(self, module: str) -> dict[str, list[Definition]]:
-        file, found = self.files[module], dict[str, list[Definition]]()
-        lines = self.text(file).splitlines(keepends=True)
-        starts = [0]
-        for line in lines:
-            starts.append(starts[-1] + len(line))
+    def _defined(self, file: Path) -> dict[str, list[tuple[int, int, int]]]:
+        text = self.text(file)
+        starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
+        found = {"": [(0, len(text), 0)]}
 
         def walk(node: ast.AST, name: str) -> None:
             for child in ast.iter_child_nodes(node):
                 own = name
                 if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                    own = f"{name}.{child.name}" if name else child.name
+                    own = f"{name}.{child.name}".lstrip(".")
                     first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
-                    place = Definition(
-                        module=module,
-                        file=file,
-                        start=starts[first - 1],
-                        end=starts[child.end_lineno or first],
-                        column=child.col_offset,
-                    )
-                    found.setdefault(own, []).append(place)
+                    found.setdefault(own, []).append((starts[first - 1], starts[child.end_lineno or first], child.col_offset))
                 walk(child, own)
 
-        walk(ast.parse(self.text(file)), "")
+        walk(ast.parse(text), "")
         return found
 
 
@@ -162,9 +135,9 @@ class Mutant:
         if not found:
             raise ValueError(f"no function, class or module {self.place}")
         matches = {
-            (one.file, *span, one.column)
-            for one in found
-            for span in places_of(self.old, sources.text(one.file), one.start, one.end)
+            (file, *span, column)
+            for file, start, end, column in found
+            for span in places_of(self.old, sources.text(file), start, end)
         }
         if len(matches) != 1:
             hint = "; name the module" if len({match[0] for match in matches}) > 1 else ""
@@ -174,16 +147,6 @@ class Mutant:
         new = "\n".join([first, *(" " * column + line if line.strip() else line for line in others)])
         text = sources.text(file)
         return file, text[:start] + new + text[end:]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What became of a mutant: `caught`, `SURVIVED` or `BROKEN`, by what, and after how long."""
-
-    mutant: Mutant
-    word: str
-    why: str
-    seconds: float
 
 
 def mutants() -> list[Mutant]:
@@ -235,67 +198,58 @@ def _pytest_in(tree: str, said: str, arguments: list[str]) -> None:
     sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", *arguments])))
 
 
-def plant(mutant: Mutant, tree: Path) -> Verdict:
-    """Plant one bug in a copy of the tree, run its tests, and take it out again."""
-    started = time.monotonic()
-
-    def verdict(word: str, why: str) -> Verdict:
-        return Verdict(mutant=mutant, word=word, why=why, seconds=time.monotonic() - started)
-
+def plant(mutant: Mutant, tree: Path) -> tuple[str, str]:
+    """Plant one bug in a copy of the tree, run its tests, and take it out again; return what became of it, and by what."""
     sources = sources_of(tree)
     try:
         target, planted = mutant.planted(sources)
     except ValueError as error:
-        return verdict("BROKEN", str(error).splitlines()[0])
+        return "BROKEN", str(error).splitlines()[0]
     try:
         target.write_text(planted, encoding="utf-8")
         status, said = run_tests(tree, mutant.tests, "-x", "--tb=no")
     except TimeoutError as error:
-        return verdict("BROKEN", str(error).splitlines()[0])
+        return "BROKEN", str(error)
     finally:
         target.write_text(sources.text(target), encoding="utf-8")
     if status == PASSED:
-        return verdict("SURVIVED", ", ".join(mutant.tests))
+        return "SURVIVED", ", ".join(mutant.tests)
     failed = re.search(r"^FAILED (\S+)", said, re.MULTILINE)
     if status != FAILED or failed is None:
-        last = [line for line in said.splitlines() if line.strip()][-1:]
-        return verdict("BROKEN", f"pytest exited with {status}: {''.join(last)}")
-    return verdict("caught", failed[1])
+        return "BROKEN", f"pytest exited with {status}: {''.join(said.strip().splitlines()[-1:])}"
+    return "caught", failed[1]
 
 
 def check_unplanted(chosen: list[Mutant], num_processes: int) -> bool:
     """Run all tests that the mutants name, without any bug; tell whether they pass."""
-    by_file: dict[str, list[str]] = {}
-    for test in dict.fromkeys(test for mutant in chosen for test in mutant.tests):
-        by_file.setdefault(test.partition("::")[0], []).append(test)
+    by_file: dict[str, dict[str, None]] = {}
+    for test in (test for mutant in chosen for test in mutant.tests):
+        by_file.setdefault(test.partition("::")[0], {})[test] = None
     with copied_tree() as tree, ThreadPoolExecutor(num_processes) as pool:
         runs = list(pool.map(lambda tests: run_tests(tree, tests, "--tb=short"), by_file.values()))
-    for status, said in runs:
-        if status != PASSED:
-            sys.stdout.write(said)
+    sys.stdout.writelines(said for status, said in runs if status != PASSED)
     return all(status == PASSED for status, _ in runs)
 
 
-def plant_all(chosen: list[Mutant], num_processes: int) -> list[Verdict]:
-    """Plant each of the bugs by itself, in one copy of the tree a process; tell of each as it comes."""
+def plant_all(chosen: list[Mutant], num_processes: int) -> Counter[str]:
+    """Plant each of the bugs by itself, in one copy of the tree a process; tell of each as it comes, and count verdicts."""
     trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
 
-    def one(mutant: Mutant) -> Verdict:
-        tree = trees.get()
+    def one(mutant: Mutant) -> str:
+        tree, started = trees.get(), time.monotonic()
         try:
-            verdict = plant(mutant, tree)
+            word, why = plant(mutant, tree)
         finally:
             trees.put(tree)
-        sys.stdout.write(f"{verdict.word:8}  {verdict.seconds:5.1f} s  {mutant.place}: {mutant.name}\n")
-        if verdict.word != "caught":
-            sys.stdout.write(f"          {verdict.why}\n")
+        told = "" if word == "caught" else f"          {why}\n"
+        sys.stdout.write(f"{word:8}  {time.monotonic() - started:5.1f} s  {mutant.place}: {mutant.name}\n{told}")
         sys.stdout.flush()
-        return verdict
+        return word
 
     with copied_tree() as first, copied_tree() as second, ThreadPoolExecutor(num_processes) as pool:
         for tree in (first, second)[:num_processes]:
             trees.put(tree)
-        return list(pool.map(one, chosen))
+        return Counter(pool.map(one, chosen))
 
 
 def main() -> int:
@@ -320,11 +274,10 @@ def main() -> int:
     if not check_unplanted(chosen, num_processes):
         sys.stdout.write("tests fail without any bug: nothing was planted\n")
         return 1
-    verdicts = plant_all(chosen, num_processes)
-    counts = {word: sum(verdict.word == word for verdict in verdicts) for word in ("caught", "SURVIVED", "BROKEN")}
-    answer = ", ".join(f"{count} {word}" for word, count in counts.items())
-    sys.stdout.write(f"{len(verdicts)} planted bugs: {answer}; {(time.monotonic() - started) / 60:.1f} minutes\n")
-    return 0 if counts["caught"] == len(verdicts) else 1
+    counts = plant_all(chosen, num_processes)
+    answer = ", ".join(f"{counts[word]} {word}" for word in ("caught", "SURVIVED", "BROKEN"))
+    sys.stdout.write(f"{len(chosen)} planted bugs: {answer}; {(time.monotonic() - started) / 60:.1f} minutes\n")
+    return 0 if counts["caught"] == len(chosen) else 1
 
 
 if __name__ == "__main__":

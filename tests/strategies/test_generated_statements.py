@@ -33,8 +33,7 @@ from flower_dp.strategies import (
     PrivateEvaluation,
     writer,
 )
-from tests.closed_forms import gaussian_epsilon
-from tests.contracts import gaussian_multiplier
+from tests.closed_forms import gaussian_epsilon, gaussian_multiplier
 from tests.gaps import ROUNDS, GappyRun, Gaps, gaps, quickly, run
 
 ADD, REPLACE = "add-or-remove-one", "replace-one"
