@@ -94,9 +94,9 @@ def test_estimates_complete_a_file_which_wins(call):
 def test_every_diagram_has_the_optimum_on_its_curve(method, problem):
     panels = planner_of(method).plan(problem).panels
     for axes, panel in zip(figure(planner_of(method).plan(problem)).axes, panels, strict=True):
-        curve, *_, star = axes.lines
+        *curves, star = axes.lines
         assert (star.get_xdata()[0], star.get_ydata()[0]) == panel.optimum
-        assert np.nanmin(curve.get_ydata()) == pytest.approx(panel.optimum[1])
+        assert any(np.nanmin(curve.get_ydata()) == pytest.approx(panel.optimum[1]) for curve in curves)
 
 
 def test_diagrams_of_what_is_left(call, tmp_path):
