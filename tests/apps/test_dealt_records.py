@@ -40,7 +40,7 @@ def test_runs_that_deal_alike_share_the_deal_and_others_do_not(monkeypatch):
     assert len(few.clients) == 6
 
 
-@pytest.mark.parametrize("partition", ["iid", "dirichlet", "label-shards"])
+@pytest.mark.parametrize("partition", ["dirichlet", "label-shards"])
 def test_nobody_trains_on_a_record_that_anybody_holds_out(partition):
     ratios = {"validation_ratio": 0.1, "test_ratio": 0.2}
     whole, held = deal(config(partition=partition)), deal(config(partition=partition, **ratios))
@@ -53,12 +53,6 @@ def test_nobody_trains_on_a_record_that_anybody_holds_out(partition):
         size = len(whole.clients[name])
         assert set(rows(records)) <= set(rows(whole.clients[name]))
         assert len(records) == size - int(0.1 * size + 0.5) - int(0.2 * size + 0.5)
-
-
-def test_paper_split_of_every_device():
-    dealt = [np.arange(100), np.arange(100, 107), np.arange(107, 110)]
-    train, validation, test = split(dealt, Settings(validation_ratio=0.1, test_ratio=0.1))
-    assert [[len(part) for part in parts] for parts in (train, validation, test)] == [[80, 5, 3], [10, 1, 0], [10, 1, 0]]
 
 
 def test_without_ratios_nothing_is_held_out():
@@ -96,10 +90,3 @@ def test_many_clients_are_dealt_without_drawing_for_each(monkeypatch):
     assert drawn == [4, 4, 7]
     with pytest.raises(KeyError):
         hosted["client-00005"]
-
-
-def test_every_client_lives_on_one_node():
-    whole = deal(config(num_clients=7, seed=3)).clients
-    parts = [whole.part(part, 3) for part in range(3)]
-    assert sorted(name for part in parts for name in part) == sorted(whole)
-    assert all(rows(part[name]) == rows(whole[name]) for part in parts for name in part)

@@ -6,7 +6,6 @@ import math
 import pytest
 
 from flower_dp.apps.methods import Run
-from flower_dp.cli import main as cli
 from flower_dp.clients import ProximalTerm
 from flower_dp.running.apps import description, presets
 from tests.app_runs import DEFAULTS, PRESETS, play
@@ -25,14 +24,6 @@ def test_a_preset_is_called_not_private_if_and_only_if_it_is(name):
     private = own.noise_multiplier > 0 if hasattr(own, "noise_multiplier") else math.isfinite(own.epsilon)
     assert private == (name not in NOT_PRIVATE)
     assert private == ("NOT PRIVATE" not in description(presets()[name]))
-
-
-def test_they_are_listed_as_not_private(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["presets"])
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert set(FED) <= set(lines)
-    assert all("NOT PRIVATE" in lines[name] for name in NOT_PRIVATE)
 
 
 @pytest.mark.slow

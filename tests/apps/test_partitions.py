@@ -58,11 +58,6 @@ def test_records_are_dealt_once_and_as_the_seed_says(kind, monkeypatch):
         assert sorted(np.concatenate(clients).tolist()) == list(range(len(FEW)))
 
 
-@pytest.mark.parametrize(("num_clients", "sizes"), [(1000, {4}), (300, {13, 14})])
-def test_iid_sizes_differ_by_one_at_most(num_clients, sizes):
-    assert {len(records) for records in deal("iid", num_clients=num_clients)} == sizes
-
-
 def test_dirichlet_differs_more_as_alpha_falls():
     def distance(alpha):  # mean total variation between a client's classes and everyone's
         shares = [np.bincount(LABELS[r], minlength=CLASSES) / len(r) for r in deal("dirichlet", dirichlet_alpha=alpha)]
@@ -73,10 +68,8 @@ def test_dirichlet_differs_more_as_alpha_falls():
     assert distances[-1] < 0.05
 
 
-@pytest.mark.parametrize("classes", [1, 2, 5])
-def test_pathological_class_count(classes):
-    clients = deal("pathological", labels=FEW, num_clients=20, classes_per_client=classes)
-    assert {len(held) for held in classes_of(clients, FEW)} == {classes}
+def test_pathological_class_count():
+    assert {len(held) for held in classes_of(deal("pathological", labels=FEW, classes_per_client=5), FEW)} == {5}
 
 
 @pytest.mark.parametrize(("num_clients", "classes"), [(100, 2), (1000, 2), (50, 4)])
@@ -157,11 +150,6 @@ def test_het_mnist_clients_have_equally_many_of_each_of_their_classes(classes_pe
     dealt = np.concatenate(clients)
     assert len(set(dealt.tolist())) == len(dealt)
     assert np.bincount(LABELS[dealt]).tolist() == [share * 10 * classes_per_client] * 10
-
-
-def test_het_mnist_draws_the_classes_of_a_client():
-    kinds = {tuple(sorted(classes)) for classes in classes_of(deal("het-mnist", num_clients=100))}
-    assert len(kinds) > 20  # of the 45 pairs; a cycle through the classes would give 5
 
 
 def test_het_mnist_of_labels_that_do_not_start_at_zero():
