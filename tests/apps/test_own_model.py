@@ -143,19 +143,6 @@ def test_what_evaluate_fn_takes_is_read_from_its_signature(evaluate_fn, taken):
 PRIVATE = {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3}
 
 
-@pytest.mark.slow
-def test_the_loss_is_the_one_that_was_given(tmp_path):
-    seen = []
-
-    def loss(outputs, targets):
-        seen.append(targets.shape)
-        return (outputs - nn.functional.one_hot(targets, 2)).square().mean()
-
-    app = flower_dp.app(model_fn=make_model, data_fn=load_records, loss=loss)
-    play(app, tmp_path / "run", **PRIVATE)
-    assert seen
-
-
 PYPROJECT = """
 [project]
 name = "named"
@@ -323,15 +310,19 @@ def test_a_process_makes_and_traces_a_model_once_however_many_nodes_it_serves(me
 
 
 @pytest.mark.slow
-def test_only_hosted_clients_data_is_read(tmp_path):
-    read = []
+def test_only_hosted_clients_data_is_read_and_the_loss_is_the_one_that_was_given(tmp_path):
+    read, seen = [], []
+
+    def loss(outputs, targets):
+        seen.append(targets.shape)
+        return (outputs - nn.functional.one_hot(targets, 2)).square().mean()
 
     def load(client, num_clients):
         read.append((client, num_clients))
         return load_records(client, num_clients)
 
-    app = flower_dp.app(model_fn=make_model, data_fn=load)
-    play(app, tmp_path / "run", nodes=4, **PRIVATE)
+    play(flower_dp.app(model_fn=make_model, data_fn=load, loss=loss), tmp_path / "run", nodes=4, **PRIVATE)
+    assert seen
     assert sorted(read) == [(client, 4) for client in range(4)]  # each once, on its own node; none by the server
 
 

@@ -23,9 +23,8 @@ def test_a_model_that_is_no_better_than_its_largest_class_is_warned_of(accuracie
     assert not warned or "75.0 % of the records" in caplog.text
 
 
-@pytest.mark.parametrize(("learning_rate", "warned"), [(1e-9, True), (0.15, False)])
-def test_a_run_warns_of_it(learning_rate, warned, tmp_path, caplog):
+def test_a_run_warns_of_it(tmp_path, caplog):
     settings = {"task": "breast-cancer", "method": "dp-fedavg", "num-clients": 10, "num-rounds": 1, "sampling": "full"}
     settings |= {"dp-fedavg.noise-multiplier": 0.0, "dp-fedavg.target-epsilon": 0.0, "dp-fedavg.delta": 1e-3}
-    play(tmp_path / "run", {**settings, "learning-rate": learning_rate})
-    assert ("the model has learnt nothing" in caplog.text) == warned
+    play(tmp_path / "run", {**settings, "learning-rate": 1e-9})
+    assert "the model has learnt nothing" in caplog.text
