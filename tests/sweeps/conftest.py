@@ -7,6 +7,9 @@ import tomli_w
 
 from flower_dp.strategies.checkpoint import NEWEST, Checkpoint, CheckpointFolder
 from flower_dp.strategies.run_state import RunState
+from flower_dp.sweeps import plan
+from flower_dp.sweeps.file import read
+from flower_dp.sweeps.folder import SweepFolder
 
 APP = """
 [project]
@@ -72,6 +75,21 @@ def write(tmp_path):
         return tmp_path / name
 
     return written
+
+
+@pytest.fixture
+def runs(write):
+    """Plan the runs of a sweep's text."""
+    return lambda text: plan.planned(read(write(text)), 1)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a sweep, with nothing in it."""
+    found = SweepFolder(tmp_path / "out")
+    with found.locked():
+        pass
+    return found
 
 
 def finish(folder, config, accuracy=0.5, *, epsilon=2.0, finished=True, **more):

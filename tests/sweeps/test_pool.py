@@ -8,17 +8,8 @@ import pytest
 from flower_dp.running.launched import Launched
 from flower_dp.running.signals import Signals
 from flower_dp.simulation.workers import RayStartError
-from flower_dp.sweeps import plan, pool
-from flower_dp.sweeps.file import read
+from flower_dp.sweeps import pool
 from flower_dp.sweeps.folder import SweepFolder
-
-
-@pytest.fixture
-def runs(write):
-    def planned(text):
-        return plan.planned(read(write(text)), 1)
-
-    return planned
 
 
 @pytest.fixture(autouse=True)
