@@ -80,7 +80,7 @@ def write(tmp_path):
 @pytest.fixture
 def runs(write):
     """Plan the runs of a sweep's text."""
-    return lambda text: plan.planned(read(write(text)), 1)
+    return lambda text, cores=1: plan.planned(read(write(text)), cores)
 
 
 @pytest.fixture
