@@ -8,11 +8,9 @@ from flwr.app import Context, RecordDict
 from flower_dp.apps import client_app
 from flower_dp.apps.device import own_settings
 from flower_dp.apps.methods import table_of
-from flower_dp.apps.server_app import app as server_app
 from flower_dp.apps.settings import Evaluation, key_of
 from flower_dp.methods import METHODS
 from tests.apps.test_methods import DEFAULTS
-from tests.grids import LocalGrid
 
 SMALL = {"num-clients": 4, "num-rounds": 2, "partition": "sample", "records-per-client": 20, "engine": "one-by-one"}
 LAPLACE = {**SMALL, "method": "fedsgd-dpc", "sampling": "round-robin", "cohort-size": 4, "fedsgd-dpc.epsilon": 100.0}
@@ -86,21 +84,6 @@ def test_metrics_stay_where_the_device_says_so():
     asked = {**FEDAVG, "report-client-metrics": True}
     assert client_of(asked).policy.allow_metrics
     assert not client_of(asked, **{"report-client-metrics": False}).policy.allow_metrics
-
-
-@pytest.mark.slow
-def test_a_smaller_budget_of_one_device_is_more_noise_of_its_own(tmp_path):
-    """The server charges by its own, which is the larger epsilon, and says so."""
-    config = {**DEFAULTS, **LAPLACE, "output-dir": str(tmp_path / "run")}
-    grid = LocalGrid(client_app.app, 4, **config)
-    grid.contexts[2].node_config.update({**HERE, "fedsgd-dpc.epsilon": 1e-3, "fedsgd-dpc.num-replies": 2})
-    server_app(grid, Context(1, 0, {}, RecordDict(), config))
-    sent = {}
-    for reply in grid.received:
-        (record,) = reply.content.array_records.values()
-        sent.setdefault(reply.metadata.src_node_id, []).append(abs(next(iter(record.values())).numpy()).mean())
-    assert {node: len(sizes) for node, sizes in sent.items()} == dict.fromkeys(range(1, 5), 2)
-    assert min(sent[2]) > 1e4 * max(sent[1] + sent[3] + sent[4])
 
 
 @pytest.mark.parametrize(

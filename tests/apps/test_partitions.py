@@ -72,15 +72,13 @@ def test_pathological_class_count():
     assert {len(held) for held in classes_of(deal("pathological", labels=FEW, classes_per_client=5), FEW)} == {5}
 
 
-@pytest.mark.parametrize(("num_clients", "classes"), [(100, 2), (1000, 2), (50, 4)])
-def test_label_shards_class_count_and_sizes(num_clients, classes):
+def test_label_shards_class_count_and_sizes():
     # 400 records a class and a shard size that divides it: no shard straddles two classes.
-    clients = deal("label-shards", num_clients=num_clients, classes_per_client=classes)
-    assert {len(records) for records in clients} == {4000 // num_clients}
+    clients = deal("label-shards", num_clients=100, classes_per_client=2)
+    assert {len(records) for records in clients} == {40}
     held = [len(c) for c in classes_of(clients)]
-    assert max(held) == classes
-    # Two of a client's shards are of one class with probability about 1/10.
-    assert np.mean(held) > 0.8 * classes
+    assert max(held) == 2
+    assert np.mean(held) > 1.6  # two of a client's shards are of one class with probability about 1/10
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "pathological", "label-shards"])
@@ -125,7 +123,6 @@ def test_a_sample_costs_what_it_holds_however_many_records_there_are():
         ("dirichlet", {"num_clients": 75, "labels": LABELS[:100]}, "num-clients=75: 100 records cannot be dealt"),
         ("pathological", {"classes_per_client": 11}, "classes-per-client=11: must be 1 to 10"),
         ("iid", {"num_clients": 1000, "records_per_client": 5}, "records-per-client=5: client 0 gets only 4 of the 4000 .*=1000"),
-        ("het-mnist", {"num_clients": 3000}, "num-clients=3000: client 0 gets only 0 of the 4000 records"),
         ("natural", {"num_clients": 19}, "num-clients=19: must be 20 with partition='natural'"),
         ("natural", {"groups": None}, "partition='natural': the data of this task name no devices"),
         ("label-shards", {"num_clients": 2001}, "num-clients=2001: with classes-per-client=2 needs 4002 shards"),
