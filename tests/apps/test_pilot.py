@@ -66,7 +66,7 @@ def same(got, wanted):
 def test_a_fedsgd_dpc_preset_gives_a_whole_laplace_problem(by_hand):
     found = pilot("fedsgd-dpc", config(FEDSGD))
     own = {"mechanism": "laplace", "epsilon": 5.0, "clip_norm": 300.0, "num_records": 25}
-    same(dict(found.values), by_hand.fedsgd_dpc(optima="joint") | own)
+    same(dict(found.values), by_hand.fedsgd_dpc() | own)
     assert found.values["dimension"] == 7840
     plan = fedsgd_dpc.plan(found.values)  # rounds and cohort are what it looks for: the preset's do not fix them
     assert plan.problem.num_rounds is plan.problem.cohort_size is None
@@ -93,7 +93,7 @@ def test_the_l2_coefficient_and_the_budgets_of_each_client_are_the_presets():
 @pytest.mark.slow
 def test_a_preset_of_another_method_gives_its_data_only(by_hand):
     found = pilot("fedsgd-dpc", config(SMALL))
-    same(dict(found.values), by_hand.fedsgd_dpc(optima="joint") | {"num_records": 25})
+    same(dict(found.values), by_hand.fedsgd_dpc() | {"num_records": 25})
     assert "the preset's method is dp-fedsam: of its settings only those of the data were taken" in found.notes
 
 

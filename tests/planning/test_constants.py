@@ -7,7 +7,7 @@ from scipy.optimize import minimize
 from flower_dp.planning import ProblemError, dp_fedpaq, dp_pasgd, fedsgd_dpc, nbafl
 from flower_dp.planning.constants import estimate
 from flower_dp.planning.planner import Data
-from tests.planning.problems import FEDPAQ, GAUSSIAN, PASGD
+from tests.planning.problems import FEDPAQ, GAUSSIAN, LAPLACE, PASGD
 
 CLASSES = 3
 L2 = 0.05
@@ -63,24 +63,19 @@ class TestOptima:
         clients = three_clients()
         constants = estimate(clients, l2=L2, num_classes=CLASSES)
         shares = np.asarray([12, 20, 9]) / 41
-        own = [optimum(client) for client in clients]
         theta, joint = optimum(pooled(clients))
-        losses = np.asarray([value for _, value in own])
-        assert constants.heterogeneity_estimate == pytest.approx(losses.max() - shares @ losses, rel=1e-6)
+        losses = np.asarray([optimum(client)[1] for client in clients])
         assert constants.heterogeneity == pytest.approx(joint - shares @ losses, rel=1e-6)
         assert constants.initial_distance == pytest.approx(np.sum(theta**2), rel=1e-6)
-        distances = [np.sum(point**2) for point, _ in own]
-        assert constants.initial_distance_estimate == pytest.approx(shares @ distances, rel=1e-6)
         # F(0) = ln(number of classes): every class is equally likely.
         assert constants.initial_gap == pytest.approx(math.log(CLASSES) - joint, rel=1e-6)
         assert (constants.num_clients, constants.num_records, constants.dimension) == (3, (12, 20, 9), 12)
 
-    def test_the_papers_estimate_misses_clients_that_mirror_each_other(self):
-        # Client 2 has the labels of client 1 swapped: equal F_i*, opposite optima. Definition 4 sees it, the estimate does not.
+    def test_clients_that_mirror_each_other(self):
+        # Client 2 has the labels of client 1 swapped: equal F_i*, opposite optima. The paper's estimate of Gamma would be 0.
         x = np.random.default_rng(1).standard_normal((30, 2))
         y = (x[:, 0] > 0).astype(int)
         constants = estimate([(x, y), (x, 1 - y)], l2=L2, num_classes=2)
-        assert constants.heterogeneity_estimate == pytest.approx(0.0, abs=1e-12)
         # Together the labels carry nothing: the joint optimum is theta = 0 with loss ln 2.
         assert constants.initial_gap == pytest.approx(0.0, abs=1e-12)
         assert constants.heterogeneity > 0.1
@@ -145,16 +140,13 @@ class TestGradients:
 
 
 class TestProblems:
-    @pytest.mark.parametrize("optima", ["clients", "joint"])
-    @pytest.mark.parametrize("mechanism", ["laplace", "gaussian"])
-    def test_keys_of_fedsgd_dpc(self, mechanism, optima):
+    @pytest.mark.parametrize(("gaussian", "problem"), [(False, LAPLACE), (True, GAUSSIAN)])
+    def test_keys_of_fedsgd_dpc(self, gaussian, problem):
         constants = estimate(three_clients(), l2=L2, num_classes=CLASSES)
-        keys = constants.fedsgd_dpc(mechanism=mechanism, optima=optima)
-        rest = {key: GAUSSIAN[key] for key in ("mechanism", "epsilon", "delta", "sampling_rate", "noise_constant", "max_rounds")}
-        rest = {"mechanism": "laplace", "epsilon": 5.0} if mechanism == "laplace" else rest
-        assert math.isfinite(fedsgd_dpc.plan(keys | rest).best.bound)
-        assert keys["clip_norm"] == (constants.l1_norm if mechanism == "laplace" else constants.l2_norm)
-        assert keys["heterogeneity"] == (constants.heterogeneity if optima == "joint" else constants.heterogeneity_estimate)
+        keys = constants.fedsgd_dpc(gaussian=gaussian)
+        rest = {key: problem[key] for key in ("mechanism", "epsilon", *(GAUSSIAN.keys() - LAPLACE.keys())) if key in problem}
+        assert math.isfinite(fedsgd_dpc.plan(rest | keys).best.bound)
+        assert keys["clip_norm"] == (constants.l2_norm if gaussian else constants.l1_norm)
 
     def test_one_hot_labels_are_labels(self):
         one_hot = [(x, np.eye(CLASSES)[y]) for x, y in three_clients()]
