@@ -99,11 +99,6 @@ class Drawn:
         """Whether the runs were drawn."""
         return (self.path / _FILE).is_file()
 
-    @property
-    def has_runs(self) -> bool:
-        """Whether a run was begun."""
-        return any((self.path / RUNS).glob("*"))
-
     def draw(self, number: NumberOfRuns, num_points: int) -> list[Trial]:
         """Draw the number of runs, and a point and a seed of each, with fresh entropy, and keep them before a run is made."""
         rng = noise_generator()

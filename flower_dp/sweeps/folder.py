@@ -31,11 +31,6 @@ class SweepFolder:
 
     path: Path
 
-    @staticmethod
-    def is_one(path: Path) -> bool:
-        """Return whether a folder is that of a sweep."""
-        return (path / FILE).is_file() and (path / RUNS).is_dir()
-
     def of(self, run: PlannedRun) -> Path:
         """Return the folder of a run."""
         return self.path / RUNS / run.name
@@ -198,7 +193,7 @@ def runs_in(folder: str) -> list[str]:
         ValueError: naming the folder, if no run in it has begun.
     """
     path = Path(folder).expanduser()
-    if not SweepFolder.is_one(path):
+    if not ((path / FILE).is_file() and (path / RUNS).is_dir()):
         return [folder]
     begun = {one.name: str(one) for one in SweepFolder(path).runs() if (one / METRICS).is_file()}
     # As the sweep's file has them now: not those of points that were taken out of it.

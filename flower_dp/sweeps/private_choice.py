@@ -21,7 +21,7 @@ from flower_dp.privacy.statement import Adversary, PrivacyStatement
 from flower_dp.reporting.past_run import PastRun, read_past_run
 from flower_dp.running.planned import outside_of
 from flower_dp.running.preflight import default_workers
-from flower_dp.running.run_folder import STATEMENT_JSON, is_finished, write_whole
+from flower_dp.running.run_folder import STATEMENT_JSON, RunFolder, is_finished, write_whole
 from flower_dp.running.signals import Signals
 from flower_dp.sweeps import plan
 from flower_dp.sweeps.drawn import MARK, Drawn, Mark, Trial
@@ -29,7 +29,7 @@ from flower_dp.sweeps.file import Choice, SweepFile, read
 from flower_dp.sweeps.folder import FILE, RUNS, SweepFolder
 from flower_dp.sweeps.plan import PlannedRun
 from flower_dp.sweeps.pool import Pool
-from flower_dp.sweeps.shown import publish, same_times, write
+from flower_dp.sweeps.shown import publish, same_times
 from flower_dp.sweeps.sweep import Tell
 
 # Runs that are not to be seen, and the run that is shown.
@@ -146,9 +146,8 @@ class PrivateSweep:
                 self._clear(folder, place)
                 tell("The choice was made before; it is not made again.")
                 return
-            if mark.is_open and (
-                folder.runs() or (folder.path / STATEMENT_JSON).exists() or (place.has_runs and not place.exists)
-            ):
+            begun = folder.runs() or (not place.exists and any((place.path / RUNS).glob("*")))
+            if mark.is_open and (begun or (folder.path / STATEMENT_JSON).exists()):
                 raise ValueError(f"{folder.path}: holds runs that may have been looked at; take another folder")
             if not mark.is_open and not place.exists:
                 raise ValueError(f"{folder.path}: the choice was made, and {PRIVATE} with its runs is gone; take another folder")
@@ -189,7 +188,7 @@ class PrivateSweep:
             run = read_past_run(place.path / RUNS / best.name)
             statement = self._statement(self.candidates[best.point], run.statement, chosen=True)
             publish(run, statement, folder.path / RUNS / CHOSEN)
-        write(statement, folder.path)
+        RunFolder(folder.path).state(statement.to_dict(), str(statement))
 
     def _clear(self, folder: SweepFolder, place: Drawn) -> None:
         """Delete all that was not chosen, and what tells when it was made."""

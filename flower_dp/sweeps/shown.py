@@ -8,8 +8,7 @@ from pathlib import Path
 
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.reporting.past_run import PastRun
-from flower_dp.running.run_folder import CONFIG, METRICS, MODEL, MODEL_JSON, STATEMENT_JSON, STATEMENT_TEXT, write_whole
-from flower_dp.sweeps.cost import SweepStatement
+from flower_dp.running.run_folder import CONFIG, METRICS, MODEL, MODEL_JSON, RunFolder, write_whole
 
 # A run's own epsilons, which don't count the choice, and its times.
 _HIDDEN = ("epsilon", "seconds", "elapsed")
@@ -25,13 +24,7 @@ def publish(run: PastRun, statement: PrivacyStatement, folder: Path) -> None:
     write_whole(folder / METRICS, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode())
     lines = (run.folder / CONFIG).read_text(encoding="utf-8").splitlines(keepends=True)
     write_whole(folder / CONFIG, "".join(line for line in lines if str(run.folder) not in line).encode())
-    write(statement, folder)
-
-
-def write(statement: PrivacyStatement | SweepStatement, folder: Path) -> None:
-    """Write a statement into a folder."""
-    write_whole(folder / STATEMENT_JSON, (json.dumps(statement.to_dict(), indent=2, allow_nan=False) + "\n").encode())
-    write_whole(folder / STATEMENT_TEXT, f"{statement}\n".encode())
+    RunFolder(folder).state(statement.to_dict(), str(statement))
 
 
 def same_times(folder: Path, but: str) -> None:

@@ -10,7 +10,6 @@ from dp_accounting import GaussianDpEvent, LaplaceDpEvent, NonPrivateDpEvent
 from flower_dp.privacy.charges import EVERY_CLIENT, Scope
 from flower_dp.privacy.store import Store
 from flower_dp.sweeps.cost import Charged, compose, statement_of
-from flower_dp.sweeps.shown import write
 from tests.charges import charge_each
 
 ONE = GaussianDpEvent(3.0)
@@ -89,9 +88,6 @@ def test_runs_without_a_ledger_are_named(run, tmp_path):
     assert statement.num_runs == 1
     assert "Without account: b: no ledger in its folder" in str(statement)
     assert "Not covered: choosing among the runs" in str(statement)
-    write(statement, tmp_path)
-    assert (tmp_path / "statement.txt").read_text() == f"{statement}\n"
-    assert json.loads((tmp_path / "statement.json").read_text()) == statement.to_dict()
 
 
 def test_where_no_client_has_all_that_others_have_epsilons_add_up():
