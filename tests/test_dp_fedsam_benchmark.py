@@ -1,9 +1,7 @@
 """The program that puts DP-FedSAM's claims to the test: its budget of runs, its choice, its slices of time, and a small run of all."""
 
 import importlib.util
-import subprocess
 import sys
-import time
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -114,34 +112,6 @@ def test_numbers_in_words(program):
     # By hand: +2 and -1, their standard error 3 / sqrt 2 / sqrt 2.
     assert program.differences(ours, theirs) == "+0.50 ± 1.50 (above in 1 of 2)"
     assert program.differences(ours, {}) == "not run"
-
-
-def test_a_sweep_that_is_out_of_time_is_interrupted_as_by_a_person(program, tmp_path, monkeypatch):
-    class Patient(subprocess.Popen):
-        def wait(self, timeout=None):
-            """Be out of time as soon as the process listens to signals."""
-            if timeout is None:
-                return super().wait()
-            while not (tmp_path / "ready").exists():
-                time.sleep(0.01)
-            raise subprocess.TimeoutExpired(self.args, timeout)
-
-    stands_for = tmp_path / "python"
-    # In Python: bash traps no signal that its parent ignores, as a background job of a script does.
-    stands_for.write_text(
-        f"#!{sys.executable} -IS\nimport pathlib, signal, sys, time\nplace = pathlib.Path({str(tmp_path)!r})\n"
-        "def interrupted(*_):\n    (place / 'said').write_text('interrupted')\n    sys.exit(130)\n"
-        "signal.signal(signal.SIGINT, interrupted)\n(place / 'ready').touch()\ntime.sleep(60)\n"
-    )
-    stands_for.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(stands_for))
-    monkeypatch.setattr(program.Sweep, "read", lambda path: type("", (), {"runs": ()}))
-    monkeypatch.setattr(program.subprocess, "Popen", Patient)
-    program.make(tmp_path / "file.toml", tmp_path / "out", time.monotonic() + 60.0, in_process=False)
-    assert (tmp_path / "said").read_text() == "interrupted"
-    stands_for.write_text("#!/bin/bash\nexit 2\n")
-    with pytest.raises(SystemExit, match="2"):
-        program.make(tmp_path / "file.toml", tmp_path / "out", float("inf"), in_process=False)
 
 
 def test_a_second_program_in_a_folder_is_refused_before_it_writes_there(program, tmp_path, monkeypatch):

@@ -233,27 +233,22 @@ def test_a_server_names_no_function_but_those_of_the_apps_own_modules(reference,
 def test_a_bundle_may_hold_flower_dp_and_its_functions_are_not_the_apps_own(folder, tmp_path, monkeypatch):
     (folder / "flower_dp").mkdir()
     (folder / "flower_dp" / "fake.py").write_text(FUNCTIONS)
-    with pytest.raises(ValueError, match="module 'flower_dp' is not the app's own"):
-        app_functions.own_modules("flower_dp.fake")
     other = tmp_path / "other"
     other.mkdir()
     (other / "pyproject.toml").write_text(PYPROJECT)
     (other / "theirs.py").write_text(FUNCTIONS)
     (folder / "pack" / "theirs.py").symlink_to(other / "theirs.py")
-    with pytest.raises(ValueError, match=r"module 'pack\.theirs' is in .*, and not in the app's folder"):
-        app_functions.own_modules("pack.theirs")
-
-
-def test_a_module_that_was_loaded_from_elsewhere_is_not_the_apps(folder, monkeypatch):
-    theirs = ModuleType("my_functions")
-    vars(theirs).update(__file__=__file__, load_records=load_records)
-    monkeypatch.setitem(sys.modules, "my_functions", theirs)
-    with pytest.raises(ValueError, match=r"data-fn='my_functions:load_records': module 'my_functions' is loaded already, from"):
-        app_functions.named("data-fn", "my_functions:load_records", trusted=False)
-
-
-def test_a_package_among_the_installed_ones_is_no_app(folder, monkeypatch):
-    monkeypatch.setattr(app_functions, "_PREFIXES", (folder,))
+    loaded = ModuleType("my_functions")
+    vars(loaded).update(__file__=__file__, load_records=load_records)
+    monkeypatch.setitem(sys.modules, "my_functions", loaded)
+    for name, why in (
+        ("flower_dp.fake", "module 'flower_dp' is not the app's own"),
+        ("pack.theirs", r"module 'pack\.theirs' is in .*, and not in the app's folder"),
+        ("my_functions", "module 'my_functions' is loaded already, from"),
+    ):
+        with pytest.raises(ValueError, match=rf"data-fn='{name}:load_records': {why}"):
+            app_functions.named("data-fn", f"{name}:load_records", trusted=False)
+    monkeypatch.setattr(app_functions, "_PREFIXES", (folder,))  # a package among the installed ones is no app
     with pytest.raises(ValueError, match="is in no folder of a Flower app"):
         app_functions.named("data-fn", "my_functions:load_records", trusted=False)
 
@@ -281,9 +276,8 @@ def test_a_device_with_settings_of_its_own_takes_the_functions_that_its_app_name
         made({**NAMES, "data-fn": "my_functions:load_others"}, **own)
 
 
-@pytest.mark.parametrize("method", ["dp-fedavg", "dp-pasgd"])
-def test_a_process_makes_and_traces_a_model_once_however_many_nodes_it_serves(method, tmp_path, monkeypatch):
-    made, traced, read, engine = [], [], [], {"engine": "batched"} if method == "dp-fedavg" else {}
+def test_a_process_makes_and_traces_a_model_once_however_many_nodes_it_serves(tmp_path, monkeypatch):
+    made, traced, read = [], [], []
 
     def model():
         made.append(1)
@@ -296,10 +290,9 @@ def test_a_process_makes_and_traces_a_model_once_however_many_nodes_it_serves(me
     proven = batched.Trainer._proven
     monkeypatch.setattr(batched.Trainer, "_proven", lambda self, kind: traced.append(kind) or proven(self, kind))
     app = flower_dp.app(model_fn=model, data_fn=records)
-    grid = play(app, tmp_path / "run", nodes=20, method=method, **NEEDS[method] | {"num-clients": 20} | engine)
+    grid = play(app, tmp_path / "run", nodes=20, **PRIVATE, **{"num-clients": 20, "engine": "batched"})
     assert len([message for message in grid.sent if message.metadata.message_type == "train"]) == 40
-    assert len(made) == 2  # one is the server's
-    assert len(traced) == (1 if method == "dp-fedavg" else 0)
+    assert (len(made), len(traced)) == (2, 1)  # one model is the server's
     assert max(map(read.count, range(20))) <= 3  # as its node's, for the sizes of all, and by the server
 
 

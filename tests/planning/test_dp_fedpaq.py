@@ -151,18 +151,6 @@ def test_reasons_name_what_the_paper_leaves_open():
     assert "lacks a factor 1/mu^2" in text
 
 
-def test_candidates():
-    best, scaled, ternary, often = plan(SMALL).candidates
-    feasible = [point for point in points(SMALL) if bits(SMALL, *point) <= 20_000]
-    noise = {point: printed_noise(SMALL, *point) for point in feasible}
-    with_mu = {point: printed_bound(SMALL, *point) + noise[point] * (1 / 0.5**2 - 1) for point in feasible}
-    assert scaled.scaled_bound == pytest.approx(min(with_mu.values()))
-    assert ternary.quantization_levels == 1
-    assert ternary.bound == pytest.approx(min(printed_bound(SMALL, *point) for point in feasible if point[2] == 1))
-    assert often.num_local_steps == 1
-    assert best.bound == min(one.bound for one in (best, scaled, ternary, often))
-
-
 # The run that an answer prints
 
 RUN: dict[str, Any] = PROBLEM | {

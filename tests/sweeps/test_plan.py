@@ -79,23 +79,6 @@ def test_every_point_is_checked_before_a_run_starts(runs):
     plan.check(runs("[grid]\n'dp-fedsam.clip-norm' = [0.5, 1.0]"))
 
 
-def test_a_label_has_nothing_that_its_method_tells(runs):
-    text = """
-        [settings]
-        dp-fedavg.clip-norm = 0.25
-        [grid]
-        METHOD.epsilon = [1.0, 2.0]
-        [[points]]
-        method = "dp-fedavg"
-        learning-rate = 0.1
-        [[points]]
-        method = "dp-fedsam"
-        dp-fedsam.sam-radius = [0.1, 0.2]
-    """
-    sam = [f"epsilon={epsilon}, dp-fedsam, sam-radius={radius}" for epsilon in (1.0, 2.0) for radius in (0.1, 0.2)]
-    assert [run.label for run in runs(text)] == ["epsilon=1.0, dp-fedavg", "epsilon=2.0, dp-fedavg", *sam]
-
-
 def test_a_forecast_refuses_what_a_run_refuses_when_it_begins(runs, monkeypatch):
     def cost(config):
         raise ValueError(f"num-rounds={config['num-rounds']}: no round can be run")
