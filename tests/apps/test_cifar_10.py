@@ -79,24 +79,6 @@ def test_files_that_are_not_the_published_ones_are_not_unpickled(small_cifar):
     assert not ran.exists()
 
 
-def test_what_is_asked_of_torchvision(tmp_path, monkeypatch):
-    calls = []
-
-    class Theirs:
-        data, targets = np.zeros((1, 32, 32, 3), dtype=np.uint8), [3]
-
-        def __init__(self, root, *, train, download):
-            calls.append((root, train, download))
-
-    monkeypatch.setattr(vision, "import_torchvision", lambda: type("", (), {"datasets": type("", (), {"CIFAR10": Theirs})}))
-    load(f"torchvision:{tmp_path}", Own())
-    load(str(tmp_path), Own())
-    there = str(tmp_path)
-    assert calls == [(there, True, True), (there, False, False), (there, True, False), (there, False, False)]
-    with pytest.raises(ValueError, match="data-dir='torchvision:': must name a folder"):
-        load("torchvision:", Own())
-
-
 def test_resnet18_has_group_normalisation():
     model = models.make("resnet18", seed=0, num_features=3072)
     # By hand: 11,689,512 of torchvision's with 1,000 classes, less 990 rows of 512 weights and a bias.

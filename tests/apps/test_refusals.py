@@ -9,7 +9,7 @@ from flower_dp.apps.parts import sampler_of
 from flower_dp.apps.refusals import check
 from flower_dp.apps.settings import SAMPLINGS
 from flower_dp.apps.tasks import TASKS, module_of
-from flower_dp.apps.unread import unread, with_method
+from flower_dp.apps.unread import unread
 from flower_dp.core.checks import SettingsError
 from flower_dp.methods import METHODS
 from tests.app_runs import DEFAULTS, PRESETS
@@ -84,17 +84,6 @@ def test_missing_data_is_told_without_reading_any():
     assert "needs its four idx files" in refused({"task": "fashion-mnist"})[0]
     assert refused({"data-dir": "/nowhere/NEEDED"})[0].startswith("data-dir: this preset needs the full MNIST")
     accept({"task": "fashion-mnist", "data-dir": "torchvision:/nowhere"})
-
-
-def test_a_preset_combines_with_another_method():
-    preset = {**PRESETS["mnist-fedsgd-dpc-laplace"], "batch-size": 3}
-    kept = ("model-bias", "num-clients", "partition", "classes-per-client", "num-rounds", "sampling", "cohort-size", "batch-size")
-    assert with_method(preset, "dp-fedavg") == {key: preset[key] for key in kept} | {"method": "dp-fedavg"}
-    fashion = PRESETS["fashion-mnist-dp-fedsam"]
-    assert not {"sampling", "sampling-rate", "learning-rate"} & with_method(fashion, "nbafl").keys()
-    other = with_method({**fashion, "dp-fedavg.clip-norm": 3.0}, "dp-fedavg")
-    assert (other["sampling"], other["sampling-rate"], other["learning-rate"]) == ("poisson", 0.1, 0.05)
-    assert [key for key in other if "." in key] == ["dp-fedavg.clip-norm"]
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -14,10 +14,6 @@ from flower_dp.sweeps.folder import SweepFolder
 APP = """
 [project]
 name = "mine"
-version = "1.0.0"
-
-[tool.flwr.app]
-publisher = "me"
 
 [tool.flwr.app.components]
 serverapp = "my_app:server"
@@ -30,28 +26,15 @@ num-rounds = 3
 sampling = "full"
 batch-size = 4
 seed = 0
-engine = "one-by-one"
-round-timeout = 600.0
 learning-rate = 0.1
-
-[tool.flwr.app.config.dp-fedavg]
-clip-norm = 0.5
-delta = 1e-3
-target-epsilon = 0.0
-noise-multiplier = 2.0
+dp-fedavg.delta = 1e-3
+dp-fedavg.target-epsilon = 0.0
+dp-fedavg.noise-multiplier = 2.0
 """
 MODULE = """
-import torch
-
 import flower_dp
 
-
-def records(client, num_clients):
-    rng = torch.Generator().manual_seed(client)
-    return torch.randn(8, 3, generator=rng), torch.randint(2, (8,), generator=rng)
-
-
-app = flower_dp.app(model_fn=lambda: torch.nn.Linear(3, 2), data_fn=records)
+app = flower_dp.app(model_fn=print, data_fn=print)
 server, client = app.server, app.client
 """
 
