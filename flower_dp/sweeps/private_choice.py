@@ -278,8 +278,7 @@ def _checked(file: SweepFile) -> tuple[Choice, NumberOfRuns]:
     if columns.own(choice.metric) and not private_metric:
         raise ValueError(f"select.metric={choice.metric}: is no result that a run may be chosen by")
     if not (private_metric or private.public_test_data):
-        raise ValueError(
-            f"select.metric={choice.metric}: is on test records; choose by a private evaluation (private-accuracy), or say "
-            "private-selection.public-test-data = true if these records are public"
-        )
+        public = "say private-selection.public-test-data = true if these records are public"
+        why = f"is on test records; choose by a private evaluation (private-accuracy), or {public}"
+        raise ValueError(f"select.metric={choice.metric}: {why}")
     return choice, private.number
