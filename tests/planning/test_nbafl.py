@@ -45,18 +45,6 @@ def printed_theorem_3(p: dict[str, Any], k: int) -> float | None:
     return q**t * p["initial_gap"] + (1 - q**t) / (1 - q) * noise
 
 
-def test_uplink_noise_by_hand():
-    # c L (2C/m) / epsilon = 3.1075114 * 25 * (2 * 20 / 100) / 60
-    std = uplink_noise_std(uplink_exposures=25, epsilon=60.0, delta=0.01, clip_norm=20.0, min_records=100)
-    assert std == pytest.approx(C_AT_ONE_PERCENT * 25 * 0.4 / 60, rel=1e-7)
-
-
-def test_downlink_noise_of_all_clients_by_hand():
-    # 2 c C sqrt(T^2 - L^2 N) / (m N epsilon) = 2 * 3.1075114 * 20 * sqrt(625 - 50) / (100 * 50 * 60)
-    std = downlink_noise_std(**NOISE | {"cohort_size": 50})
-    assert std == pytest.approx(2 * C_AT_ONE_PERCENT * 20 * math.sqrt(575) / 300_000, rel=1e-7)
-
-
 def test_both_noises_make_the_aggregate_of_eq_13():
     for rounds in (8, 25, 400):
         arguments = NOISE | {"cohort_size": 50, "num_rounds": rounds, "epsilon": 3.0}
@@ -103,6 +91,7 @@ def test_noise_alone():
     answer = plan(NOISE)
     assert answer.infeasible is None
     content = answer.to_dict()
+    # c L (2C/m) / epsilon = 3.1075114 * 1 * (2 * 20 / 100) / 60
     assert content["uplink_noise_std"] == pytest.approx(C_AT_ONE_PERCENT * 0.4 / 60, rel=1e-7)
     assert content["downlink_noise_std"] == 0.0
     assert "best_num_rounds" not in content
