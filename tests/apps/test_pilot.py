@@ -26,22 +26,6 @@ def config(settings):
     return {**DEFAULTS, **with_table(settings)}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def the_same_data_have_the_same_constants():
-    """Most of these tests have the same data: their constants are estimated once."""
-    estimates = {}
-
-    def estimated(clients, **rest):
-        key = (*((features.tobytes(), labels.tobytes()) for features, labels in clients), *sorted(rest.items()))
-        if key not in estimates:
-            estimates[key] = estimate(clients, **rest)
-        return estimates[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pilots, "estimate", estimated)
-        yield
-
-
 @pytest.fixture(scope="module")
 def by_hand():
     """The constants from a deal of our own: what each client draws, standardised as MNIST is."""

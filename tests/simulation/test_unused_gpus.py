@@ -41,4 +41,6 @@ def test_a_sweep_says_it_once_of_all_its_runs(monkeypatch, num_gpus, lines):
     monkeypatch.setattr(preflight, "num_gpus", lambda: num_gpus)
     told = []
     sweep._Progress(told.append, SimpleNamespace(), 2).begin(1, SimpleNamespace(workers=1, gpus_per_worker=0.0), 0)
-    assert told[1:] == ["2 GPUs are not used by this sweep: add gpus-per-worker = 1 to its file (docs: Simulate, On a GPU)"][:lines]
+    assert (
+        told[1:] == ["2 GPUs are not used by this sweep: add gpus-per-worker = 1 to its file (docs: Simulate, On a GPU)"][:lines]
+    )
