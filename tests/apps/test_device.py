@@ -6,7 +6,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flower_dp.apps import client_app
-from flower_dp.apps.device import own_settings
+from flower_dp.apps.device import hosted, own_settings
 from flower_dp.apps.methods import table_of
 from flower_dp.apps.settings import Evaluation, key_of
 from flower_dp.methods import METHODS
@@ -74,6 +74,8 @@ def test_a_method_for_which_the_device_has_set_nothing_is_refused():
 
 
 def test_nonsense_in_a_node_config_is_refused_naming_the_key():
+    with pytest.raises(ValueError, match="num-partitions: is missing from the node-config"):
+        hosted({"partition-id": 0})
     with pytest.raises(ValueError, match=r"fedsgd-dpc\.epsilom=1\.0: unknown key"):
         client_of(LAPLACE, **{"fedsgd-dpc.epsilom": 1.0})
     with pytest.raises(ValueError, match=r"fedsgd-dpc\.epsilon='1': must be of type float"):

@@ -241,12 +241,14 @@ def test_a_bundle_may_hold_flower_dp_and_its_functions_are_not_the_apps_own(fold
     loaded = ModuleType("my_functions")
     vars(loaded).update(__file__=__file__, load_records=load_records)
     monkeypatch.setitem(sys.modules, "my_functions", loaded)
+    monkeypatch.syspath_prepend(str(folder / "pack"))
     for name, why in (
         ("flower_dp.fake", "module 'flower_dp' is not the app's own"),
+        ("inner", "is not directly in the app's folder"),
         ("pack.theirs", r"module 'pack\.theirs' is in .*, and not in the app's folder"),
         ("my_functions", "module 'my_functions' is loaded already, from"),
     ):
-        with pytest.raises(ValueError, match=rf"data-fn='{name}:load_records': {why}"):
+        with pytest.raises(ValueError, match=rf"data-fn='{name}:load_records': .*{why}"):
             app_functions.named("data-fn", f"{name}:load_records", trusted=False)
     monkeypatch.setattr(app_functions, "_PREFIXES", (folder,))  # a package among the installed ones is no app
     with pytest.raises(ValueError, match="is in no folder of a Flower app"):

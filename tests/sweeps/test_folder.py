@@ -124,24 +124,6 @@ def test_a_folder_with_something_else_is_refused(tmp_path, kind):
         pass
 
 
-@pytest.mark.parametrize("kept", ["nothing", "the file", "a run"])
-def test_a_sweep_that_was_refused_leaves_no_new_folder(tmp_path, kept):
-    folder = SweepFolder(tmp_path / "out")
-
-    def refused():
-        with folder.locked():
-            if kept == "the file":
-                (folder.path / "sweep.toml").write_text("")
-            if kept == "a run":
-                (folder.path / "runs" / "one").mkdir()
-            raise ValueError("batch-size=0")
-
-    with pytest.raises(ValueError, match="batch-size=0"):
-        refused()
-    assert folder.path.exists() == (kept != "nothing")
-    assert (folder.path / "runs" / "one").exists() == (kept == "a run")
-
-
 def test_one_sweep_at_a_time_until_the_last_of_its_processes_has_ended(folder):
     with folder.locked() as lock:
         with pytest.raises(ValueError, match="another sweep runs there"), folder.locked():

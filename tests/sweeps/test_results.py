@@ -84,10 +84,6 @@ def test_a_metric_that_no_run_has_is_named(made, write):
     sweep = Sweep.read(write(f"metric = 'acuracy'\nselect = {{metric = 'los', mode = 'max'}}\n{GRID}"))
     assert sweep.best(wrong) == f"select.{line}".replace("acuracy", "los")
     assert sweep.unknown(made.folder) == [line, line.replace("acuracy", "los")]
-    assert Sweep.read(write(GRID)).unknown(made.folder) == []
-    none = replace(wrong, runs=made.runs[3:])
-    none.write_table([], "")
-    assert (made.folder.path / "table.md").read_text().startswith("No run has finished.\n")
 
 
 def test_the_best_point_has_all_its_runs(made, write):

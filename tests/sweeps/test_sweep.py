@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 import psutil
@@ -185,18 +186,13 @@ def in_this_process(*arguments):
     return done.exit_code, done.output
 
 
-class Failing:
+class Failing(AbstractContextManager):
     """Stands for the pool: all runs fail."""
 
-    status = "failed"
-    sweep = None
-    count = 1
+    status, sweep, count = "failed", None, 1
 
     def __init__(self, *_, **__):
         pass
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         pass
