@@ -24,12 +24,11 @@ from flower_dp.running.preflight import default_workers
 from flower_dp.running.run_folder import STATEMENT_JSON, RunFolder, is_finished, write_whole
 from flower_dp.running.signals import Signals
 from flower_dp.sweeps import plan
-from flower_dp.sweeps.drawn import MARK, Drawn, Mark, Trial
+from flower_dp.sweeps.drawn import MARK, Drawn, Mark, Trial, publish, same_times
 from flower_dp.sweeps.file import Choice, SweepFile, read
 from flower_dp.sweeps.folder import FILE, RUNS, SweepFolder
 from flower_dp.sweeps.plan import PlannedRun
 from flower_dp.sweeps.pool import Pool
-from flower_dp.sweeps.shown import publish, same_times
 from flower_dp.sweeps.sweep import Tell
 
 # Runs that are not to be seen, and the run that is shown.
