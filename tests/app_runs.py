@@ -24,3 +24,10 @@ def play(folder: Path, settings: dict[str, Any]) -> Path:
     grid = LocalGrid(client_app, 2, **config)
     server_app(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
     return folder
+
+
+def with_table(settings: dict[str, Any]) -> dict[str, Any]:
+    """Put the method's name before keys of its own table."""
+    method = settings.get("method", DEFAULTS["method"])
+    own = {key for key in settings if f"{method}.{key}" in DEFAULTS}
+    return {f"{method}.{key}" if key in own and key not in DEFAULTS else key: value for key, value in settings.items()}

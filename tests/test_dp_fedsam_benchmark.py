@@ -1,10 +1,7 @@
 """The program that puts DP-FedSAM's claims to the test: its budget of runs, its choice, its slices of time, and a small run of all."""
 
 import importlib.util
-import json
-import subprocess
 import sys
-import time
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -12,7 +9,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from flower_dp.running.run_folder import is_finished
+from flower_dp.running.run_folder import is_finished, read_metrics
 from flower_dp.sweeps.results import Results
 from flower_dp.sweeps.sweep import Sweep
 
@@ -61,12 +58,8 @@ def sweep_of(content, folder):
     return Sweep.read(folder / "file.toml")
 
 
-def grid(program, folder):
-    return sweep_of(program.tuning({"data-dir": str(folder)}, 0.0), folder)
-
-
 def test_every_method_is_tuned_on_as_many_runs_and_by_no_test_record(program, tmp_path):
-    sweep = grid(program, tmp_path)
+    sweep = sweep_of(program.tuning({"data-dir": str(tmp_path)}, 0.0), tmp_path)
     budget = Counter(program.variant(run.config) for run in sweep.runs)
     assert set(budget) == {(method, clip) for method in program.METHODS for clip in program.CLIPS}
     assert len(set(budget.values())) == 1
@@ -75,76 +68,41 @@ def test_every_method_is_tuned_on_as_many_runs_and_by_no_test_record(program, tm
         own = {key.partition(".")[2]: value for key, value in run.config.items() if key.startswith(f"{run.config['method']}.")}
         assert (run.config["num-clients"], run.config["sampling-rate"]) == (500, 0.1)
         assert (own["noise-multiplier"], own["delta"], own["target-epsilon"], own["placement"]) == (0.95, 0.002, 0.0, "central")
-        assert run.config["validation-ratio"] > 0
-        assert run.config["test-ratio"] == 0
-
-
-def test_clip_norms_and_radius_are_taken_from_the_command(program, tmp_path):
-    content = program.tuning({"data-dir": str(tmp_path)}, 0.0, rates=[0.1], norms=[0.4, 0.8, 1.6], radius=0.05)
-    runs = sweep_of(content, tmp_path).runs
-    norms = Counter((*program.variant(run.config), run.config[f"{run.config['method']}.clip-norm"]) for run in runs)
-    fixed = {(method, "fixed", norm): 1 for method in program.METHODS for norm in (0.4, 0.8, 1.6)}
-    assert norms == fixed | {(method, "adaptive", 0.3): 2 for method in program.METHODS}
-    for run in runs:
-        method, _ = program.variant(run.config)
-        if method == "BLURS":
-            assert run.config["blur-bound"] == run.config["dp-fedavg.clip-norm"]
-        if method.startswith("DP-FedSAM"):
-            assert run.config["dp-fedsam.sam-radius"] == 0.05
-
-
-def test_noise_for_an_epsilon_takes_the_place_of_the_grids_multiplier(program, tmp_path):
-    content = program.tuning({"data-dir": str(tmp_path)}, 0.0, epsilon=8.0, at_once=2)
-    tune = sweep_of(content, tmp_path)
-    chosen = program.best([(run.point.settings, 0.0) for run in tune.runs])
-    tables = sweep_of(program.chosen_runs(program.TABLES, chosen, 1, content), tmp_path)
-    radii = sweep_of(program.chosen_runs(program.RADII, chosen, 1, content), tmp_path)
-    assert tune.file.at_once == tables.file.at_once == 2
-    for run in tune.runs + tables.runs + radii.runs:
-        own = f"{run.config['method']}."
-        assert run.point.settings[f"{own}epsilon"] == 8.0
-        assert f"{own}noise-multiplier" not in run.point.settings
-    epsilons = sweep_of(program.chosen_runs(program.EPSILONS, chosen, 1, content), tmp_path)
-    assert {run.config[f"{run.config['method']}.epsilon"] for run in epsilons.runs} == set(program.TARGETS)
+        assert (run.config["validation-ratio"] > 0, run.config["test-ratio"]) == (True, 0)
 
 
 @pytest.mark.slow
 def test_what_is_run_with_the_chosen_settings(program, tmp_path):
-    tune = grid(program, tmp_path)
-    content = program.tuning({"data-dir": str(tmp_path)}, 0.0)
-    chosen = program.best([(run.point.settings, 0.0) for run in tune.runs])
-    tables = sweep_of(program.chosen_runs(program.TABLES, chosen, 3, content), tmp_path)
-    assert Counter((program.variant(run.config), program.partition_of(run.config)) for run in tables.runs) == {
+    content = program.tuning({"data-dir": str(tmp_path)}, 0.0, rates=[0.1], norms=[0.4, 0.8], radius=0.05, epsilon=3.0)
+    tune = sweep_of(content, tmp_path).runs
+    fixed = [run.config for run in tune if program.variant(run.config)[1] == "fixed"]
+    assert {config[f"{config['method']}.clip-norm"] for config in fixed} == {0.4, 0.8}
+    assert {run.config[f"{run.config['method']}.epsilon"] for run in tune} == {3.0}
+    assert {run.config["dp-fedsam.sam-radius"] for run in tune if run.config["method"] == "dp-fedsam"} == {0.05}
+    chosen = program.best([(run.point.settings, 0.0) for run in tune])
+
+    def runs(stage):
+        return sweep_of(program.chosen_runs(stage, chosen, 3, content), tmp_path).runs
+
+    tables = runs(program.TABLES)
+    assert Counter((program.variant(run.config), program.partition_of(run.config)) for run in tables) == {
         (variant, partition): 3 for variant in chosen for partition in program.PARTITIONS
     }
-    assert not {run.seed for run in tables.runs} & {run.seed for run in tune.runs}
-    for run in tables.runs:
-        free = ("partition", "dirichlet-alpha", "seed")
-        assert {key: of for key, of in run.point.settings.items() if key not in free} == {
-            key: of for key, of in chosen[program.variant(run.config)].items() if key not in free
-        }
-    (some,) = {
-        program.partition_of(run.config)
-        for run in sweep_of(program.chosen_runs(program.TABLES, chosen, 3, content, ["i.i.d."]), tmp_path).runs
+    assert not {run.seed for run in tables} & {run.seed for run in tune}
+    free = ("partition", "dirichlet-alpha", "seed")
+    for run in tables:
+        assert [key for key, of in chosen[program.variant(run.config)].items() if key not in free and run.config[key] != of] == []
+    assert Counter((program.variant(run.config), run.config[f"{run.config['method']}.epsilon"]) for run in runs("epsilons")) == {
+        ((method, "fixed"), target): 3 for method in program.METHODS for target in program.TARGETS
     }
-    assert some == "i.i.d."
-    epsilons = sweep_of(program.chosen_runs(program.EPSILONS, chosen, 3, content), tmp_path)
-    assert Counter((program.variant(run.config), run.config[f"{run.config['method']}.epsilon"]) for run in epsilons.runs) == {
-        ((method, "fixed"), target): 3 for method in program.METHODS for target in (1.0, 2.0, 4.0, 8.0)
-    }
-    assert all(f"{run.config['method']}.noise-multiplier" not in run.point.settings for run in epsilons.runs)
-    radii = sweep_of(program.chosen_runs(program.RADII, chosen, 3, content), tmp_path)
-    plain = chosen["DP-FedAvg", "fixed"]
-    assert sorted((run.config["dp-fedsam.sam-radius"], run.seed) for run in radii.runs) == [
-        (radius, seed) for radius in program.SAM_RADII for seed in range(3)
-    ]
-    for run in radii.runs:
-        for key in ("clip-norm", "noise-multiplier", "delta", "placement"):
+    plain, radii = chosen["DP-FedAvg", "fixed"], runs(program.RADII)
+    wanted = [(radius, seed) for radius in program.SAM_RADII for seed in range(3)]
+    assert sorted((run.config["dp-fedsam.sam-radius"], run.seed) for run in radii) == wanted
+    for run in radii:
+        for key in ("clip-norm", "epsilon", "delta", "placement"):
             assert run.config[f"dp-fedsam.{key}"] == plain[f"dp-fedavg.{key}"]
         assert (run.config["learning-rate"], run.config["partition"]) == (plain["learning-rate"], plain["partition"])
-    norms = sweep_of(program.chosen_runs(program.NORMS, chosen, 3, content), tmp_path)
-    assert [program.variant(run.config) for run in norms.runs] == [(method, "fixed") for method in program.METHODS]
-    assert all(run.config["report-client-metrics"] for run in norms.runs)
+    assert all(run.config["report-client-metrics"] for run in runs(program.NORMS))
 
 
 def test_numbers_in_words(program):
@@ -154,34 +112,6 @@ def test_numbers_in_words(program):
     # By hand: +2 and -1, their standard error 3 / sqrt 2 / sqrt 2.
     assert program.differences(ours, theirs) == "+0.50 ± 1.50 (above in 1 of 2)"
     assert program.differences(ours, {}) == "not run"
-
-
-def test_a_sweep_that_is_out_of_time_is_interrupted_as_by_a_person(program, tmp_path, monkeypatch):
-    class Patient(subprocess.Popen):
-        def wait(self, timeout=None):
-            """Be out of time as soon as the process listens to signals."""
-            if timeout is None:
-                return super().wait()
-            while not (tmp_path / "ready").exists():
-                time.sleep(0.01)
-            raise subprocess.TimeoutExpired(self.args, timeout)
-
-    stands_for = tmp_path / "python"
-    # In Python: bash traps no signal that its parent ignores, as a background job of a script does.
-    stands_for.write_text(
-        f"#!{sys.executable} -IS\nimport pathlib, signal, sys, time\nplace = pathlib.Path({str(tmp_path)!r})\n"
-        "def interrupted(*_):\n    (place / 'said').write_text('interrupted')\n    sys.exit(130)\n"
-        "signal.signal(signal.SIGINT, interrupted)\n(place / 'ready').touch()\ntime.sleep(60)\n"
-    )
-    stands_for.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(stands_for))
-    monkeypatch.setattr(program.Sweep, "read", lambda path: type("", (), {"runs": ()}))
-    monkeypatch.setattr(program.subprocess, "Popen", Patient)
-    program.make(tmp_path / "file.toml", tmp_path / "out", time.monotonic() + 60.0, in_process=False)
-    assert (tmp_path / "said").read_text() == "interrupted"
-    stands_for.write_text("#!/bin/bash\nexit 2\n")
-    with pytest.raises(SystemExit, match="2"):
-        program.make(tmp_path / "file.toml", tmp_path / "out", float("inf"), in_process=False)
 
 
 def test_a_second_program_in_a_folder_is_refused_before_it_writes_there(program, tmp_path, monkeypatch):
@@ -207,9 +137,6 @@ def test_all_of_it_in_small_in_slices(program, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*arguments, "--stages", "tune", "tables"])
     program.main()
     assert sorted(path.name for path in place.glob("*.toml")) == ["tables.toml", "tune.toml"]
-    report = (place / "report.md").read_text()
-    assert "## Points above DP-FedAvg" in report
-    assert not [text for text in ("by radius", "Norms of updates", "by epsilon") if text in report]
     monkeypatch.setattr(sys, "argv", arguments)
     program.main()
     for stage, count in (("tune", 3), ("norms", 2), ("tables", 4), ("radii", 2), ("epsilons", 4)):
@@ -219,11 +146,9 @@ def test_all_of_it_in_small_in_slices(program, tmp_path, monkeypatch, capsys):
         assert {run.config["learning-rate"] for run in runs} == {0.1}
         assert (place / stage / "table.md").is_file()
     # What was chosen is what the validation records say.
-    numbers = {}
-    for run in Sweep.read(place / "tune.toml").runs:
-        lines = (place / "tune" / "runs" / run.name / "metrics.jsonl").read_text().splitlines()
-        if run.config["method"] == "dp-fedavg":
-            numbers[run.config["dp-fedavg.clip-norm"]] = json.loads(lines[-1])["validation-accuracy"]
+    tuned = [run for run in Sweep.read(place / "tune.toml").runs if run.config["method"] == "dp-fedavg"]
+    lines = {run.name: read_metrics(place / "tune" / "runs" / run.name)[-1] for run in tuned}
+    numbers = {run.config["dp-fedavg.clip-norm"]: lines[run.name]["validation-accuracy"] for run in tuned}
     wanted = max(numbers, key=lambda norm: (numbers[norm], -norm))
     points = tomllib.loads((place / "tables.toml").read_text())["points"]
     assert [point["dp-fedavg.clip-norm"] for point in points if point["method"] == "dp-fedavg"] == [wanted]

@@ -7,7 +7,7 @@ import pytest
 from flower_dp.apps.methods import Run
 from flower_dp.audit.methods import case_of
 from flower_dp.methods import METHODS, TRAINING
-from flower_dp.planning.command import make_plan
+from flower_dp.planning.command import planner_of
 from flower_dp.planning.planner import ProblemError
 from flower_dp.running.apps import own_app, presets
 from flower_dp.strategies import DPStrategy
@@ -48,4 +48,4 @@ def test_an_unknown_method_is_an_error_everywhere():
         with pytest.raises(ValueError, match="method='dp-fedfoo': must be one of dp-fedavg, dp-fedpaq"):
             ask()
     with pytest.raises(ProblemError, match="method='dp-fedfoo': has no planner"):
-        make_plan("dp-fedfoo", "problem.toml")
+        planner_of("dp-fedfoo")

@@ -67,7 +67,9 @@ def own_modules(name: str) -> dict[str, Path]:
             raise ValueError(f"No module named {full!r} in the app's folder")
         places[full] = _place(spec)
         path = list(spec.submodule_search_locations or ())
-    folder = _folder(places[parts[0]])
+    top = places[parts[0]]
+    if top.parent != (folder := _app_of(top).folder):  # that in which its pyproject.toml stands
+        raise ValueError(f"{top} is not directly in the app's folder {folder}")
     for full, place in places.items():
         if not place.is_relative_to(folder):
             raise ValueError(f"module {full!r} is in {place}, and not in the app's folder {folder}")
@@ -82,14 +84,6 @@ def _app_of(place: Path) -> App:
         if (app := read_app(folder)) is not None and not app.own:
             return app
     raise ValueError(f"{place} is in no folder of a Flower app")
-
-
-def _folder(top: Path) -> Path:
-    """Return the folder of the app whose module on sys.path this is: that in which its pyproject.toml stands."""
-    app = _app_of(top)
-    if top.parent != app.folder:
-        raise ValueError(f"{top} is not directly in the app's folder {app.folder}")
-    return app.folder
 
 
 def _place(spec: ModuleSpec) -> Path:

@@ -62,10 +62,8 @@ def _planned(run_config: Mapping[str, Any], *, own_model: bool) -> dict[str, Any
     run = Run.of(run_config, own_model=own_model)
 
     def unknown() -> dict[str, int]:
-        raise ValueError(
-            f"method={run.settings.method}: epsilon follows from every client's number of records, and the app's data are not "
-            "read here; start the run"
-        )
+        why = "epsilon follows from every client's number of records, and the app's data are not read here; start the run"
+        raise ValueError(f"method={run.settings.method}: {why}")
 
     strategy = run.strategy(unknown if own_model else sizes_of(run_config))
     return {"strategy": strategy, "num_rounds": run.settings.num_rounds, "names": run.settings.client_names()}

@@ -63,10 +63,8 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
     _check_records(config, node_config, DEALT if dealt else ())
     epsilon = config.get(f"{method}.epsilon")
     if f"{method}.noise-multiplier" in table and isinstance(epsilon, int | float) and epsilon:
-        raise ValueError(
-            f"{method}.epsilon={epsilon:g}: the noise would follow from the number of rounds, which the server decides; set "
-            f"{method}.noise-multiplier in its node-config (flower-dp calibrate computes it)"
-        )
+        why = f"{method}.epsilon={epsilon:g}: the noise would follow from the number of rounds, which the server decides"
+        raise ValueError(f"{why}; set {method}.noise-multiplier in its node-config (flower-dp calibrate computes it)")
     if f"{method}.placement" in table and config[f"{method}.placement"] == "distributed":
         _check_defaults(config, node_config, _SHARED, "how much noise this device adds is not the server's to decide")
     return config
@@ -95,10 +93,8 @@ def _check_records(config: Mapping[str, Any], node_config: Mapping[str, Any], de
     parts = node_config.get("num-partitions")
     number = config.get("num-clients", parts)
     if "num-clients" not in node_config and parts is not None and number != parts:
-        raise ValueError(
-            f"num-clients={number!r}: this device has settings of its own, and hosts one client of num-partitions={parts}; set "
-            "num-clients in its node-config if it hosts others"
-        )
+        why = f"this device has settings of its own, and hosts one client of num-partitions={parts}"
+        raise ValueError(f"num-clients={number!r}: {why}; set num-clients in its node-config if it hosts others")
     _check_defaults(config, node_config, dealt, "which records this device's clients have is not the server's to decide")
 
 

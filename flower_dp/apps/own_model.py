@@ -182,14 +182,14 @@ def _client(kept: Kept, model_fn: ModelFn | None, data_fn: DataFn | None, loss: 
 class _Clients(Mapping[str, Records]):
     """Clients by name, whose data is read when it is first asked for."""
 
-    def __init__(self, data_fn: DataFn | None, names: list[str], hosted: list[str], device: torch.device = _CPU) -> None:
+    def __init__(self, data_fn: DataFn, names: list[str], hosted: list[str], device: torch.device = _CPU) -> None:
         self._data_fn, self._on_device = data_fn, OnDevice(device)
         self._indices = {name: index for index, name in enumerate(names)}
         self._hosted = dict.fromkeys(hosted)
         self._read: dict[str, Records] = {}
 
     def __getitem__(self, name: str) -> Records:
-        if name not in self._hosted or self._data_fn is None:
+        if name not in self._hosted:
             raise KeyError(name)
         if name not in self._read:
             self._read[name] = self._on_device(as_records(self._data_fn(self._indices[name], len(self._indices))))
@@ -206,11 +206,11 @@ class _Clients(Mapping[str, Records]):
         return {name: len(records) for name, records in self.items()}
 
 
-def _model(model_fn: ModelFn | None, seed: int) -> nn.Module:
+def _model(model_fn: ModelFn, seed: int) -> nn.Module:
     """Return the model, the same for every call; torch's global random state is as it was before."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model: Any = model_fn() if model_fn else None
+        model: Any = model_fn()
     if not isinstance(model, nn.Module):
         raise ValueError(f"model_fn: returned a {type(model).__name__}: must be a torch.nn.Module")
     return model

@@ -68,10 +68,8 @@ def unread(run_config: Mapping[str, Any]) -> set[str]:
     if method not in METHODS:
         return set()
     sampling = run_config.get("sampling")
-    others, partition = (
-        by_others(method, METHODS[method].samplings[0] if sampling == "" else sampling),
-        run_config.get("partition"),
-    )
+    others = by_others(method, METHODS[method].samplings[0] if sampling == "" else sampling)
+    partition = run_config.get("partition")
     read_beside = {
         "dirichlet-alpha": partition in (None, "dirichlet"),
         "classes-per-client": partition in (None, *WITH_CLASSES),

@@ -32,13 +32,17 @@ def run(
     """
     out, err = out or sys.stdout, err or sys.stderr
     try:
-        answer = make_plan(method, problem, estimates=estimates)
+        planner = planner_of(method)
+        if problem is None and estimates is None:
+            raise ProblemError("problem", "problem: missing; give --problem FILE.toml, or --estimate-from PRESET")
+        answer = planner.plan({**(estimates or {}), **(read_problem(problem) if problem is not None else {})})
         if plot is not None:
             _draw(answer, Path(plot))
     except ProblemError as error:
         err.write(f"{error}\n")
         return 2
-    content, text = answer.to_dict(), to_text(answer)
+    content = answer.to_dict()
+    text = "\n".join([*answer.lines(), "", "Why", *(f"  - {reason}" for reason in answer.reasons)]) + "\n"
     if estimates is not None:
         from flower_dp.planning.constants import NOT_PRIVATE  # noqa: PLC0415 - scipy.optimize takes a while to import
 
@@ -49,19 +53,6 @@ def run(
         err.write(f"{answer.infeasible}\n")
         return 2
     return 0
-
-
-def make_plan(method: str, problem: Path | str | None = None, *, estimates: Mapping[str, object] | None = None) -> Plan[Any, Any]:
-    """Return the plan for a problem file, completed by estimates.
-
-    Raises:
-        ProblemError: naming the method, the file or the key that is missing, unknown or impossible.
-    """
-    planner = planner_of(method)
-    if problem is None and estimates is None:
-        raise ProblemError("problem", "problem: missing; give --problem FILE.toml, or --estimate-from PRESET")
-    given = read_problem(problem) if problem is not None else {}
-    return planner.plan({**(estimates or {}), **given})
 
 
 def planner_of(method: str) -> Planner:
@@ -77,12 +68,6 @@ def planner_of(method: str) -> Planner:
         raise ProblemError("method", f"method={method!r}: has no planner; {hint}")
     planner: Planner = METHODS[method].load("planner")
     return planner
-
-
-def to_text(plan: Plan[Any, Any]) -> str:
-    """Return the answer as text: the numbers, the candidates that were compared, and the reasons."""
-    lines = [*plan.lines(), "", "Why", *(f"  - {reason}" for reason in plan.reasons)]
-    return "\n".join(lines) + "\n"
 
 
 def _draw(plan: Plan[Any, Any], path: Path) -> None:

@@ -10,7 +10,7 @@ of the joint fit, start and end included.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -63,13 +63,9 @@ class Constants:
     the loss's gradient plus that of the regulariser's."""
     l2_norm: float
     """Z xi_2, Assumption 2: the largest L2 norm of a per-record gradient along the pilot."""
-    heterogeneity_estimate: float
-    """Z Gamma as estimated at the end of Section V-B: max_i F_i* - sum_i (n_i/n) F_i*. It needs no joint fit, but it is
-    not Definition 4, and may lie on either side of it: clients with equal F_i* and different optima get 0."""
     heterogeneity: float
-    """Z Gamma, Definition 4: F* - sum_i (n_i/n) F_i*."""
-    initial_distance_estimate: float
-    """Z Y_0 as estimated at the end of Section V-B: sum_i (n_i/n) ||theta_0 - theta_i*||^2."""
+    """Z Gamma, Definition 4: F* - sum_i (n_i/n) F_i*. The estimate at the end of Section V-B, max_i F_i* - sum_i (n_i/n) F_i*,
+    needs no joint fit, but may lie on either side: clients with equal F_i* and different optima get 0."""
     initial_distance: float
     """Z Y_0: ||theta_0 - theta*||^2."""
     lipschitz: float
@@ -89,25 +85,14 @@ class Constants:
     the pilot."""
     gradient_distance: float
     """The largest distance ||grad F_i - grad f|| of a client along the pilot: a part of H xi^2, Assumption 4."""
-    warning: str = NOT_PRIVATE
 
-    def fedsgd_dpc(
-        self, *, mechanism: Literal["laplace", "gaussian"] = "laplace", optima: Literal["clients", "joint"] = "clients"
-    ) -> dict[str, object]:
-        """Return the keys of a fedsgd-dpc problem that data determine; the mechanism's clip_norm is the pilot's largest norm.
-
-        With optima="clients" heterogeneity and initial_distance are the paper's estimates from the clients' own optima,
-        with "joint" they are what the paper defines, from the optimum of the joint loss.
-        """
-        checks.one_of("mechanism", mechanism, ("laplace", "gaussian"))
-        joint = checks.one_of("optima", optima, ("clients", "joint")) == "joint"
-        keys = self.named("num_clients", "dimension", "strong_convexity", "smoothness", "gradient_bound") | {
-            "num_records": list(self.num_records),
-            "clip_norm": self.l1_norm if mechanism == "laplace" else self.l2_norm,
-            "heterogeneity": self.heterogeneity if joint else self.heterogeneity_estimate,
-            "initial_distance": self.initial_distance if joint else self.initial_distance_estimate,
-        }
-        return keys | ({"gradient_variance": list(self.gradient_variance)} if mechanism == "gaussian" else {})
+    def fedsgd_dpc(self, *, gaussian: bool = False) -> dict[str, object]:
+        """Return the keys of a fedsgd-dpc problem that data determine; the mechanism's clip_norm is the pilot's largest norm."""
+        keys = self.named("num_clients", "dimension", "strong_convexity", "smoothness", "gradient_bound")
+        keys |= self.named("heterogeneity", "initial_distance") | {"num_records": list(self.num_records)}
+        if gaussian:
+            return keys | {"clip_norm": self.l2_norm, "gradient_variance": list(self.gradient_variance)}
+        return keys | {"clip_norm": self.l1_norm}
 
     def nbafl(self) -> dict[str, object]:
         """Return the keys of a nbafl problem that data determine. proximal is a choice: see `nbafl.best_proximal`."""
@@ -165,11 +150,7 @@ def estimate(clients: Sequence[tuple[ArrayLike, ArrayLike]], *, l2: float, num_c
         gradient_variance=tuple(np.maximum(mean_square - of_mean, 0.0).max(axis=0).tolist()),
         l1_norm=float(largest_l1.max()),
         l2_norm=float(largest_l2.max()),
-        heterogeneity_estimate=max(float(own_losses.max() - shares @ own_losses), 0.0),
         heterogeneity=max(float(joint_loss - shares @ own_losses), 0.0),
-        initial_distance_estimate=float(
-            sum(share * np.sum((theta - start) ** 2) for share, theta in zip(shares, own, strict=True))
-        ),
         initial_distance=float(np.sum((pilot[-1] - start) ** 2)),
         lipschitz=float(np.sqrt(of_mean.max())),
         pl_constant=l2,

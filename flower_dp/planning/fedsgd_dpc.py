@@ -25,6 +25,8 @@ from flower_dp.planning.planner import Floats, Panel, ProblemError, Row, finite,
 LONGEST = 10**15
 _ANYWHERE = "whole numbers"
 _GAUSSIAN = ("delta", "sampling_rate", "gradient_variance", "noise_constant")
+# The keys that errors name if the terms of the bound overflow, in their order.
+_KEYS_OF_TERMS = ("initial_distance", "heterogeneity", "gradient_bound", "gradient_variance", "epsilon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +114,8 @@ class Problem(planner.Problem):
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             try:
                 finite("strong_convexity", self.shift, "smoothness / strong_convexity")
-                finite("initial_distance", self._start(), "the term of the start")
-                finite("heterogeneity", self._heterogeneity(), "the term of the heterogeneity")
-                finite("gradient_bound", self._spread(), "the term of the gradients")
-                finite("gradient_variance", self._batch_variance(), "the term of the batches")
-                finite("epsilon", self._noise(), "the term of the noise")
+                for key, (name, term) in zip(_KEYS_OF_TERMS, self._terms().items(), strict=True):
+                    finite(key, term, f"the term of the {name}")
             except (OverflowError, ZeroDivisionError) as error:
                 why = "the bound leaves the range of floating-point numbers; rescale it"
                 raise BadValue("strong_convexity", f"strong_convexity: {why}") from error
@@ -128,8 +127,9 @@ class Problem(planner.Problem):
 
     def bound(self) -> Bound:
         """Return the bound U(T, b) with its constants gathered as in Section V-B or VI-B."""
-        laplace, noise, spread, n = self.mechanism == "laplace", self._noise(), self._spread(), self.num_clients
-        fixed = self._start() + self._heterogeneity() + self._batch_variance() - spread / (n - 1)
+        laplace, n = self.mechanism == "laplace", self.num_clients
+        start, heterogeneity, spread, batches, noise = self._terms().values()
+        fixed = start + heterogeneity + batches - spread / (n - 1)
         return Bound(
             shift=self.shift,
             sampling_term=spread * n / (n - 1),
@@ -140,48 +140,32 @@ class Problem(planner.Problem):
 
     def parts(self, num_rounds: int, cohort_size: int) -> dict[str, float]:
         """Return the named terms whose sum is the bound at (T, b), in the order of Theorems 3 and 4."""
-        growth = cohort_size * num_rounds**2 if self.mechanism == "laplace" else num_rounds
-        n = self.num_clients
-        parts = {
-            "start": self._start(),
-            "heterogeneity": self._heterogeneity(),
-            "client sampling": self._spread() * (n - cohort_size) / (cohort_size * (n - 1)),
-            "batch sampling": self._batch_variance(),
-            "noise": self._noise() * growth,
+        n, terms = self.num_clients, self._terms()
+        terms["client sampling"] *= (n - cohort_size) / (cohort_size * (n - 1))
+        terms["noise"] *= cohort_size * num_rounds**2 if self.mechanism == "laplace" else num_rounds
+        return {name: part / (num_rounds + self.shift) for name, part in terms.items()}
+
+    def _terms(self) -> dict[str, float]:
+        """Return the terms by name, each without what depends on T and b: noise is C2 (Laplace) or E3 (Gaussian)."""
+        mu = self.strong_convexity
+        unit = self.dimension * (self.clip_norm / (mu * sum(self.num_records))) ** 2
+        batches, noise = 0.0, 32 * unit * float(np.sum(self.epsilon**-2.0)) / self.num_clients
+        if self.mechanism == "gaussian":  # then `check` has seen that its keys are there
+            delta, rate, variance, constant = (getattr(self, key) for key in _GAUSSIAN)
+            records = np.asarray(self.num_records, dtype=np.float64)
+            batches = 4 * float(np.sum(records * variance)) / (rate * (mu * float(np.sum(records))) ** 2)
+            noise = 4 * constant**2 * unit * float(np.sum(-np.log(delta) * self.epsilon**-2.0))
+        return {
+            "start": self.shift * self.initial_distance,
+            "heterogeneity": 8 * self.smoothness * self.heterogeneity / mu**2,
+            "client sampling": 8 * (self.gradient_bound / mu) ** 2,
+            "batch sampling": batches,
+            "noise": noise,
         }
-        return {name: part / (num_rounds + self.shift) for name, part in parts.items()}
-
-    def _start(self) -> float:
-        return self.shift * self.initial_distance
-
-    def _heterogeneity(self) -> float:
-        return 8 * self.smoothness * self.heterogeneity / self.strong_convexity**2
-
-    def _spread(self) -> float:
-        return 8 * (self.gradient_bound / self.strong_convexity) ** 2
-
-    def _batch_variance(self) -> float:
-        if self.mechanism == "laplace" or self.gradient_variance is None or self.sampling_rate is None:
-            return 0.0
-        records = np.asarray(self.num_records, dtype=np.float64)
-        scale = self.strong_convexity * float(np.sum(records))
-        return 4 * float(np.sum(records * self.gradient_variance)) / (self.sampling_rate * scale**2)
-
-    def _noise(self) -> float:
-        """The factor of b T^2 (Laplace, C2) or of T (Gaussian, E3)."""
-        unit = self.dimension * (self.clip_norm / (self.strong_convexity * sum(self.num_records))) ** 2
-        if self.mechanism == "laplace":
-            return 32 * unit * float(np.sum(self.epsilon**-2.0)) / self.num_clients
-        if self.delta is None or self.noise_constant is None:
-            raise ProblemError("delta", "delta: the Gaussian mechanism needs delta and noise_constant")
-        return 4 * self.noise_constant**2 * unit * float(np.sum(-np.log(self.delta) * self.epsilon**-2.0))
 
 
 def num_replies(num_clients: int, cohort_size: int, num_rounds: int) -> int:
     """Return the most replies that round robin asks of one client: ceil(b T / N)."""
-    checks.integer("num_clients", num_clients, at_least=1)
-    checks.integer("cohort_size", cohort_size, at_least=1, at_most=num_clients)
-    checks.integer("num_rounds", num_rounds, at_least=0)
     return -(-cohort_size * num_rounds // num_clients)
 
 
@@ -257,8 +241,7 @@ def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Candidate]:
 def from_data(data: planner.Data, given: Mapping[str, object]) -> planner.Inputs:
     """Return the keys that the clients' data determine, for the Laplace mechanism unless `given` names the Gaussian."""
     gaussian = given.get("mechanism") == "gaussian"
-    values = data.constants.fedsgd_dpc(mechanism="gaussian" if gaussian else "laplace", optima="joint")
-    values |= data.sizes()
+    values = data.constants.fedsgd_dpc(gaussian=gaussian) | data.sizes()
     if gaussian and len(data.constants.gradient_variance) < len(data.num_records):
         values["gradient_variance"] = max(data.constants.gradient_variance)
     notes = ["heterogeneity and initial_distance are as the bound defines them, from the joint optimum"]

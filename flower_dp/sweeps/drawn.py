@@ -1,9 +1,13 @@
-"""The runs that were drawn for a choice by private results, and the mark of the choice; no interruption changes either."""
+"""The runs that were drawn for a choice by private results, the mark of the choice, and what is shown of the chosen run.
+
+No interruption changes what was drawn, nor the mark.
+"""
 
 import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +17,9 @@ from flower_dp.core import checks
 from flower_dp.core.noise import noise_generator
 from flower_dp.privacy.private_file import sync_folder
 from flower_dp.privacy.selection import NumberOfRuns
-from flower_dp.running.run_folder import is_finished, write_whole
+from flower_dp.privacy.statement import PrivacyStatement
+from flower_dp.reporting.past_run import PastRun
+from flower_dp.running.run_folder import CONFIG, METRICS, MODEL, MODEL_JSON, RunFolder, is_finished, write_whole
 from flower_dp.sweeps.cost import has_charges
 from flower_dp.sweeps.folder import RUNS, SweepFolder
 from flower_dp.sweeps.plan import PlannedRun
@@ -21,6 +27,8 @@ from flower_dp.sweeps.pool import Ended, LaunchError
 
 _FILE = "drawn.json"
 MARK = "choice.json"
+# A run's own epsilons, which don't count the choice, and its times.
+_HIDDEN = ("epsilon", "seconds", "elapsed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +107,6 @@ class Drawn:
         """Whether the runs were drawn."""
         return (self.path / _FILE).is_file()
 
-    @property
-    def has_runs(self) -> bool:
-        """Whether a run was begun."""
-        return any((self.path / RUNS).glob("*"))
-
     def draw(self, number: NumberOfRuns, num_points: int) -> list[Trial]:
         """Draw the number of runs, and a point and a seed of each, with fresh entropy, and keep them before a run is made."""
         rng = noise_generator()
@@ -146,3 +149,24 @@ class Drawn:
     def failed(self, name: str) -> bool:
         """Return whether a run has failed."""
         return (self.path / f"{name}.failed").exists()
+
+
+def publish(run: PastRun, statement: PrivacyStatement, folder: Path) -> None:
+    """Copy what a run may show: neither its log nor its ledger, which have times; nor its own epsilons, which are too small."""
+    folder.mkdir(mode=0o700, parents=True)
+    for name in (MODEL, MODEL_JSON):
+        if (run.folder / name).is_file():
+            shutil.copyfile(run.folder / name, folder / name)
+    rows = [{key: value for key, value in row.items() if key not in _HIDDEN} for row in run.rows]
+    write_whole(folder / METRICS, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode())
+    lines = (run.folder / CONFIG).read_text(encoding="utf-8").splitlines(keepends=True)
+    write_whole(folder / CONFIG, "".join(line for line in lines if str(run.folder) not in line).encode())
+    RunFolder(folder).state(statement.to_dict(), str(statement))
+
+
+def same_times(folder: Path, but: str) -> None:
+    """Give all in a folder one time, except what is in `but`: when a run was made tells how many came before and after it."""
+    now = time.time()
+    for place in [*folder.rglob("*"), folder]:
+        if but not in place.relative_to(folder).parts[:1]:
+            os.utime(place, (now, now))

@@ -104,9 +104,8 @@ def read(path: Path) -> SweepFile:
     for key, value in content.items():
         with findings.noted():
             if key not in _READERS:
-                raise ValueError(
-                    f"{key}: is no key of a sweep; settings of the runs are in [settings]. Keys: {', '.join(_READERS)}"
-                )
+                known = ", ".join(_READERS)
+                raise ValueError(f"{key}: is no key of a sweep; settings of the runs are in [settings]. Keys: {known}")
             found[key.replace("-", "_")] = _READERS[key](key, value)
     parts = {key: found.pop(key) for key in ("app", "settings", "grid", "points") if key in found}
     with findings.noted():

@@ -31,11 +31,6 @@ class SweepFolder:
 
     path: Path
 
-    @staticmethod
-    def is_one(path: Path) -> bool:
-        """Return whether a folder is that of a sweep."""
-        return (path / FILE).is_file() and (path / RUNS).is_dir()
-
     def of(self, run: PlannedRun) -> Path:
         """Return the folder of a run."""
         return self.path / RUNS / run.name
@@ -82,9 +77,8 @@ class SweepFolder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             held = sorted(entry.name for entry in self.path.iterdir() if entry.name not in (LOCK, RUNS))
             if held and not (self.path / FILE).is_file():
-                raise ValueError(
-                    f"--output-dir={self.path}: already holds {held[0]}; must be new, empty, or the folder of a sweep"
-                )
+                why = f"already holds {held[0]}; must be new, empty, or the folder of a sweep"
+                raise ValueError(f"--output-dir={self.path}: {why}")
             (self.path / RUNS).mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ValueError(f"--output-dir={self.path}: can't be written: {error.strerror}; take another folder") from None
@@ -134,10 +128,9 @@ class SweepFolder:
         from flower_dp.strategies.checkpoint import OWN_LOOP, CheckpointFolder  # noqa: PLC0415  (slow to import)
 
         if (why := CheckpointFolder(folder / CHECKPOINT).why_stuck()) not in ("", OWN_LOOP):
-            aside = self._aside(folder).name
+            anew = "then the run begins anew, and charges its clients again"
             raise ValueError(
-                f"{folder}: can't go on: {why}; mend that, or rename the folder to {aside}: then the run begins anew, and "
-                "charges its clients again"
+                f"{folder}: can't go on: {why}; mend that, or rename the folder to {self._aside(folder).name}: {anew}"
             )
 
     def left(self, runs: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Path, bool]]:
@@ -198,7 +191,7 @@ def runs_in(folder: str) -> list[str]:
         ValueError: naming the folder, if no run in it has begun.
     """
     path = Path(folder).expanduser()
-    if not SweepFolder.is_one(path):
+    if not ((path / FILE).is_file() and (path / RUNS).is_dir()):
         return [folder]
     begun = {one.name: str(one) for one in SweepFolder(path).runs() if (one / METRICS).is_file()}
     # As the sweep's file has them now: not those of points that were taken out of it.

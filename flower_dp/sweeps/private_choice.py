@@ -21,15 +21,14 @@ from flower_dp.privacy.statement import Adversary, PrivacyStatement
 from flower_dp.reporting.past_run import PastRun, read_past_run
 from flower_dp.running.plugins import outside_of
 from flower_dp.running.preflight import default_workers
-from flower_dp.running.run_folder import STATEMENT_JSON, is_finished, write_whole
+from flower_dp.running.run_folder import STATEMENT_JSON, RunFolder, is_finished, write_whole
 from flower_dp.running.signals import Signals
 from flower_dp.sweeps import plan
-from flower_dp.sweeps.drawn import MARK, Drawn, Mark, Trial
+from flower_dp.sweeps.drawn import MARK, Drawn, Mark, Trial, publish, same_times
 from flower_dp.sweeps.file import Choice, SweepFile, read
 from flower_dp.sweeps.folder import FILE, RUNS, SweepFolder
 from flower_dp.sweeps.plan import PlannedRun
 from flower_dp.sweeps.pool import Pool
-from flower_dp.sweeps.shown import publish, same_times, write
 from flower_dp.sweeps.sweep import Tell
 
 # Runs that are not to be seen, and the run that is shown.
@@ -146,9 +145,8 @@ class PrivateSweep:
                 self._clear(folder, place)
                 tell("The choice was made before; it is not made again.")
                 return
-            if mark.is_open and (
-                folder.runs() or (folder.path / STATEMENT_JSON).exists() or (place.has_runs and not place.exists)
-            ):
+            begun = folder.runs() or (not place.exists and any((place.path / RUNS).glob("*")))
+            if mark.is_open and (begun or (folder.path / STATEMENT_JSON).exists()):
                 raise ValueError(f"{folder.path}: holds runs that may have been looked at; take another folder")
             if not mark.is_open and not place.exists:
                 raise ValueError(f"{folder.path}: the choice was made, and {PRIVATE} with its runs is gone; take another folder")
@@ -189,7 +187,7 @@ class PrivateSweep:
             run = read_past_run(place.path / RUNS / best.name)
             statement = self._statement(self.candidates[best.point], run.statement, chosen=True)
             publish(run, statement, folder.path / RUNS / CHOSEN)
-        write(statement, folder.path)
+        RunFolder(folder.path).state(statement.to_dict(), str(statement))
 
     def _clear(self, folder: SweepFolder, place: Drawn) -> None:
         """Delete all that was not chosen, and what tells when it was made."""
@@ -279,8 +277,7 @@ def _checked(file: SweepFile) -> tuple[Choice, NumberOfRuns]:
     if columns.own(choice.metric) and not private_metric:
         raise ValueError(f"select.metric={choice.metric}: is no result that a run may be chosen by")
     if not (private_metric or private.public_test_data):
-        raise ValueError(
-            f"select.metric={choice.metric}: is on test records; choose by a private evaluation (private-accuracy), or say "
-            "private-selection.public-test-data = true if these records are public"
-        )
+        public = "say private-selection.public-test-data = true if these records are public"
+        why = f"is on test records; choose by a private evaluation (private-accuracy), or {public}"
+        raise ValueError(f"select.metric={choice.metric}: {why}")
     return choice, private.number

@@ -156,10 +156,5 @@ def last_metrics(past: PastRun, metric: str) -> Mapping[str, float]:
     """
     told = (name for row in past.rows for name in row if not columns.own(name) or name.startswith("private-"))
     found = {name: past.series(name) for name in dict.fromkeys((metric, *told))}
-    numbers = {name: of[max(of)] for name, of in found.items() if of}
-    return {name: value for name, value in numbers.items() if _is_number(past, name)}
-
-
-def _is_number(past: PastRun, name: str) -> bool:
-    """Return whether a metric was ever a number: null stands for one that was not finite."""
-    return any(columns.number(row.get(name)) for row in past.rows)
+    # What was never a number is no metric: null stands for one that was not finite.
+    return {name: of[max(of)] for name, of in found.items() if of and any(columns.number(row.get(name)) for row in past.rows)}

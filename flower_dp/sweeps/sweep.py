@@ -10,7 +10,7 @@ from flower_dp.running import flower_log, preflight
 from flower_dp.running.launched import Launched
 from flower_dp.running.preflight import default_workers
 from flower_dp.running.progress import clock, quantities, round_text
-from flower_dp.running.run_folder import LOG, forget_statement, is_finished, read_metrics
+from flower_dp.running.run_folder import LOG, RunFolder, forget_statement, is_finished, read_metrics
 from flower_dp.running.signals import Signals
 from flower_dp.simulation.workers import unused_gpus
 from flower_dp.sweeps import plan
@@ -20,7 +20,6 @@ from flower_dp.sweeps.folder import SweepFolder
 from flower_dp.sweeps.plan import PlannedRun
 from flower_dp.sweeps.pool import Ended, Pool
 from flower_dp.sweeps.results import Results
-from flower_dp.sweeps.shown import write
 
 Tell = Callable[[str], None]
 # Seconds without a line after which the sweep says how far it is.
@@ -131,7 +130,8 @@ class Sweep:
 
     def _write(self, results: Results) -> None:
         if begun := results.folder.runs():  # first: what is charged is known, even if no table can be made
-            write(statement_of(begun), results.folder.path)
+            statement = statement_of(begun)
+            RunFolder(results.folder.path).state(statement.to_dict(), str(statement))
         results.write_rows()
         curves = results.curves()
         results.write_table(curves, self.best(results))

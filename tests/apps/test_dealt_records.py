@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-import flower_dp.apps.records
-from flower_dp.apps.methods import Run
-from flower_dp.apps.records import config_of, deal, records_to_test_with, split
+from flower_dp.apps.records import config_of, deal, split
 from flower_dp.apps.settings import Settings
-from flower_dp.apps.tasks.partitions import Sampled, partition
+from flower_dp.apps.tasks.partitions import Sampled
 from tests.app_runs import DEFAULTS
 
 CANCER = {"task": "breast-cancer", "num-clients": 12}
@@ -21,26 +19,7 @@ def rows(records):
     return records.indices.tolist()
 
 
-def test_runs_that_deal_alike_share_the_deal_and_others_do_not(monkeypatch):
-    deals = []
-
-    def counted(*arguments, **more):
-        deals.append(more["seed"])
-        return partition(*arguments, **more)
-
-    monkeypatch.setattr("flower_dp.apps.records.partition", counted)
-    flower_dp.apps.records._dealt.cache_clear()
-    first, again = deal(config(seed=31)), deal(config(seed=31, learning_rate=0.7, validation_ratio=0.2))
-    assert deals == [31]
-    everything = [row for dealt in again.clients.values() for row in rows(dealt)] + rows(again.validation)
-    assert sorted(everything) == sorted(row for dealt in first.clients.values() for row in rows(dealt))
-    other, few = deal(config(seed=32)), deal(config(seed=31, num_clients=6))
-    assert deals == [31, 32, 31]
-    assert [rows(one) for one in other.clients.values()] != [rows(one) for one in first.clients.values()]
-    assert len(few.clients) == 6
-
-
-@pytest.mark.parametrize("partition", ["iid", "dirichlet", "label-shards"])
+@pytest.mark.parametrize("partition", ["dirichlet", "label-shards"])
 def test_nobody_trains_on_a_record_that_anybody_holds_out(partition):
     ratios = {"validation_ratio": 0.1, "test_ratio": 0.2}
     whole, held = deal(config(partition=partition)), deal(config(partition=partition, **ratios))
@@ -53,21 +32,6 @@ def test_nobody_trains_on_a_record_that_anybody_holds_out(partition):
         size = len(whole.clients[name])
         assert set(rows(records)) <= set(rows(whole.clients[name]))
         assert len(records) == size - int(0.1 * size + 0.5) - int(0.2 * size + 0.5)
-
-
-def test_paper_split_of_every_device():
-    dealt = [np.arange(100), np.arange(100, 107), np.arange(107, 110)]
-    train, validation, test = split(dealt, Settings(validation_ratio=0.1, test_ratio=0.1))
-    assert [[len(part) for part in parts] for parts in (train, validation, test)] == [[80, 5, 3], [10, 1, 0], [10, 1, 0]]
-
-
-def test_without_ratios_nothing_is_held_out():
-    dealt = deal(config())
-    assert (dealt.validation, dealt.test) == (None, None)
-    assert sum(map(len, dealt.clients.values())) == 456
-    run = Run.of(dict(config()))
-    assert len(records_to_test_with(run, config())) == 113
-    assert len(records_to_test_with(Run.of(dict(config(test_ratio=0.5))), config(test_ratio=0.5))) == 228
 
 
 def test_nobody_is_left_without_records():
@@ -96,10 +60,3 @@ def test_many_clients_are_dealt_without_drawing_for_each(monkeypatch):
     assert drawn == [4, 4, 7]
     with pytest.raises(KeyError):
         hosted["client-00005"]
-
-
-def test_every_client_lives_on_one_node():
-    whole = deal(config(num_clients=7, seed=3)).clients
-    parts = [whole.part(part, 3) for part in range(3)]
-    assert sorted(name for part in parts for name in part) == sorted(whole)
-    assert all(rows(part[name]) == rows(whole[name]) for part in parts for name in part)

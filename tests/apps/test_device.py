@@ -5,16 +5,12 @@ from dataclasses import fields
 import pytest
 from flwr.app import Context, RecordDict
 
-import flower_dp
-from flower_dp.apps import client_app, own_model
-from flower_dp.apps.device import own_settings
+from flower_dp.apps import client_app
+from flower_dp.apps.device import hosted, own_settings
 from flower_dp.apps.methods import table_of
-from flower_dp.apps.server_app import app as server_app
 from flower_dp.apps.settings import Evaluation, key_of
 from flower_dp.methods import METHODS
 from tests.apps.test_methods import DEFAULTS
-from tests.apps.test_own_model import load_records, make_model
-from tests.grids import LocalGrid
 
 SMALL = {"num-clients": 4, "num-rounds": 2, "partition": "sample", "records-per-client": 20, "engine": "one-by-one"}
 LAPLACE = {**SMALL, "method": "fedsgd-dpc", "sampling": "round-robin", "cohort-size": 4, "fedsgd-dpc.epsilon": 100.0}
@@ -43,23 +39,6 @@ def test_a_budget_of_the_devices_own_wins():
     mine = {"fedsgd-dpc.epsilon": 1, "fedsgd-dpc.num-replies": 3}
     assert terms_of(client_of(LAPLACE, **mine)).release.mechanism.noise_multiplier == pytest.approx(6.0)
     assert terms_of(client_of(LAPLACE, **mine)).num_replies == 3
-
-
-@pytest.mark.parametrize(
-    "trick",
-    [
-        {"fedsgd-dpc.client-epsilons": "100,100,100,100"},
-        {"fedsgd-dpc.relation": "add-or-remove-one"},
-        {"fedsgd-dpc.delta": 0.999},
-        {"fedsgd-dpc.record-sampling-rate": 0.01},
-    ],
-    ids=lambda trick: next(iter(trick)),
-)
-def test_no_other_setting_of_the_server_undoes_it(trick):
-    gaussian = {"fedsgd-dpc.mechanism": "gaussian", "fedsgd-dpc.epsilon": 1.0, "fedsgd-dpc.delta": 1e-5}
-    honest = client_of({**LAPLACE, **gaussian})
-    tricked = client_of({**LAPLACE, **gaussian, **trick}, **gaussian)
-    assert terms_of(tricked).text == terms_of(honest).text
 
 
 @pytest.mark.parametrize("method", ["dp-fedpaq", "scaffold"])
@@ -95,6 +74,8 @@ def test_a_method_for_which_the_device_has_set_nothing_is_refused():
 
 
 def test_nonsense_in_a_node_config_is_refused_naming_the_key():
+    with pytest.raises(ValueError, match="num-partitions: is missing from the node-config"):
+        hosted({"partition-id": 0})
     with pytest.raises(ValueError, match=r"fedsgd-dpc\.epsilom=1\.0: unknown key"):
         client_of(LAPLACE, **{"fedsgd-dpc.epsilom": 1.0})
     with pytest.raises(ValueError, match=r"fedsgd-dpc\.epsilon='1': must be of type float"):
@@ -105,52 +86,6 @@ def test_metrics_stay_where_the_device_says_so():
     asked = {**FEDAVG, "report-client-metrics": True}
     assert client_of(asked).policy.allow_metrics
     assert not client_of(asked, **{"report-client-metrics": False}).policy.allow_metrics
-
-
-@pytest.mark.slow
-def test_devices_that_want_more_noise_than_the_server_states_send_nothing(tmp_path):
-    config = {**DEFAULTS, **FEDAVG, "dp-fedavg.target-epsilon": 0.0, "output-dir": str(tmp_path / "run")}
-    grid = LocalGrid(client_app.app, 4, **config)
-    for context in grid.contexts.values():
-        context.node_config.update({**HERE, "dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3})
-    with pytest.raises(RuntimeError, match=r"noise_multiplier=0\.9: this client's policy asks for 2"):
-        server_app(grid, Context(1, 0, {}, RecordDict(), config))
-
-
-@pytest.mark.slow
-def test_a_smaller_budget_of_one_device_is_more_noise_of_its_own(tmp_path):
-    """The server charges by its own, which is the larger epsilon, and says so."""
-    config = {**DEFAULTS, **LAPLACE, "output-dir": str(tmp_path / "run")}
-    grid = LocalGrid(client_app.app, 4, **config)
-    grid.contexts[2].node_config.update({**HERE, "fedsgd-dpc.epsilon": 1e-3, "fedsgd-dpc.num-replies": 2})
-    server_app(grid, Context(1, 0, {}, RecordDict(), config))
-    sent = {}
-    for reply in grid.received:
-        (record,) = reply.content.array_records.values()
-        sent.setdefault(reply.metadata.src_node_id, []).append(abs(next(iter(record.values())).numpy()).mean())
-    assert {node: len(sizes) for node, sizes in sent.items()} == dict.fromkeys(range(1, 5), 2)
-    assert min(sent[2]) > 1e4 * max(sent[1] + sent[3] + sent[4])
-
-
-def test_the_same_holds_for_a_model_of_ones_own():
-    app = flower_dp.app(model_fn=make_model, data_fn=load_records)
-    assert app.client is not None
-    servers = {
-        "method": "nbafl",
-        "num-clients": 4,
-        "num-rounds": 2,
-        "sampling": "full",
-        "nbafl.paper-epsilon": 50.0,
-        "nbafl.delta": 0.9,
-    }
-
-    def made(**own):
-        context = Context(1, 1, {"partition-id": 0, "num-partitions": 4, **own}, RecordDict(), servers)
-        return own_model.client_of(make_model, load_records, lambda outputs, targets: outputs.sum(), context)
-
-    assert (made().recipe.paper_epsilon, made().recipe.delta) == (50.0, 0.9)
-    mine = made(**{"nbafl.paper-epsilon": 2.0})
-    assert (mine.recipe.paper_epsilon, mine.recipe.delta) == (2.0, 0.01)  # the app's default
 
 
 @pytest.mark.parametrize(

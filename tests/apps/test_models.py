@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from flower_dp.apps.tasks import models
-from flower_dp.clients.training.losses import hinge
 
 SHAPES = {"resnet18": (3, 32, 32)}
 
@@ -72,11 +71,3 @@ def test_bad_input():
         models.make("cnn", seed=0, num_features=30)
     with pytest.raises(ValueError, match="model='linear-svm': is for two classes, not for 10"):
         models.make("linear-svm", seed=0)
-
-
-def test_what_outputs_speak_for():
-    outputs = torch.tensor([[0.5, 2.0, 1.0], [3.0, -1.0, 0.0]])
-    assert models.predictions("logistic", outputs).tolist() == [1, 0]
-    assert models.predictions("linear-svm", torch.tensor([[0.2], [0.0], [-3.0]])).tolist() == [1, -1, -1]
-    assert models.loss_of("cnn") is torch.nn.functional.cross_entropy
-    assert models.loss_of("linear-svm") is hinge

@@ -6,8 +6,6 @@ import math
 import pytest
 
 from flower_dp.apps.methods import Run
-from flower_dp.cli import main as cli
-from flower_dp.clients import ProximalTerm
 from flower_dp.running.apps import description, presets
 from tests.app_runs import DEFAULTS, PRESETS, play
 
@@ -27,14 +25,6 @@ def test_a_preset_is_called_not_private_if_and_only_if_it_is(name):
     assert private == ("NOT PRIVATE" not in description(presets()[name]))
 
 
-def test_they_are_listed_as_not_private(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["presets"])
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert set(FED) <= set(lines)
-    assert all("NOT PRIVATE" in lines[name] for name in NOT_PRIVATE)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FED)
 def test_a_run_is_not_private_and_says_so_and_no_update_is_clipped(name, tmp_path):
@@ -49,19 +39,3 @@ def test_a_run_is_not_private_and_says_so_and_no_update_is_clipped(name, tmp_pat
     longest = math.sqrt(20 * max(line["client-update-norm-squared"] for line in lines))
     assert 0 < longest < 0.2 * statement["noise"]["clip_norm"]
     assert lines[-1]["accuracy"] > 0.3  # of ten classes
-
-
-def test_what_each_of_them_trains():
-    trained = {name: training(name) for name in FED}
-    fedavg, fedprox, fedsgd, fedsam = trained.values()
-    assert (fedavg.regularizers, fedavg.sam_radius, fedavg.optimizer) == ((), 0, "sgd")
-    assert (fedprox.regularizers, fedprox.sam_radius) == ((ProximalTerm(strength=0.1),), 0)
-    assert fedprox.num_steps(4) > 1  # in the first step the proximal term is 0
-    assert (fedsam.regularizers, fedsam.sam_radius) == ((), 0.05)
-    assert (fedsgd.regularizers, fedsgd.sam_radius, fedsgd.momentum) == ((), 0, 0)
-    assert [fedsgd.num_steps(records) for records in (1, 4, 400, 4000)] == [1, 1, 1, 1]
-
-
-def training(name):
-    run = run_of(name)
-    return run.client(run.model(), {"client-000": None}, lambda: {}).training

@@ -5,7 +5,6 @@ import json
 import re
 import sys
 import tomllib
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -51,21 +50,16 @@ def evaluate(model):
     return {"size": size, "loss": size}
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_evaluate_fn_leaves_every_layer_in_its_mode(fails):
-    def own(model):
+def test_evaluate_fn_leaves_every_layer_in_its_mode():
+    def fails(model):
         assert not any(layer.training for layer in model.modules())
-        return {"size": 1.0}
-
-    def failing(model):
         raise OSError("no test data")
 
     module = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.Dropout(0.5)))
     module[1].eval()
-    strategy = SimpleNamespace(line_of=lambda server_round: {"epsilon": 1.0})
     settings = SimpleNamespace(num_rounds=1, evaluate_every=1)
-    evaluation = own_model._evaluation(failing if fails else own, module, strategy, settings)
-    with pytest.raises(OSError, match="no test data") if fails else nullcontext():
+    evaluation = own_model._evaluation(fails, module, SimpleNamespace(line_of=lambda server_round: {"epsilon": 1.0}), settings)
+    with pytest.raises(OSError, match="no test data"):
         evaluation(1, model_arrays(module))
     assert [layer.training for layer in module.modules()] == [True, True, False, False]
 
@@ -141,19 +135,6 @@ def test_what_evaluate_fn_takes_is_read_from_its_signature(evaluate_fn, taken):
 
 
 PRIVATE = {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3}
-
-
-@pytest.mark.slow
-def test_the_loss_is_the_one_that_was_given(tmp_path):
-    seen = []
-
-    def loss(outputs, targets):
-        seen.append(targets.shape)
-        return (outputs - nn.functional.one_hot(targets, 2)).square().mean()
-
-    app = flower_dp.app(model_fn=make_model, data_fn=load_records, loss=loss)
-    play(app, tmp_path / "run", **PRIVATE)
-    assert seen
 
 
 PYPROJECT = """
@@ -252,27 +233,24 @@ def test_a_server_names_no_function_but_those_of_the_apps_own_modules(reference,
 def test_a_bundle_may_hold_flower_dp_and_its_functions_are_not_the_apps_own(folder, tmp_path, monkeypatch):
     (folder / "flower_dp").mkdir()
     (folder / "flower_dp" / "fake.py").write_text(FUNCTIONS)
-    with pytest.raises(ValueError, match="module 'flower_dp' is not the app's own"):
-        app_functions.own_modules("flower_dp.fake")
     other = tmp_path / "other"
     other.mkdir()
     (other / "pyproject.toml").write_text(PYPROJECT)
     (other / "theirs.py").write_text(FUNCTIONS)
     (folder / "pack" / "theirs.py").symlink_to(other / "theirs.py")
-    with pytest.raises(ValueError, match=r"module 'pack\.theirs' is in .*, and not in the app's folder"):
-        app_functions.own_modules("pack.theirs")
-
-
-def test_a_module_that_was_loaded_from_elsewhere_is_not_the_apps(folder, monkeypatch):
-    theirs = ModuleType("my_functions")
-    vars(theirs).update(__file__=__file__, load_records=load_records)
-    monkeypatch.setitem(sys.modules, "my_functions", theirs)
-    with pytest.raises(ValueError, match=r"data-fn='my_functions:load_records': module 'my_functions' is loaded already, from"):
-        app_functions.named("data-fn", "my_functions:load_records", trusted=False)
-
-
-def test_a_package_among_the_installed_ones_is_no_app(folder, monkeypatch):
-    monkeypatch.setattr(app_functions, "_PREFIXES", (folder,))
+    loaded = ModuleType("my_functions")
+    vars(loaded).update(__file__=__file__, load_records=load_records)
+    monkeypatch.setitem(sys.modules, "my_functions", loaded)
+    monkeypatch.syspath_prepend(str(folder / "pack"))
+    for name, why in (
+        ("flower_dp.fake", "module 'flower_dp' is not the app's own"),
+        ("inner", "is not directly in the app's folder"),
+        ("pack.theirs", r"module 'pack\.theirs' is in .*, and not in the app's folder"),
+        ("my_functions", "module 'my_functions' is loaded already, from"),
+    ):
+        with pytest.raises(ValueError, match=rf"data-fn='{name}:load_records': .*{why}"):
+            app_functions.named("data-fn", f"{name}:load_records", trusted=False)
+    monkeypatch.setattr(app_functions, "_PREFIXES", (folder,))  # a package among the installed ones is no app
     with pytest.raises(ValueError, match="is in no folder of a Flower app"):
         app_functions.named("data-fn", "my_functions:load_records", trusted=False)
 
@@ -300,9 +278,8 @@ def test_a_device_with_settings_of_its_own_takes_the_functions_that_its_app_name
         made({**NAMES, "data-fn": "my_functions:load_others"}, **own)
 
 
-@pytest.mark.parametrize("method", ["dp-fedavg", "dp-pasgd"])
-def test_a_process_makes_and_traces_a_model_once_however_many_nodes_it_serves(method, tmp_path, monkeypatch):
-    made, traced, read, engine = [], [], [], {"engine": "batched"} if method == "dp-fedavg" else {}
+def test_a_process_makes_and_traces_a_model_once_however_many_nodes_it_serves(tmp_path, monkeypatch):
+    made, traced, read = [], [], []
 
     def model():
         made.append(1)
@@ -315,23 +292,26 @@ def test_a_process_makes_and_traces_a_model_once_however_many_nodes_it_serves(me
     proven = batched.Trainer._proven
     monkeypatch.setattr(batched.Trainer, "_proven", lambda self, kind: traced.append(kind) or proven(self, kind))
     app = flower_dp.app(model_fn=model, data_fn=records)
-    grid = play(app, tmp_path / "run", nodes=20, method=method, **NEEDS[method] | {"num-clients": 20} | engine)
+    grid = play(app, tmp_path / "run", nodes=20, **PRIVATE, **{"num-clients": 20, "engine": "batched"})
     assert len([message for message in grid.sent if message.metadata.message_type == "train"]) == 40
-    assert len(made) == 2  # one is the server's
-    assert len(traced) == (1 if method == "dp-fedavg" else 0)
+    assert (len(made), len(traced)) == (2, 1)  # one model is the server's
     assert max(map(read.count, range(20))) <= 3  # as its node's, for the sizes of all, and by the server
 
 
 @pytest.mark.slow
-def test_only_hosted_clients_data_is_read(tmp_path):
-    read = []
+def test_only_hosted_clients_data_is_read_and_the_loss_is_the_one_that_was_given(tmp_path):
+    read, seen = [], []
+
+    def loss(outputs, targets):
+        seen.append(targets.shape)
+        return (outputs - nn.functional.one_hot(targets, 2)).square().mean()
 
     def load(client, num_clients):
         read.append((client, num_clients))
         return load_records(client, num_clients)
 
-    app = flower_dp.app(model_fn=make_model, data_fn=load)
-    play(app, tmp_path / "run", nodes=4, **PRIVATE)
+    play(flower_dp.app(model_fn=make_model, data_fn=load, loss=loss), tmp_path / "run", nodes=4, **PRIVATE)
+    assert seen
     assert sorted(read) == [(client, 4) for client in range(4)]  # each once, on its own node; none by the server
 
 

@@ -1,4 +1,3 @@
-import itertools
 import os
 import socket
 import tracemalloc
@@ -58,36 +57,17 @@ def test_records_are_dealt_once_and_as_the_seed_says(kind, monkeypatch):
         assert sorted(np.concatenate(clients).tolist()) == list(range(len(FEW)))
 
 
-@pytest.mark.parametrize(("num_clients", "sizes"), [(1000, {4}), (300, {13, 14})])
-def test_iid_sizes_differ_by_one_at_most(num_clients, sizes):
-    assert {len(records) for records in deal("iid", num_clients=num_clients)} == sizes
+def test_pathological_class_count():
+    assert {len(held) for held in classes_of(deal("pathological", labels=FEW, classes_per_client=5), FEW)} == {5}
 
 
-def test_dirichlet_differs_more_as_alpha_falls():
-    def distance(alpha):  # mean total variation between a client's classes and everyone's
-        shares = [np.bincount(LABELS[r], minlength=CLASSES) / len(r) for r in deal("dirichlet", dirichlet_alpha=alpha)]
-        return np.mean([np.abs(share - 1 / CLASSES).sum() / 2 for share in shares])
-
-    distances = [distance(alpha) for alpha in (0.1, 1.0, 10.0, 1000.0)]
-    assert all(larger > smaller + 0.05 for larger, smaller in itertools.pairwise(distances))
-    assert distances[-1] < 0.05
-
-
-@pytest.mark.parametrize("classes", [1, 2, 5])
-def test_pathological_class_count(classes):
-    clients = deal("pathological", labels=FEW, num_clients=20, classes_per_client=classes)
-    assert {len(held) for held in classes_of(clients, FEW)} == {classes}
-
-
-@pytest.mark.parametrize(("num_clients", "classes"), [(100, 2), (1000, 2), (50, 4)])
-def test_label_shards_class_count_and_sizes(num_clients, classes):
+def test_label_shards_class_count_and_sizes():
     # 400 records a class and a shard size that divides it: no shard straddles two classes.
-    clients = deal("label-shards", num_clients=num_clients, classes_per_client=classes)
-    assert {len(records) for records in clients} == {4000 // num_clients}
+    clients = deal("label-shards", num_clients=100, classes_per_client=2)
+    assert {len(records) for records in clients} == {40}
     held = [len(c) for c in classes_of(clients)]
-    assert max(held) == classes
-    # Two of a client's shards are of one class with probability about 1/10.
-    assert np.mean(held) > 0.8 * classes
+    assert max(held) == 2
+    assert np.mean(held) > 1.6  # two of a client's shards are of one class with probability about 1/10
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "pathological", "label-shards"])
@@ -132,7 +112,6 @@ def test_a_sample_costs_what_it_holds_however_many_records_there_are():
         ("dirichlet", {"num_clients": 75, "labels": LABELS[:100]}, "num-clients=75: 100 records cannot be dealt"),
         ("pathological", {"classes_per_client": 11}, "classes-per-client=11: must be 1 to 10"),
         ("iid", {"num_clients": 1000, "records_per_client": 5}, "records-per-client=5: client 0 gets only 4 of the 4000 .*=1000"),
-        ("het-mnist", {"num_clients": 3000}, "num-clients=3000: client 0 gets only 0 of the 4000 records"),
         ("natural", {"num_clients": 19}, "num-clients=19: must be 20 with partition='natural'"),
         ("natural", {"groups": None}, "partition='natural': the data of this task name no devices"),
         ("label-shards", {"num_clients": 2001}, "num-clients=2001: with classes-per-client=2 needs 4002 shards"),
@@ -157,11 +136,6 @@ def test_het_mnist_clients_have_equally_many_of_each_of_their_classes(classes_pe
     dealt = np.concatenate(clients)
     assert len(set(dealt.tolist())) == len(dealt)
     assert np.bincount(LABELS[dealt]).tolist() == [share * 10 * classes_per_client] * 10
-
-
-def test_het_mnist_draws_the_classes_of_a_client():
-    kinds = {tuple(sorted(classes)) for classes in classes_of(deal("het-mnist", num_clients=100))}
-    assert len(kinds) > 20  # of the 45 pairs; a cycle through the classes would give 5
 
 
 def test_het_mnist_of_labels_that_do_not_start_at_zero():

@@ -1,7 +1,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from flower_dp.apps import pilot as pilots
@@ -11,75 +10,28 @@ from flower_dp.apps.tasks.partitions import partition
 from flower_dp.cli import main as cli
 from flower_dp.planning import fedsgd_dpc, nbafl
 from flower_dp.planning.constants import NOT_PRIVATE, estimate
-from flower_dp.running import apps
+from tests.app_runs import DEFAULTS, with_table
 
 CHECKOUT = Path(__file__).parents[2]
+PRESET = ["--estimate-from", "mnist-dp-fedavg"]
 # Clients that draw from the pool: dealing them takes no time.
 SMALL = {"num-clients": 4, "partition": "sample", "records-per-client": 25, "seed": 3, "model-bias": False}
-FEDSGD = SMALL | {
-    "method": "fedsgd-dpc",
-    "sampling": "round-robin",
-    "cohort-size": 2,
-    "num-rounds": 30,
-    "epsilon": 5.0,
-    "clip-norm": 300.0,
-}
-NBAFL = SMALL | {
-    "method": "nbafl",
-    "sampling": "full",
-    "num-rounds": 20,
-    "paper-epsilon": 50.0,
-    "delta": 0.01,
-    "clip-norm": 20.0,
-    "uplink-exposures": 2,
-}
+FEDSGD = SMALL | {"method": "fedsgd-dpc", "sampling": "round-robin", "cohort-size": 2, "num-rounds": 30}
+FEDSGD |= {"epsilon": 5.0, "clip-norm": 300.0}
+NBAFL = SMALL | {"method": "nbafl", "sampling": "full", "num-rounds": 20}
+NBAFL |= {"paper-epsilon": 50.0, "delta": 0.01, "clip-norm": 20.0, "uplink-exposures": 2}
 
 
 def config(settings):
-    app = apps.read_app(CHECKOUT)
-    assert app is not None
-    return {**app.defaults, **with_table(settings)}
-
-
-def with_table(keywords):
-    """Put the method's name before keys of its own table."""
-    own = f"{keywords.get('method', 'dp-fedsam')}."
-    defaults = apps.read_app(CHECKOUT).defaults
-    return {key if key in defaults else own + key: value for key, value in keywords.items()}
-
-
-@pytest.fixture(scope="module")
-def estimates():
-    """The constants that were estimated, by what they were estimated from."""
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def the_same_data_have_the_same_constants(estimates, monkeypatch):
-    """Most of these tests have the same data: their constants are estimated once."""
-
-    def estimated(clients, **rest):
-        key = (*((features.tobytes(), labels.tobytes()) for features, labels in clients), *sorted(rest.items()))
-        if key not in estimates:
-            estimates[key] = estimate(clients, **rest)
-        return estimates[key]
-
-    monkeypatch.setattr(pilots, "estimate", estimated)
+    return {**DEFAULTS, **with_table(settings)}
 
 
 @pytest.fixture(scope="module")
 def by_hand():
     """The constants from a deal of our own: what each client draws, standardised as MNIST is."""
     task = load_task("mnist")
-    dealt = partition(
-        "sample",
-        task.train_labels,
-        num_clients=4,
-        seed=3,
-        dirichlet_alpha=0.3,
-        classes_per_client=2,
-        records_per_client=25,
-    )
+    rest = {"dirichlet_alpha": 0.3, "classes_per_client": 2, "records_per_client": 25}
+    dealt = partition("sample", task.train_labels, num_clients=4, seed=3, **rest)
     pixels = (task.train_inputs.reshape(-1, 784) / 255 - 0.1307) / 0.3081
     return estimate([(pixels[rows], task.train_labels[rows]) for rows in dealt], l2=0.1, num_classes=10)
 
@@ -98,7 +50,7 @@ def same(got, wanted):
 def test_a_fedsgd_dpc_preset_gives_a_whole_laplace_problem(by_hand):
     found = pilot("fedsgd-dpc", config(FEDSGD))
     own = {"mechanism": "laplace", "epsilon": 5.0, "clip_norm": 300.0, "num_records": 25}
-    same(dict(found.values), by_hand.fedsgd_dpc(optima="joint") | own)
+    same(dict(found.values), by_hand.fedsgd_dpc() | own)
     assert found.values["dimension"] == 7840
     plan = fedsgd_dpc.plan(found.values)  # rounds and cohort are what it looks for: the preset's do not fix them
     assert plan.problem.num_rounds is plan.problem.cohort_size is None
@@ -118,16 +70,15 @@ def test_a_nbafl_preset_gives_a_whole_problem(by_hand):
 def test_the_l2_coefficient_and_the_budgets_of_each_client_are_the_presets():
     found = pilot("fedsgd-dpc", config(FEDSGD | {"client-epsilons": "1,2,4,8"}))
     assert (found.values["epsilon"], found.values["strong_convexity"]) == ([1.0, 2.0, 4.0, 8.0], 0.1)
-    assert pilot("fedsgd-dpc", config(NBAFL | {"weight-decay": 0.5})).values["strong_convexity"] == 0.5
-    assert pilot("fedsgd-dpc", config(NBAFL | {"weight-decay": 0.5}), l2=2.0).values["strong_convexity"] == 2.0
+    for l2, expected in ((None, 0.5), (2.0, 2.0)):
+        assert pilot("fedsgd-dpc", config(NBAFL | {"weight-decay": 0.5}), l2=l2).values["strong_convexity"] == expected
 
 
 @pytest.mark.slow
 def test_a_preset_of_another_method_gives_its_data_only(by_hand):
     found = pilot("fedsgd-dpc", config(SMALL))
-    same(dict(found.values), by_hand.fedsgd_dpc(optima="joint") | {"num_records": 25})
+    same(dict(found.values), by_hand.fedsgd_dpc() | {"num_records": 25})
     assert "the preset's method is dp-fedsam: of its settings only those of the data were taken" in found.notes
-    assert {"epsilon", "clip_norm", "delta", "num_rounds", "max_rounds"}.isdisjoint(pilot("nbafl", config(SMALL)).values)
 
 
 # what is given already
@@ -165,10 +116,8 @@ def test_large_tasks_are_thinned(monkeypatch):
     assert [features.shape for features, _ in seen[0]] == [(10, 784)] * 3
     assert (found.values["num_clients"], found.values["num_records"]) == (4, 25)
     assert isinstance(found.values["gradient_variance"], float)  # for all four
-    assert "30 records of 3 clients" in found.notes[0]
-    assert "100 records of 4 clients" in found.notes[0]
+    assert "30 records of 3 clients, dealt as in a run (partition=sample, seed=3), a random part of the 100" in found.notes[0]
     assert pilot("fedsgd-dpc", config(FEDSGD | {"mechanism": "gaussian"})).values == found.values
-    assert all(np.isin(labels, np.arange(10)).all() for _, labels in seen[0])
 
 
 # the command
@@ -194,15 +143,12 @@ def settings(values):
 @pytest.mark.slow
 def test_plan_from_a_preset(call, tmp_path):
     (tmp_path / "p.toml").write_text("epsilon = 7\ncohort_size = 3\n")
-    arguments = ["plan", "fedsgd-dpc", "--estimate-from", "mnist-dp-fedavg", *settings(FEDSGD)]
+    arguments = ["plan", "fedsgd-dpc", *PRESET, *settings(FEDSGD)]
     status, out, err = call(*arguments, "--problem", str(tmp_path / "p.toml"), "--json")
     assert (status, err) == (0, "")
     got = json.loads(out)
-    assert got["warning"] == NOT_PRIVATE
-    assert got["cohort_size"] == 3
-    assert got["inputs_from"] == "mnist-dp-fedavg"
-    assert (got["inputs"]["num_clients"], got["inputs"]["clip_norm"]) == (4, 300.0)
-    assert "epsilon" not in got["inputs"]  # the file's won
+    assert (got["warning"], got["cohort_size"], got["inputs_from"]) == (NOT_PRIVATE, 3, "mnist-dp-fedavg")
+    assert (got["inputs"]["num_clients"], got["inputs"]["clip_norm"], "epsilon" in got["inputs"]) == (4, 300.0, False)
     direct = fedsgd_dpc.plan({**got["inputs"], "epsilon": 7, "cohort_size": 3})
     assert (got["num_rounds"], got["bound"]) == (direct.best.num_rounds, direct.best.bound)
 
@@ -236,17 +182,10 @@ def test_an_app_of_its_own_can_have_a_pilot(call, own_app):
     got = json.loads(out)
     assert got["inputs"] == {"num_clients": 5, "initial_gap": 0.5}  # the file's epsilon won
     assert got["notes"][0].startswith("a pilot for dp-pasgd, which knew ['batch_size', 'clip_norm', 'cost_per_aggregation'")
-    assert got["epsilon"] <= 4
-
-
-@pytest.mark.parametrize("named", ["no_such_module:pilot", "own_pilot:no_such_function"])
-def test_a_pilot_that_is_not_there(call, own_app, named):
-    status, out, err = call(*own_app(named))
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert f"--estimate-from: {named}: " in err
-
-
-PRESET = ["--estimate-from", "mnist-dp-fedavg"]
+    for absent in ("no_such_module:pilot", "own_pilot:no_such_function"):
+        status, out, err = call(*own_app(absent))
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert f"--estimate-from: {absent}: " in err
 
 
 @pytest.mark.slow
@@ -263,7 +202,5 @@ PRESET = ["--estimate-from", "mnist-dp-fedavg"]
 )
 def test_what_is_wrong_is_named_in_one_line(call, arguments, named):
     status, out, err = call("plan", "fedsgd-dpc", *arguments)
-    assert (status, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
+    assert (status, out, err.count("\n")) == (2, "", 1)
     assert named in err

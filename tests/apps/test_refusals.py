@@ -1,4 +1,5 @@
-import tomllib
+"""What the app refuses before a run, and what of a run-config nothing reads."""
+
 from pathlib import Path
 
 import pytest
@@ -6,21 +7,12 @@ import pytest
 from flower_dp.apps.methods import Run
 from flower_dp.apps.parts import sampler_of
 from flower_dp.apps.refusals import check
-from flower_dp.apps.settings import SAMPLINGS, key_of
+from flower_dp.apps.settings import SAMPLINGS
 from flower_dp.apps.tasks import TASKS, module_of
-from flower_dp.apps.tasks.models import _KINDS, MODELS
-from flower_dp.apps.unread import unread, with_method
+from flower_dp.apps.unread import unread
 from flower_dp.core.checks import SettingsError
-from flower_dp.methods import METHODS, TRAINING
-from flower_dp.running.apps import flatten, own_app
-from flower_dp.strategies.run_state import RunState
-
-ROOT = Path(__file__).parents[2]
-DEFAULTS = own_app().defaults
-PRESETS = {
-    path.stem: flatten(tomllib.loads(path.read_text()))
-    for path in sorted((ROOT / "flower_dp" / "apps" / "presets").glob("*.toml"))
-}
+from flower_dp.methods import METHODS
+from tests.app_runs import DEFAULTS, PRESETS
 
 
 def refused(config, *, given=(), built=False):
@@ -33,30 +25,11 @@ def accept(config, *, built=False):
     check(config, defaults=DEFAULTS, given=(), built=built)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_presets_are_accepted(name):
-    accept(
-        {
-            key: "" if key == "data-dir" and PRESETS[name].get("task", "mnist") == "mnist" else value
-            for key, value in PRESETS[name].items()
-        }
-        | ({"data-dir": str(ROOT)} if "data-dir" in PRESETS[name] else {})
-    )
-
-
 def test_all_problems_are_told_at_once():
     config = {"method": "fedsgd-dpc", "sampling": "poisson", "sampling-rate": 0.2, "batch-size": 8, "momentum": 0.0}
     lines = refused({**config, "fedsgd-dpc.clip-norm": -1.0, "fedsgd-dpc.mechanism": "none", "local-epochs": "two"})
-    named = [
-        "local-epochs='two'",
-        "sampling='poisson'",
-        "sampling-rate=0.2",
-        "batch-size=8",
-        "fedsgd-dpc.mechanism",
-        "fedsgd-dpc.clip-norm",
-    ]
-    assert sorted(line.partition(":")[0].partition("=")[0] for line in lines) == sorted(name.partition("=")[0] for name in named)
+    keys = ["batch-size", "fedsgd-dpc.clip-norm", "fedsgd-dpc.mechanism", "local-epochs", "sampling", "sampling-rate"]
+    assert sorted(line.partition(":")[0].partition("=")[0] for line in lines) == keys
 
 
 def test_an_argument_of_another_name_is_told_by_its_setting():
@@ -65,26 +38,11 @@ def test_an_argument_of_another_name_is_told_by_its_setting():
     assert line.startswith("fedsgd-dpc.record-sampling-rate=0.5: must be 1 for mechanism='laplace'")
 
 
-def test_a_seed_that_torch_can_not_take_is_refused():
-    lines = refused({"seed": 2**63})
-    assert lines == ["seed=9223372036854775808: must be a whole number >= 0 and <= 9223372036854775807"]
-    accept({"seed": 2**63 - 1})
-
-
 def test_what_follows_from_a_refused_setting_is_no_news():
     lines = refused({"blur-strength": -1.0, "blur-bound": 0.5})
     assert lines == ["blur-strength=-1.0: must be a finite number >= 0"]
     assert [line.partition("=")[0] for line in refused({"task": "foo", "model": "bar"})] == ["model", "task"]
     assert len(refused({"num-clients": -1, "method": "dp-pasgd", "dp-pasgd.client-epsilons": "1,2"})) == 1
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_defaults_and_what_means_off_are_never_refused(method):
-    off = {"momentum": 0.0, "weight-decay": 0.0, "learning-rate-decay": 0.0, "sampling-rate": 0.0, "proximal": 0.0}
-    off |= {key: DEFAULTS[key] for key in map(key_of, TRAINING) if key not in off}
-    if METHODS[method].samplings[0] == "poisson":
-        del off["sampling-rate"]
-    Run.of({**DEFAULTS, "method": method, **off})
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -98,11 +56,6 @@ def test_a_method_takes_its_samplings_and_no_others(method):
         else:
             with pytest.raises(SettingsError, match=f"sampling='{sampling}': must be (one of )?{', '.join(samplings)}"):
                 Run.of(config)
-
-
-def test_round_robin_without_a_size_asks_all_clients():
-    assert Run.of({**DEFAULTS, "method": "fedsgd-dpc", "num-clients": 7}).settings.cohort_size == 7
-    assert Run.of({**DEFAULTS, "method": "fedsgd-dpc", "num-clients": 7, "cohort-size": 3}).settings.cohort_size == 3
 
 
 def test_the_chosen_methods_table_alone_counts():
@@ -133,41 +86,36 @@ def test_missing_data_is_told_without_reading_any():
     accept({"task": "fashion-mnist", "data-dir": "torchvision:/nowhere"})
 
 
-def test_a_preset_combines_with_another_method():
-    preset = {**PRESETS["mnist-fedsgd-dpc-laplace"], "batch-size": 3}
-    found = with_method(preset, "dp-fedavg")
-    kept = ("model-bias", "num-clients", "partition", "classes-per-client", "num-rounds", "sampling", "cohort-size", "batch-size")
-    assert found == {key: preset[key] for key in kept} | {"method": "dp-fedavg"}
-    assert with_method(PRESETS["fashion-mnist-dp-fedsam"], "nbafl").keys() >= {"task", "data-dir", "partition", "batch-size"}
-    assert not {"sampling", "sampling-rate", "learning-rate"} & with_method(PRESETS["fashion-mnist-dp-fedsam"], "nbafl").keys()
-    other = with_method({**PRESETS["fashion-mnist-dp-fedsam"], "dp-fedavg.clip-norm": 3.0}, "dp-fedavg")
-    assert (other["sampling"], other["sampling-rate"], other["learning-rate"]) == ("poisson", 0.1, 0.05)
-    assert [key for key in other if "." in key] == ["dp-fedavg.clip-norm"]
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_runs_with_what_it_needs(task):
     config = {"task": task, **module_of(task).NEEDS}
     if "data-dir" in config:
         assert "data-dir" in refused(config)[0]
-        config["data-dir"] = str(ROOT)
+        config["data-dir"] = str(Path(__file__).parent)
     accept({**config, "method": "nbafl"})
 
 
-def test_models_are_called_as_their_kinds():
-    assert tuple(_KINDS) == MODELS
+# What nothing reads
 
 
-def test_what_the_check_refuses_the_run_would_refuse():
-    """The strategy's own word on the first round."""
-    rules = Run.of({**DEFAULTS, "method": "dp-fedavg", "dp-fedavg.target-epsilon": 0.9}).strategy(dict).rules
-    assert rules.why_stop(RunState(), 1, None) == "it would pass target_epsilon=0.9"
-    refused({"method": "dp-fedavg", "dp-fedavg.target-epsilon": 0.9})
+@pytest.mark.parametrize("preset", PRESETS)
+def test_all_that_a_preset_sets_is_read(preset):
+    config = DEFAULTS | PRESETS[preset]
+    assert [key for key in unread(config) if config[key] != DEFAULTS[key]] == []
 
 
-def test_a_comparison_reads_the_default_sampling_as_the_methods_own():
-    of = {
-        method: unread({**DEFAULTS, "method": method}) & {"sampling-rate", "cohort-size"}
-        for method in ("dp-fedavg", "fedsgd-dpc")
-    }
-    assert of == {"dp-fedavg": {"cohort-size"}, "fedsgd-dpc": {"sampling-rate"}}
+def test_what_another_method_sampling_or_partition_reads_is_not_read():
+    config = DEFAULTS | {"method": "fedsgd-dpc", "sampling": "round-robin", "partition": "dirichlet"}
+    ignored = unread(config)
+    assert {"momentum", "engine", "nbafl.epsilon", "adult.features", "sampling-rate", "classes-per-client"} < ignored
+    assert {"evaluation.noise-multiplier", "blur-bound"} < ignored
+    read = {"fedsgd-dpc.epsilon", "learning-rate", "cohort-size", "dirichlet-alpha", "evaluation.every", "seed"}
+    assert not read & ignored
+    assert "evaluation.metrics" not in unread(config | {"evaluation.every": 2})
+    assert "dp-fedavg.clip-learning-rate" in unread(config | {"method": "dp-fedavg"})
+    assert "dp-fedavg.clip-learning-rate" not in unread(config | {"method": "dp-fedavg", "dp-fedavg.clip-quantile": 0.5})
+
+
+def test_an_apps_own_settings_count_as_read():
+    assert unread({"method": "mine", "momentum": 0.5, "nbafl.epsilon": 2.0}) == set()
+    assert unread({"method": "nbafl", "my-key": 1, "my.table": 2}).isdisjoint({"my-key", "my.table"})

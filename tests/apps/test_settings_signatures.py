@@ -47,53 +47,15 @@ BESIDE = {
     "evaluation.metrics": [{"evaluation.every": 1, "evaluation.metrics": "loss=5"}],
 }
 # Settings that are read beside a quantile alone, which makes the clip norm adaptive.
-ADAPTIVE = {
-    "clip-learning-rate": 0.3,
-    "clip-count-noise-std": 50.0,
-    "smallest-clip-norm": 0.01,
-    "largest-clip-norm": 7.0,
-}
+ADAPTIVE = {"clip-learning-rate": 0.3, "clip-count-noise-std": 50.0, "smallest-clip-norm": 0.01, "largest-clip-norm": 7.0}
 # Arguments that no setting changes, as `Class.argument`; those of any method under "".
+OPTIONS = ("frozen_arrays", "most_clients_per_node", "most_newcomers", "noise_seed", "on_round", "registration_timeout")
 UNSET = {
-    "": {
-        "Training.num_local_steps",
-        "Options.frozen_arrays",
-        "Options.most_clients_per_node",
-        "Options.most_newcomers",
-        "Options.noise_seed",
-        "Options.on_round",
-        "Options.registration_timeout",
-        "Options.server_optimizer",
-    },
+    "": {"Training.num_local_steps", "Options.server_optimizer", *(f"Options.{name}" for name in OPTIONS)},
     "dp-fedavg": {"Training.sam_radius"},
-    "dp-fedsam": set(),
     "fed-smp": {"Training.sam_radius"},
-    "fedsgd-dpc": set(),
     "nbafl": {"NbAFL.min_records", "Training.sam_radius", "Training.sparsifier"},
-    "dp-pasgd": set(),
-    "dp-fedpaq": set(),
     "scaffold": {"ScaffoldRecipe.common", "ScaffoldRecipe.own"},
-}
-# Arguments to which the app by default passes something else than the default of the signature.
-OTHER_DEFAULTS = {
-    "": {"Training.batch_size", "Training.learning_rate_decay", "Training.momentum"},
-    "dp-fedavg": {"DPFedAvg.noise_multiplier", "DPFedAvg.target_epsilon"},
-    "dp-fedsam": {"DPFedSAM.noise_multiplier", "DPFedSAM.target_epsilon", "Training.sam_radius"},
-    "fed-smp": {"FedSMP.noise_multiplier", "FedSMP.target_epsilon"},
-    "fedsgd-dpc": {
-        "FedSGDDPC.learning_rate",
-        "FedSGDDPC.learning_rate_decay",
-        "FedSGDDPC.num_replies",
-        "FedSGDDPCRecipe.num_records",
-    },
-    "nbafl": {
-        f"{kind}.{argument}"
-        for kind in ("NbAFL", "NbAFLRecipe")
-        for argument in ("num_replies", "paper_epsilon", "uplink_exposures")
-    },
-    "dp-pasgd": {"DPPASGD.num_records", "DPPASGD.learning_rate_decay", "DPPASGDRecipe.learning_rate_decay"},
-    "dp-fedpaq": {"DPFedPAQ.num_replies"},
-    "scaffold": {"Scaffold.num_replies"},
 }
 # Settings of words that no argument depends on: data, and the run's folder.
 DATA = ("task", "data-dir", "partition", "output-dir", "resume", "method")
@@ -194,41 +156,29 @@ def changed_by(name) -> dict[str, set[str]]:
 
 
 def arguments(name):
-    """The arguments of a method's classes that the app constructs, with their defaults."""
+    """The arguments of a method's classes that the app constructs."""
     made = {one.partition(".")[0] for one in passed(base(name))}
-    found = {}
+    found = set()
     for kind in [kind for kind in kinds_of(name) if kind.__name__ in made]:
         _, *parameters = inspect.signature(kind.__init__).parameters.values()
         for parameter in parameters:
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                found |= {f"Options.{option}": inspect.Parameter.empty for option in Options.__annotations__}
+                found |= {f"Options.{option}" for option in Options.__annotations__}
             else:
                 assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
-                found[named(kind, parameter.name)] = parameter.default
+                found.add(named(kind, parameter.name))
     return found
 
 
 @cache
 def unset(name):
     """The arguments that no setting changes."""
-    return set(arguments(name)) - set().union(*changed_by(name).values())
-
-
-@cache
-def different(name):
-    """The arguments to which the app by default passes something else than the default of the signature."""
-    plain = {**base(name), **{key: DEFAULTS[key] for key in NEEDED.get(name, {})}}
-    given = {**passed(base(name)), **passed(plain)}
-    return {
-        one
-        for one, default in arguments(name).items()
-        if default is not inspect.Parameter.empty and one in given and given[one] != default
-    }
+    return arguments(name) - set().union(*changed_by(name).values())
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_argument_is_set_by_a_setting_or_listed_as_one_that_is_not(name):
-    assert sorted(unset(name) - set(UNSET[""])) == sorted(UNSET[name])
+    assert sorted(unset(name) - set(UNSET[""])) == sorted(UNSET.get(name, ()))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -238,21 +188,6 @@ def test_every_setting_of_a_method_sets_an_argument(name):
     assert [key for key, found in table.items() if not found] == []
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_defaults_of_the_app_are_those_of_the_signatures_or_listed(name):
-    assert sorted(different(name) - set(OTHER_DEFAULTS[""])) == sorted(OTHER_DEFAULTS[name])
-
-
 def test_what_is_listed_for_all_methods_is_neither_gone_nor_listed_twice():
-    for table, found in ((UNSET, unset), (OTHER_DEFAULTS, different)):
-        assert set(table[""]) <= set().union(*map(found, METHODS))
-        assert not set(table[""]) & {one for name in METHODS for one in table[name]}
-
-
-def test_trials_find_what_a_setting_changes():
-    found = changed_by("dp-fedsam")
-    assert found["dp-fedsam.clip-norm"] == {"DPFedSAM.clip_norm"}
-    assert found["dp-fedsam.sam-radius"] == {"Training.sam_radius"}
-    assert found["report-client-metrics"] == {"Options.report_client_metrics"}
-    assert found["evaluate-every"] == set()
-    assert "FedSGDDPC.num_records" in changed_by("fedsgd-dpc")["task"]
+    assert set(UNSET[""]) <= set().union(*map(unset, METHODS))
+    assert not set(UNSET[""]) & {one for name in METHODS for one in UNSET.get(name, ())}

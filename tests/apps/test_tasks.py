@@ -1,7 +1,6 @@
 import gzip
 import os
 import shutil
-import tomllib
 import zlib
 from pathlib import Path
 
@@ -9,10 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flower_dp.apps.tasks import load_task, mnist, vision
-
-FULL = os.environ.get("FLOWER_DP_TEST_DATA", "")
-needs_full = pytest.mark.skipif(not FULL, reason="FLOWER_DP_TEST_DATA does not name a folder with MNIST/raw")
+from flower_dp.apps.tasks import fashion_mnist, load_task, mnist, vision
 
 
 def idx(array):
@@ -20,19 +16,22 @@ def idx(array):
     return header + array.astype(np.uint8).tobytes()
 
 
+def write(folder, train_labels, test_labels):
+    """Write a tiny data set in MNIST's files; return the arrays in them by file name."""
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {}
+    for part, labels in (("train", train_labels), ("t10k", test_labels)):
+        arrays[f"{part}-images-idx3-ubyte"] = rng.integers(0, 256, (len(labels), 28, 28), dtype=np.uint8)
+        arrays[f"{part}-labels-idx1-ubyte"] = np.asarray(labels, dtype=np.uint8)
+    for name, array in arrays.items():
+        (folder / name).write_bytes(idx(array))
+    return arrays
+
+
 @pytest.fixture
 def small_mnist(tmp_path):
-    """Folder with a tiny data set in MNIST's files, and the arrays in them by file name."""
-    rng = np.random.default_rng(0)
-    arrays = {
-        "train-images-idx3-ubyte": rng.integers(0, 256, (6, 28, 28), dtype=np.uint8),
-        "train-labels-idx1-ubyte": rng.integers(0, 10, 6, dtype=np.uint8),
-        "t10k-images-idx3-ubyte": rng.integers(0, 256, (3, 28, 28), dtype=np.uint8),
-        "t10k-labels-idx1-ubyte": rng.integers(0, 10, 3, dtype=np.uint8),
-    }
-    for name, array in arrays.items():
-        (tmp_path / name).write_bytes(idx(array))
-    return tmp_path, arrays
+    return tmp_path, write(tmp_path, [3, 1, 4, 1, 5, 9], [2, 6, 5])
 
 
 def digits_of(data_dir):
@@ -43,11 +42,6 @@ def arrays_of(digits):
     return digits.train_inputs, digits.train_labels, digits.test_inputs, digits.test_labels
 
 
-@pytest.fixture(scope="module")
-def embedded():
-    return digits_of("")
-
-
 def assert_holds(digits, arrays):
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(arrays_of(digits), arrays, strict=True))
 
@@ -55,38 +49,19 @@ def assert_holds(digits, arrays):
 # The embedded digits
 
 
-def test_embedded_split_is_stratified(embedded):
-    digits = embedded
+def test_embedded_split_is_stratified_and_fixed():
+    digits = digits_of("")
     assert digits.train_inputs.shape == (4000, 28, 28)
     assert digits.test_inputs.shape == (1000, 28, 28)
-    assert digits.train_inputs.dtype == digits.test_inputs.dtype == np.uint8
-    assert digits.train_labels.dtype == digits.test_labels.dtype == np.int64
     assert np.bincount(digits.train_labels).tolist() == [400] * 10
     assert np.bincount(digits.test_labels).tolist() == [100] * 10
     assert np.count_nonzero(np.diff(digits.train_labels)) > 3000  # shuffled, not by class
+    # Results are only comparable while the test set stays the same: this number must never change.
+    assert zlib.crc32(digits.test_inputs.tobytes()) == 3984243225
     assert load_task("mnist", "") is load_task("mnist", "")
 
 
-def test_embedded_split_is_fixed(embedded):
-    assert_holds(digits_of(""), arrays_of(embedded))
-    # Results are only comparable while the test set stays the same: this number must never change.
-    assert zlib.crc32(embedded.test_inputs.tobytes()) == 3984243225
-
-
 # Files
-
-
-@needs_full
-def test_full_mnist():
-    digits = digits_of(FULL)
-    assert digits.train_inputs.shape == (60_000, 28, 28)
-    assert digits.test_inputs.shape == (10_000, 28, 28)
-    # The class counts that MNIST is known by.
-    assert np.bincount(digits.train_labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
-    assert np.bincount(digits.test_labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    # Mean and standard deviation of a pixel, as every MNIST tutorial normalises with.
-    assert digits.train_inputs.mean() / 255 == pytest.approx(0.1307, abs=5e-5)
-    assert digits.train_inputs.std() / 255 == pytest.approx(0.3081, abs=5e-5)
 
 
 def test_flat_folder(small_mnist):
@@ -129,12 +104,14 @@ def test_a_damaged_file_is_named(small_mnist, name, content, message):
 def test_missing_files(small_mnist, tmp_path):
     folder, _ = small_mnist
     (folder / "t10k-images-idx3-ubyte").unlink()
-    with pytest.raises(ValueError, match=r"data-dir=.*t10k-images-idx3-ubyte\[\.gz\] is neither in"):
-        digits_of(str(folder))
-    with pytest.raises(ValueError, match=r"data-dir=.*must be '' for the embedded digits"):
-        digits_of(str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="data-dir='torchvision:': must name a folder"):
-        digits_of("torchvision:")
+    for data_dir, message in (
+        (str(folder), r"data-dir=.*t10k-images-idx3-ubyte\[\.gz\] is neither in"),
+        (str(tmp_path / "nowhere"), "data-dir=.*must be '' for the embedded digits"),
+        ("torchvision:", "data-dir='torchvision:': must name a folder"),
+        ("/anywhere/NEEDED", "data-dir: this preset needs the full MNIST: --set data-dir="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            digits_of(data_dir)
 
 
 # torchvision
@@ -160,7 +137,7 @@ def test_download_is_for_missing_files_only(small_mnist, monkeypatch):
     assert_holds(digits_of(f"torchvision:{folder / 'new'}"), arrays.values())
 
 
-def test_download_without_internet(tmp_path, monkeypatch):
+def test_download_without_internet_or_torchvision(tmp_path, monkeypatch):
     import urllib.error
     import urllib.request
 
@@ -171,8 +148,6 @@ def test_download_without_internet(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"data-dir='torchvision:.*no route to host.*embedded digits"):
         digits_of(f"torchvision:{tmp_path}")
 
-
-def test_download_without_torchvision(tmp_path, monkeypatch):
     def absent():
         raise ImportError("No module named 'torchvision'")
 
@@ -182,10 +157,10 @@ def test_download_without_torchvision(tmp_path, monkeypatch):
 
 
 def test_operators_are_declared_only_after_the_known_failure(monkeypatch):
-    declared, answers = [], [RuntimeError("operator torchvision::nms does not exist"), "module"]
+    declared = []
+    answers = [RuntimeError("operator torchvision::nms does not exist"), "module", RuntimeError("no operator roi_align")]
 
     def answer(name):
-        assert name == "torchvision"
         result = answers.pop(0)
         if isinstance(result, Exception):
             raise result
@@ -195,21 +170,47 @@ def test_operators_are_declared_only_after_the_known_failure(monkeypatch):
     monkeypatch.setattr(torch.library, "define", lambda name, _schema: declared.append(name))
     assert vision.import_torchvision() == "module"
     assert declared == ["torchvision::nms", "torchvision::qnms"]
-    declared.clear()
-    answers[:] = ["module"]
-    assert vision.import_torchvision() == "module"
-    answers[:] = [RuntimeError("operator torchvision::roi_align does not exist")]
     with pytest.raises(RuntimeError, match="roi_align"):
         vision.import_torchvision()
-    assert declared == []
+    assert len(declared) == 2
 
 
-# The dispatcher
+# Fashion-MNIST: MNIST's format, but other files
 
 
-def test_presets_of_the_full_data_ask_for_it():
-    presets = list((Path(__file__).parents[2] / "flower_dp" / "apps" / "presets").glob("*full*.toml"))
-    assert len(presets) == 5
-    for path in presets:
-        with pytest.raises(ValueError, match="data-dir: this preset needs the full MNIST: --set data-dir="):
-            load_task("mnist", tomllib.loads(path.read_text())["data-dir"])
+def test_files_of_fashion_mnist(tmp_path):
+    write(tmp_path / "FashionMNIST" / "raw", list(range(10)) * 3, range(10))
+    task = fashion_mnist.load(str(tmp_path), fashion_mnist.Own())
+    assert task.train_labels.tolist() == list(range(10)) * 3
+    assert task.source == f"Fashion-MNIST idx files in {tmp_path}"
+
+
+def test_files_of_mnist_are_not_those_of_fashion_mnist(tmp_path):
+    write(tmp_path, [*range(10), 1], range(10))
+    with pytest.raises(ValueError, match=r"the labels of train are 1 to 2 of a class.*are these the files of MNIST"):
+        fashion_mnist.load(str(tmp_path), fashion_mnist.Own())
+    with pytest.raises(ValueError, match=r"needs its four idx files.*https://github\.com/zalandoresearch/fashion-mnist"):
+        fashion_mnist.load("", fashion_mnist.Own())
+    with pytest.raises(ValueError, match=r"nor in its FashionMNIST/raw; must be a folder with Fashion-MNIST's idx files"):
+        fashion_mnist.load(str(tmp_path / "raw"), fashion_mnist.Own())
+
+
+# The published files, where a folder has them
+
+FULL = os.environ.get("FLOWER_DP_TEST_DATA", "")
+
+
+@pytest.mark.skipif(not FULL, reason="FLOWER_DP_TEST_DATA does not name a folder with MNIST, vehicle and adult")
+@pytest.mark.slow
+def test_the_published_files():
+    digits, sensors, adult = (load_task(name, FULL) for name in ("mnist", "vehicle", "adult"))
+    # The class counts that MNIST is known by, and the mean of a pixel, as every tutorial normalizes with.
+    assert np.bincount(digits.train_labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert digits.train_inputs.mean() / 255 == pytest.approx(0.1307, abs=5e-5)
+    counts = np.bincount(sensors.groups)
+    assert (len(counts), counts.min(), counts.max()) == (23, 7, 534)
+    assert adult.source.endswith("adult, the published files")
+    # The documentation's share of labels >50K in the whole set is 23.93 %, over 48,842 records.
+    assert np.mean(np.concatenate([adult.train_labels, adult.test_labels])) == pytest.approx(0.2393, abs=5e-5)
+    with pytest.raises(ValueError, match="the labels of train are 5421 to 6742 of a class"):
+        fashion_mnist.load(f"{FULL}/MNIST/raw", fashion_mnist.Own())

@@ -1,7 +1,6 @@
 """The task vehicle: what is read of its file, what is refused, and a run of its linear SVM."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -10,9 +9,6 @@ from flower_dp.apps.records import config_of, deal
 from flower_dp.apps.tasks import load_task
 from flower_dp.apps.tasks.vehicle import Own, load
 from tests.app_runs import DEFAULTS, PRESETS, play
-
-FULL = os.environ.get("FLOWER_DP_TEST_DATA", "")
-needs_full = pytest.mark.skipif(not FULL, reason="FLOWER_DP_TEST_DATA does not name a folder with vehicle/vehicle.json")
 
 
 def content(sizes=(20, 12, 30)):
@@ -47,6 +43,11 @@ def test_sensors_are_the_natural_clients(folder):
     assert task.test_inputs.shape == (0, 100)
 
 
+def with_record(values, key, value):
+    values["user_data"]["f_00001"][key][7] = value
+    return values
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -54,36 +55,15 @@ def test_sensors_are_the_natural_clients(folder):
         (lambda v: {**v, "user_data": []}, "with the dict 'user_data'"),
         (lambda v: {**v, "users": ["a", "b", "c"]}, "must be the same"),
         (lambda v: {**v, "num_samples": [20, 12, 31]}, "f_00002: has 30 x and 30 y where num_samples says 31"),
-        (lambda v: {**v, "user_data": {**v["user_data"], "f_00001": {"x": []}}}, "f_00001: must have the lists 'x' and 'y'"),
+        (lambda v: {**v, "user_data": {**v["user_data"], "f_00001": {"x": []}}}, "must have the lists 'x' and 'y'"),
+        (lambda v: with_record(v, "x", [0.0] * 99), r"vehicle\.json, f_00001, record 7: x must be 100 finite numbers"),
+        (lambda v: with_record(v, "x", [0.0] * 99 + [1e39]), "record 7: x must be 100 finite numbers"),  # infinite in float32
+        (lambda v: with_record(v, "y", [0]), r"record 7: y is \[0\], must be -1 or 1"),
     ],
 )
 def test_a_file_of_another_format_is_named(folder, change, message):
     with pytest.raises(ValueError, match=message):
         load(folder(change(content())), Own())
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("x", [0.0] * 99, "x must be 100 finite numbers"),
-        ("x", [0.0] * 99 + [1e39], "x must be 100 finite numbers"),  # infinite in float32
-        ("y", [0], r"y is \[0\], must be -1 or 1"),
-    ],
-)
-def test_a_bad_record_is_named(folder, key, value, message):
-    values = content()
-    values["user_data"]["f_00001"][key][7] = value
-    with pytest.raises(ValueError, match=rf"vehicle\.json, f_00001, record 7: {message}"):
-        load(folder(values), Own())
-
-
-@needs_full
-def test_the_real_file():
-    task = load_task("vehicle", FULL)
-    assert task.train_inputs.shape == (1860, 100)
-    counts = np.bincount(task.groups)
-    assert (len(counts), counts.min(), counts.max()) == (23, 7, 534)
-    assert np.bincount(task.train_labels + 1).tolist() == [837, 0, 1023]
 
 
 def settings(data_dir, **changes):

@@ -3,7 +3,6 @@ import math
 import shlex
 from typing import Any
 
-import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 from hypothesis import given, settings
@@ -13,11 +12,8 @@ from flower_dp.apps.client_app import app as client_app
 from flower_dp.apps.methods import Run
 from flower_dp.apps.server_app import app as server_app
 from flower_dp.cli import plans
-from flower_dp.planning import ProblemError, dp_fedpaq
-from flower_dp.planning.constants import estimate
+from flower_dp.planning import ProblemError
 from flower_dp.planning.dp_fedpaq import MAX_LEVELS, Problem, plan
-from flower_dp.planning.planner import Data
-from flower_dp.planning.plot import figure
 from flower_dp.running import apps
 from tests.grids import LocalGrid
 from tests.planning.problems import FEDPAQ as PROBLEM
@@ -83,202 +79,76 @@ def points(p: dict[str, Any]) -> list[tuple[int, int, int]]:
     return [point for point in every if all(want in {None, have} for want, have in zip(fixed, point, strict=True))]
 
 
-class TestBound:
-    def test_is_the_printed_one(self):
-        problem = Problem.from_mapping(PROBLEM)
-        for point in ((1, 3, 179), (10, 10, 1), (50, 100, 10_000)):
-            assert float(problem.bound(*point)) == pytest.approx(printed_bound(PROBLEM, *point), rel=1e-12)
-            assert sum(problem.parts(*point).values()) == pytest.approx(printed_bound(PROBLEM, *point), rel=1e-12)
-
-    def test_by_hand(self):
-        # T = 10, E = M = N = s = b = d = 1, mu = L = G = sigma = lambda = D0 = 1, n = 10, eps = 1, delta = 0.1: q = 1,
-        # 16/100 + 16 * 3/10 + 16 (4e + 3 + 1)/10 + 0 + 0 + 4096 * 2 * ln(1.25) / (100 * 10)
-        ones = dict.fromkeys(("dimension", "num_clients", "batch_size", "strong_convexity", "smoothness", "gradient_bound"), 1)
-        ones |= dict.fromkeys(("gradient_variance", "heterogeneity", "initial_distance", "epsilon"), 1.0)
-        hand = 0.16 + 4.8 + 1.6 * (4 * 2.718281828 + 4) + 8.192 * 0.223143551
-        problem = Problem.from_mapping(PROBLEM | ones | {"num_iterations": 10, "num_records": 10, "delta": 0.1})
-        assert float(problem.bound(1, 1, 1)) == pytest.approx(hand, rel=1e-8)
-
-    @pytest.mark.parametrize("scale", [0.1, 3.0])
-    def test_the_noise_term_lacks_a_factor_one_over_mu_squared(self, scale):
-        """A loss times a number has the same optimum, and the method with its step sizes makes the same steps."""
-        rescaled = PROBLEM | {
-            key: scale * PROBLEM[key] for key in ("strong_convexity", "smoothness", "gradient_bound", "heterogeneity")
-        }
-        rescaled["gradient_variance"] = scale**2 * PROBLEM["gradient_variance"]
-        before, after = Problem.from_mapping(PROBLEM), Problem.from_mapping(rescaled)
-        first, second = before.parts(10, 10, 5), after.parts(10, 10, 5)
-        assert second.pop("noise") == pytest.approx(scale**2 * first.pop("noise"))  # a different distance to the same optimum
-        assert second == pytest.approx(first)
-        assert float(after.scaled_bound(10, 10, 5)) == pytest.approx(float(before.scaled_bound(10, 10, 5)))
-        assert float(before.scaled_bound(10, 10, 5)) == pytest.approx(
-            sum(first.values()) + printed_noise(PROBLEM, 10, 10, 5) / 0.5**2
-        )
-
-    def test_falls_with_the_cohort_and_with_the_levels(self):
-        problem = Problem.from_mapping(PROBLEM)
-        assert (np.diff(problem.bound(10, np.arange(1, 101), 3)) < 0).all()
-        assert (np.diff(problem.bound(10, 10, np.arange(1, 1000))) < 0).all()
-
-    @pytest.mark.slow
-    def test_the_budget_is_kept_to_the_last_bit(self):
-        """A budget of exactly M messages pays for M; the next float64 below it does not."""
-        rng = np.random.default_rng(0)
-        for _ in range(150):
-            d, rounds, m, s = (int(rng.integers(1, top)) for top in (10**6, 10**4, 1000, 100))
-            one = PROBLEM | {"dimension": d, "num_clients": 1000, "quantization_levels": s}
-            needed = float(Problem.from_mapping(one).bits_used(rounds, m, s))
-            exact = Problem.from_mapping(one | {"bits_budget": needed})
-            assert exact.cohorts(rounds)[1].tolist() == [m]
-            below = Problem.from_mapping(one | {"bits_budget": np.nextafter(needed, 0)})
-            assert below.cohorts(rounds)[1].tolist() == ([m - 1] if m > 1 else [])
-
-    def test_bits_of_a_message(self):
-        # s = 1 is ternary: 7850 log2(3) + 32
-        assert float(Problem.from_mapping(PROBLEM).message_bits(1)) == pytest.approx(7850 * 1.5849625 + 32, rel=1e-8)
-        assert 7850 * math.log2(2 * MAX_LEVELS + 1) <= 7850 * 16
-
-
-class TestPlan:
-    def test_the_example(self):
-        content = plan(PROBLEM).to_dict()
-        assert content["num_rounds"] == 1000 // content["num_local_steps"]
-        point = (content["num_local_steps"], content["cohort_size"], content["quantization_levels"])
-        assert content["bits_used"] == pytest.approx(bits(PROBLEM, *point), rel=1e-12)
-        assert content["bits_used"] <= 2e8
-        assert content["bound"] == pytest.approx(printed_bound(PROBLEM, *point), rel=1e-12)
-        # One more client, or one more level, does not fit.
-        assert bits(PROBLEM, point[0], point[1] + 1, point[2]) > 2e8
-        assert bits(PROBLEM, *point[:2], point[2] + 1) > 2e8
-
-    @settings(max_examples=15, deadline=None)
-    @given(
-        budget=st.floats(0.5, 60.0),
-        num_iterations=st.integers(1, 40),
-        num_clients=st.integers(1, 8),
-        sizes=st.integers(20, 200) | st.lists(st.integers(20, 200), min_size=8, max_size=8),
-        batch_size=st.integers(1, 20),
-        epsilon=st.floats(0.1, 1e4),
-        delta=st.floats(1e-6, 0.05),
-        gradient_bound=st.floats(1e-3, 10),
-        heterogeneity=st.floats(0, 10),
-        initial_distance=st.floats(0, 1e3),
-        fixed=st.sampled_from(
-            [
-                {},
-                {},
-                {"num_local_steps": 1},
-                {"cohort_size": 1},
-                {"quantization_levels": 3},
-                {"cohort_size": 1, "quantization_levels": 2},
-            ]
-        ),
+def test_the_noise_term_lacks_a_factor_one_over_mu_squared():
+    """A loss times a number has the same optimum, and the method with its step sizes makes the same steps."""
+    scale = 3.0
+    rescaled = PROBLEM | {
+        key: scale * PROBLEM[key] for key in ("strong_convexity", "smoothness", "gradient_bound", "heterogeneity")
+    }
+    rescaled["gradient_variance"] = scale**2 * PROBLEM["gradient_variance"]
+    before, after = Problem.from_mapping(PROBLEM), Problem.from_mapping(rescaled)
+    first, second = before.parts(10, 10, 5), after.parts(10, 10, 5)
+    assert second.pop("noise") == pytest.approx(scale**2 * first.pop("noise"))  # a different distance to the same optimum
+    assert second == pytest.approx(first)
+    assert float(after.scaled_bound(10, 10, 5)) == pytest.approx(float(before.scaled_bound(10, 10, 5)))
+    assert float(before.scaled_bound(10, 10, 5)) == pytest.approx(
+        sum(first.values()) + printed_noise(PROBLEM, 10, 10, 5) / 0.5**2
     )
-    def test_is_feasible_and_the_best_of_all(self, budget, sizes, num_clients, fixed, **keys):
-        p = SMALL | keys | fixed | {"num_clients": num_clients, "max_quantization_levels": 6}
-        p["num_records"] = sizes[:num_clients] if isinstance(sizes, list) else sizes
-        allowed = points(p)
-        if not allowed:  # delta is above the part of the records that any round draws
-            with pytest.raises(ProblemError, match=r"^delta="):
-                plan(p)
-            return
-        least = min(bits(p, *point) for point in allowed)
-        p["bits_budget"] = budget * least
-        answer = plan(p)
-        found = answer.to_dict()
-        assert found["smallest_bits_budget"] == math.ceil(least)
-        feasible = [point for point in allowed if bits(p, *point) <= p["bits_budget"]]
-        if not feasible:
-            assert found["bound"] is None
-            assert str(math.ceil(least)) in (answer.infeasible or "")
-            return
-        assert answer.infeasible is None
-        point = (found["num_local_steps"], found["cohort_size"], found["quantization_levels"])
-        assert point in feasible
-        assert point[0] * p["batch_size"] <= min(sizes_of(p))
-        assert found["num_rounds"] == p["num_iterations"] // point[0]
-        assert found["bits_used"] == pytest.approx(bits(p, *point), rel=1e-12)
-        assert found["bits_used"] <= p["bits_budget"]
-        best = min(printed_bound(p, *one) for one in feasible)
-        assert found["bound"] == pytest.approx(best, rel=1e-10)
-        assert printed_bound(p, *point) == pytest.approx(best, rel=1e-10)
-
-    def test_large_problems_against_random_points(self):
-        large = PROBLEM | {
-            "num_iterations": 10**5,
-            "num_records": 10**5,
-            "batch_size": 1,
-            "bits_budget": 1e9,
-            "gradient_bound": 0.1,
-        }
-        answer = plan(large)
-        assert answer.best is not None
-        rng = np.random.default_rng(0)
-        e, m = rng.integers(10, 2000, 50_000), rng.integers(1, 101, 50_000)
-        s = np.exp(rng.uniform(0, 8, 50_000)).astype(int)
-        used = (10**5 // e) * m * answer.problem.message_bits(s)
-        bounds = answer.problem.bound(e, m, s)[used <= 1e9]
-        assert len(bounds) > 1000
-        assert answer.best.bound <= bounds.min()
-
-    def test_infeasible(self):
-        answer = plan(PROBLEM | {"bits_budget": 1000})
-        # E = floor(600 / 12) = 50, K = 20, M = s = 1: 20 (7850 log2(3) + 32)
-        least = math.ceil(20 * (7850 * math.log2(3) + 32))
-        content = answer.to_dict()
-        assert content["smallest_bits_budget"] == least == 249480
-        assert content["num_local_steps"] is content["bound"] is None
-        assert answer.infeasible == f"bits_budget=1000: nothing is feasible; the smallest feasible bits_budget is {least}"
-        assert plan(PROBLEM | {"bits_budget": least}).infeasible is None
-        assert plan(PROBLEM | {"bits_budget": least - 1}).infeasible is not None
-
-    def test_reasons_name_what_the_paper_leaves_open(self):
-        text = " | ".join(plan(PROBLEM | {"quantization_levels": 1, "num_local_steps": 13}).reasons)
-        assert "76 rounds of 13 steps are 988 iterations; the bound counts 1000" in text
-        assert "QSGD has q = 88.6 at s=1" in text  # sqrt(7850)
-        # epsilon / (2 E b / n) = 10 / (2 * 156 / 600)
-        assert "epsilon / (2 gamma) = 19.23 > 1, where it is not proved" in text
-        assert "epsilon and delta are those of one round" in text
-        assert "lacks a factor 1/mu^2" in text
-
-    def test_candidates(self):
-        best, scaled, ternary, often = plan(SMALL).candidates
-        feasible = [point for point in points(SMALL) if bits(SMALL, *point) <= 20_000]
-        noise = {point: printed_noise(SMALL, *point) for point in feasible}
-        with_mu = {point: printed_bound(SMALL, *point) + noise[point] * (1 / 0.5**2 - 1) for point in feasible}
-        assert scaled.scaled_bound == pytest.approx(min(with_mu.values()))
-        assert ternary.quantization_levels == 1
-        assert ternary.bound == pytest.approx(min(printed_bound(SMALL, *point) for point in feasible if point[2] == 1))
-        assert often.num_local_steps == 1
-        assert best.bound == min(one.bound for one in (best, scaled, ternary, often))
-
-    def test_the_picture(self):
-        answer = plan(PROBLEM)
-        assert answer.best is not None
-        panels = figure(answer).axes
-        values = (answer.best.num_local_steps, answer.best.quantization_levels, answer.best.cohort_size)
-        for axes, value in zip(panels, values, strict=True):
-            curve, star = axes.lines
-            assert (star.get_xdata()[0], star.get_ydata()[0]) == (value, answer.best.bound)
-            assert np.nanmin(curve.get_ydata()) == pytest.approx(answer.best.bound)
-        with pytest.raises(ProblemError, match=r"^plot: there is no bound to draw; bits_budget=1000"):
-            figure(plan(PROBLEM | {"bits_budget": 1000}))
 
 
-class TestFromData:
-    def test_keys_and_what_stays_to_be_named(self):
-        rng = np.random.default_rng(0)
-        clients = [(rng.standard_normal((20, 3)) + shift, rng.integers(0, 2, 20)) for shift in range(3)]
-        constants = estimate(clients, l2=0.1, num_classes=2)
-        found = dp_fedpaq.from_data(Data(constants=constants, num_records=(20, 20, 20), dimension=6), {})
-        assert found.values["heterogeneity"] == constants.gradient_dissimilarity
-        assert found.values["gradient_variance"] == max(constants.gradient_variance)
-        assert found.values["num_records"] == 20
-        rest = {key: PROBLEM[key] for key in ("bits_budget", "num_iterations", "epsilon", "delta")} | {"batch_size": 2}
-        assert set(found.values) | set(rest) == set(PROBLEM)
-        assert plan({**found.values, **rest}).best is not None
-        with pytest.raises(ProblemError, match=r"^num_iterations: missing"):
-            plan(found.values)
+@settings(max_examples=15, deadline=None)
+@given(
+    budget=st.floats(0.5, 60.0),
+    num_iterations=st.integers(1, 40),
+    num_clients=st.integers(1, 8),
+    sizes=st.integers(20, 200) | st.lists(st.integers(20, 200), min_size=8, max_size=8),
+    batch_size=st.integers(1, 20),
+    epsilon=st.floats(0.1, 1e4),
+    delta=st.floats(1e-6, 0.05),
+    gradient_bound=st.floats(1e-3, 10),
+    heterogeneity=st.floats(0, 10),
+    initial_distance=st.floats(0, 1e3),
+    fixed=st.sampled_from(
+        [{}, {}, {"num_local_steps": 1}, {"quantization_levels": 3}, {"cohort_size": 1, "quantization_levels": 2}]
+    ),
+)
+def test_is_feasible_and_the_best_of_all(budget, sizes, num_clients, fixed, **keys):
+    p = SMALL | keys | fixed | {"num_clients": num_clients, "max_quantization_levels": 6}
+    p["num_records"] = sizes[:num_clients] if isinstance(sizes, list) else sizes
+    allowed = points(p)
+    if not allowed:  # delta is above the part of the records that any round draws
+        with pytest.raises(ProblemError, match=r"^delta="):
+            plan(p)
+        return
+    least = min(bits(p, *point) for point in allowed)
+    p["bits_budget"] = budget * least
+    answer = plan(p)
+    found = answer.to_dict()
+    assert found["smallest_bits_budget"] == math.ceil(least)
+    feasible = [point for point in allowed if bits(p, *point) <= p["bits_budget"]]
+    if not feasible:
+        assert found["bound"] is None
+        assert found["run"] is None
+        assert str(math.ceil(least)) in (answer.infeasible or "")
+        return
+    point = (found["num_local_steps"], found["cohort_size"], found["quantization_levels"])
+    assert point in feasible
+    assert found["num_rounds"] == p["num_iterations"] // point[0]
+    assert p["bits_budget"] >= found["bits_used"] == pytest.approx(bits(p, *point), rel=1e-12)
+    assert sum(answer.problem.parts(*point).values()) == pytest.approx(printed_bound(p, *point))
+    best = min(printed_bound(p, *one) for one in feasible)
+    assert found["bound"] == pytest.approx(best, rel=1e-10)
+    assert printed_bound(p, *point) == pytest.approx(best, rel=1e-10)
+
+
+def test_reasons_name_what_the_paper_leaves_open():
+    text = " | ".join(plan(PROBLEM | {"quantization_levels": 1, "num_local_steps": 13}).reasons)
+    assert "76 rounds of 13 steps are 988 iterations; the bound counts 1000" in text
+    assert "QSGD has q = 88.6 at s=1" in text  # sqrt(7850)
+    # epsilon / (2 E b / n) = 10 / (2 * 156 / 600)
+    assert "epsilon / (2 gamma) = 19.23 > 1, where it is not proved" in text
+    assert "epsilon and delta are those of one round" in text
+    assert "lacks a factor 1/mu^2" in text
 
 
 # The run that an answer prints
@@ -335,10 +205,6 @@ def test_an_answer_for_clients_of_many_sizes_leaves_epsilon_to_the_command_that_
     )
     assert both == max(large, small)
     assert large != small
-
-
-def test_nothing_feasible_has_no_run():
-    assert plan(SMALL | {"bits_budget": 1}).to_dict()["run"] is None
 
 
 @pytest.mark.parametrize("as_json", [True, False])

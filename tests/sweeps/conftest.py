@@ -7,14 +7,13 @@ import tomli_w
 
 from flower_dp.strategies.checkpoint import NEWEST, Checkpoint, CheckpointFolder
 from flower_dp.strategies.run_state import RunState
+from flower_dp.sweeps import plan
+from flower_dp.sweeps.file import read
+from flower_dp.sweeps.folder import SweepFolder
 
 APP = """
 [project]
 name = "mine"
-version = "1.0.0"
-
-[tool.flwr.app]
-publisher = "me"
 
 [tool.flwr.app.components]
 serverapp = "my_app:server"
@@ -27,28 +26,15 @@ num-rounds = 3
 sampling = "full"
 batch-size = 4
 seed = 0
-engine = "one-by-one"
-round-timeout = 600.0
 learning-rate = 0.1
-
-[tool.flwr.app.config.dp-fedavg]
-clip-norm = 0.5
-delta = 1e-3
-target-epsilon = 0.0
-noise-multiplier = 2.0
+dp-fedavg.delta = 1e-3
+dp-fedavg.target-epsilon = 0.0
+dp-fedavg.noise-multiplier = 2.0
 """
 MODULE = """
-import torch
-
 import flower_dp
 
-
-def records(client, num_clients):
-    rng = torch.Generator().manual_seed(client)
-    return torch.randn(8, 3, generator=rng), torch.randint(2, (8,), generator=rng)
-
-
-app = flower_dp.app(model_fn=lambda: torch.nn.Linear(3, 2), data_fn=records)
+app = flower_dp.app(model_fn=print, data_fn=print)
 server, client = app.server, app.client
 """
 
@@ -72,6 +58,21 @@ def write(tmp_path):
         return tmp_path / name
 
     return written
+
+
+@pytest.fixture
+def runs(write):
+    """Plan the runs of a sweep's text."""
+    return lambda text, cores=1: plan.planned(read(write(text)), cores)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a sweep, with nothing in it."""
+    found = SweepFolder(tmp_path / "out")
+    with found.locked():
+        pass
+    return found
 
 
 def finish(folder, config, accuracy=0.5, *, epsilon=2.0, finished=True, **more):

@@ -61,46 +61,24 @@ def test_a_methods_key_in_the_settings_of_all_runs_holds_for_that_method_alone(w
         {"sampling-rate": 0.2, "momentum": 0.5, "dp-fedavg.clip-norm": 0.5, "vehicle.own": 1, "method": "dp-fedavg"},
         {"sampling-rate": 0.2, "momentum": 0.5, "vehicle.own": 1, "method": "dp-fedsam"},
         # What a point itself says is kept, and refused if its method does not read it.
-        {
-            "momentum": 0.5,
-            "dp-fedavg.clip-norm": 0.5,
-            "vehicle.own": 1,
-            "method": "dp-fedavg",
-            "sampling": "fixed-size",
-            "cohort-size": 9,
-            "nbafl.delta": 0.1,
-        },
+        {"momentum": 0.5, "dp-fedavg.clip-norm": 0.5, "vehicle.own": 1, "method": "dp-fedavg"}
+        | {"sampling": "fixed-size", "cohort-size": 9, "nbafl.delta": 0.1},
         {"sampling-rate": 0.2, "momentum": 0.5, "nbafl.clip-norm": 3.0, "vehicle.own": 1, "method": "nbafl"},
     ]
     with pytest.raises(ValueError, match=r"nbafl.clip-norm=3.0: is in \[settings\], and no point reads it"):
         read(write("[settings]\nmethod = 'dp-fedavg'\nnbafl.clip-norm = 3.0"))
 
 
-def test_without_a_known_method_all_settings_hold(write):
-    own = {"dp-fedavg.clip-norm": 0.5, "num-rounds": 2}
-    text = "[settings]\nnum-rounds = 2\ndp-fedavg.clip-norm = 0.5\n"
-    assert settings(read(write(text))) == [own]
-    assert settings(read(write(f"{text}method = 'mine'"))) == [own | {"method": "mine"}]
-
-
 def test_what_a_file_says_by_default_and_not(write):
     file = read(write(""))
-    assert (settings(file), file.seeds, file.workers, file.supernodes, file.at_once, file.gpus_per_worker) == (
-        [{}],
-        (0,),
-        None,
-        None,
-        None,
-        0.0,
-    )
-    file = read(
-        write(
-            "seeds = 3\nmetric = 'loss'\nselect = {metric = 'validation-loss', mode = 'min'}\n"
-            "workers = 2\nsupernodes = 4\nat-once = 3\ngpus-per-worker = 0.5"
-        )
-    )
+    assert (settings(file), file.seeds, file.select) == ([{}], (0,), None)
+    assert (file.workers, file.supernodes, file.at_once, file.gpus_per_worker) == (None, None, None, 0.0)
+    text = "seeds = 3\nmetric = 'loss'\nselect = {metric = 'validation-loss', mode = 'min'}\n"
+    file = read(write(f"{text}workers = 2\nsupernodes = 4\nat-once = 3\ngpus-per-worker = 0.5"))
     assert (file.seeds, file.metric, file.select) == ((0, 1, 2), "loss", Choice(metric="validation-loss", mode="min"))
     assert (file.workers, file.supernodes, file.at_once, file.gpus_per_worker) == (2, 4, 3, 0.5)
+    # Without a known method all settings hold.
+    assert settings(read(write("[settings]\nmethod = 'mine'\ndp-fedavg.x = 2"))) == [{"method": "mine", "dp-fedavg.x": 2}]
 
 
 def test_folders_are_relative_to_the_file(write, own_app, tmp_path):
@@ -116,11 +94,8 @@ def test_folders_are_relative_to_the_file(write, own_app, tmp_path):
         ("seeds = ", "is not TOML"),
         ("num-rounds = 3", "num-rounds: is no key of a sweep; settings of the runs are in [settings]"),
         ("seeds = true", "seeds=True: must be a whole number >= 1"),
-        ("seeds = 0", "seeds=0: must be a whole number >= 1"),
         ("seeds = [1, 1]", "seeds=[1, 1]: must be different whole numbers"),
-        ("seeds = [-1]", "seeds=-1: must be a whole number >= 0"),
         ("workers = 0", "workers=0: must be a whole number >= 1"),
-        ("gpus-per-worker = -1", "gpus-per-worker=-1: must be"),
         ("select = {mode = 'max'}", "select.metric: is missing"),
         ("select = {metric = 'a', mode = 'best'}", "select.mode='best': must be one of max, min"),
         ("select = {metric = 'a', by = 'best'}", "select.by: is no key of select"),
@@ -139,13 +114,9 @@ def test_what_is_refused(write, text, why):
         read(write(text))
 
 
-def test_all_that_is_wrong_is_told_at_once(write):
+def test_all_that_is_wrong_is_told_at_once(write, tmp_path):
     with pytest.raises(ValueError, match="workers=0") as caught:
         read(write("workers = 0\nseeds = 0\nat-once = 0\n[grid]\nseed = [1]"))
-    named = [re.match("[a-z-]+", line)[0] for line in str(caught.value).splitlines()]
-    assert named == ["workers", "seeds", "at-once", "seed"]
-
-
-def test_a_file_that_is_not_there(tmp_path):
+    assert [re.match("[a-z-]+", line)[0] for line in str(caught.value).splitlines()] == ["workers", "seeds", "at-once", "seed"]
     with pytest.raises(ValueError, match="can't be read"):
         read(tmp_path / "none.toml")

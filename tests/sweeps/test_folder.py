@@ -11,31 +11,12 @@ import pytest
 
 from flower_dp.core.checks import SettingsError
 from flower_dp.privacy.store import Store
-from flower_dp.running.run_folder import is_finished
-from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS
-from flower_dp.sweeps import plan
-from flower_dp.sweeps.cost import has_charges, statement_of
-from flower_dp.sweeps.file import read
+from flower_dp.strategies.checkpoint import PREVIOUS
+from flower_dp.sweeps.cost import has_charges
 from flower_dp.sweeps.folder import SweepFolder, runs_in
 from flower_dp.sweeps.results import Results
 from tests.sweeps.conftest import checkpoint, finish
 from tests.sweeps.test_cost import charge
-
-
-@pytest.fixture
-def folder(tmp_path):
-    found = SweepFolder(tmp_path / "out")
-    with found.locked():
-        pass
-    return found
-
-
-@pytest.fixture
-def runs(write):
-    def planned(text):
-        return plan.planned(read(write(text)), 1)
-
-    return planned
 
 
 def test_finished_runs_are_left_alone_and_others_go_on_or_begin(folder, runs):
@@ -46,10 +27,7 @@ def test_finished_runs_are_left_alone_and_others_go_on_or_begin(folder, runs):
     checkpoint(begun)
     (folder.of(three[2]) / "rubbish").mkdir(parents=True)
     found = folder.left([replace(run, launched=replace(run.launched, workers=7)) for run in three])
-    assert [(run.seed, place.name, goes_on) for run, place, goes_on in found] == [
-        (1, three[1].name, True),
-        (2, three[2].name, False),
-    ]
+    assert [(run.seed, goes_on) for run, _, goes_on in found] == [(1, True), (2, False)]
     assert found[0][0].launched == replace(three[1].launched, workers=7)
     assert (begun / "metrics.jsonl").exists()
     assert [entry.name for entry in folder.of(three[2]).iterdir()] == ["checkpoint"]
@@ -57,32 +35,43 @@ def test_finished_runs_are_left_alone_and_others_go_on_or_begin(folder, runs):
     assert oct(folder.of(three[2]).stat().st_mode)[-3:] == "700"
 
 
-def test_a_run_whose_charges_may_be_on_the_disk_is_not_removed(folder, runs):
+def charged(run, *, damaged):
+    """Leave a ledger with a charge and no checkpoint, as where the disk was full and the run went on."""
+    path = run / "checkpoint" / "ledger.sqlite"
+    path.parent.chmod(0o700)
+    Store.create(path)
+    assert not has_charges(run)
+    with Store(path) as ledger:
+        ledger.append(ledger.begin(method="DP-FedAvg", delta=1e-3, private=True), charge(1))
+    if damaged:
+        path.write_bytes(b"no ledger")
+
+
+@pytest.mark.parametrize(
+    ("leave", "goes_on"),
+    [
+        (checkpoint, True),
+        (lambda run: checkpoint(run).rename(run / "checkpoint" / PREVIOUS), True),
+        # Before its model was written: its result is returned, also where its strategy has a loop of its own.
+        (lambda run: checkpoint(run, ended=True), True),
+        (lambda run: checkpoint(run, {}, ended=True), True),
+        (lambda run: checkpoint(run, {}), False),  # a loop of its own begins anew
+        (lambda run: charged(run, damaged=False), False),
+        (lambda run: charged(run, damaged=True), False),
+        (lambda run: shutil.rmtree(run / "checkpoint"), False),  # its folder says that there were rounds
+    ],
+    ids=["newest", "previous", "ended", "own loop, ended", "own loop", "charged", "damaged ledger", "deleted"],
+)
+def test_a_run_with_charges_goes_on_or_stays_in_the_statement(folder, runs, leave, goes_on):
     (run,) = runs("")
     run.launched.write(finish(folder.of(run), run.config, finished=False))
-    checkpoint(folder.of(run)).rename(folder.of(run) / "checkpoint" / PREVIOUS)
-    assert [goes_on for _, _, goes_on in folder.left([run])] == [True]
-    assert (folder.of(run) / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize("setting", [{}, {"method": "DP-FedAvg"}])
-def test_a_run_that_has_ended_before_its_model_was_written_is_not_made_anew(folder, runs, setting):
-    """Its result is returned, also where its strategy has a loop of its own: its clients are not charged again."""
-    (run,) = runs("")
-    run.launched.write(finish(folder.of(run), run.config, finished=False))
-    checkpoint(folder.of(run), setting, ended=True)
-    assert [goes_on for _, _, goes_on in folder.left([run])] == [True]
-
-
-def test_a_run_in_a_loop_of_its_own_begins_anew_and_stays_in_the_statement(folder, runs):
-    (run,) = runs("")
-    run.launched.write(finish(folder.of(run), run.config, finished=False))
-    checkpoint(folder.of(run), setting={})
+    leave(folder.of(run))
     folder.check([run])
-    assert [(place.name, goes_on) for _, place, goes_on in folder.left([run])] == [(run.name, False)]
-    (aside,) = [one for one in folder.runs() if one.name != run.name]
-    assert aside.name == f"{run.name}-can-not-go-on-1"
-    assert (aside / "checkpoint" / NEWEST).exists()
+    assert [(place.name, on) for _, place, on in folder.left([run])] == [(run.name, goes_on)]
+    aside = [one for one in folder.runs() if one.name != run.name]
+    assert [one.name for one in aside] == ([] if goes_on else [f"{run.name}-can-not-go-on-1"])
+    assert all(has_charges(one) for one in aside)
+    assert (folder.of(run) / "metrics.jsonl").exists() == goes_on
 
 
 @pytest.mark.parametrize("why", ["damaged", "writable by others"])
@@ -105,56 +94,10 @@ def test_a_run_whose_checkpoint_cant_be_read_is_refused_until_its_folder_is_rena
     assert len(folder.runs()) == 2  # what was charged stays in the statement
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_run_with_charges_and_without_a_checkpoint_stays_in_the_statement(folder, runs, damaged):
-    """Where the disk was full, no checkpoint could be written, and the run went on."""
-    (run,) = runs("")
-    run.launched.write(finish(folder.of(run), run.config, finished=False))
-    (folder.of(run) / "checkpoint").chmod(0o700)
-    path = folder.of(run) / "checkpoint" / "ledger.sqlite"
-    Store.create(path)
-    assert not has_charges(folder.of(run))
-    with Store(path) as ledger:
-        name = ledger.begin(method="DP-FedAvg", delta=1e-3, private=True)
-        ledger.append(name, charge(1))
-    if damaged:
-        path.write_bytes(b"no ledger")
-    assert [(place.name, goes_on) for _, place, goes_on in folder.left([run])] == [(run.name, False)]
-    (aside,) = [one for one in folder.runs() if one.name != run.name]
-    assert aside.name == f"{run.name}-can-not-go-on-1"
-    assert has_charges(aside)
-
-
-def test_a_run_whose_checkpoints_were_deleted_is_set_aside(folder, runs):
-    """Its folder says that there were rounds, so somebody was charged: the statement names it."""
-    (run,) = runs("")
-    run.launched.write(finish(folder.of(run), run.config, finished=False))
-    shutil.rmtree(folder.of(run) / "checkpoint")
-    assert [(place.name, goes_on) for _, place, goes_on in folder.left([run])] == [(run.name, False)]
-    (aside,) = [one for one in folder.runs() if one.name != run.name]
-    assert statement_of([aside]).without == (
-        f"{aside.name}: no ledger in its folder (its charges are in the server's ledger, if it has one)",
-    )
-
-
-def test_only_a_run_that_ended_by_itself_has_finished(tmp_path):
-    assert is_finished(finish(tmp_path / "a", {}))
-    assert not is_finished(finish(tmp_path / "b", {}, finished=False))
-    (tmp_path / "b" / "model.json").unlink()  # killed before it was written
-    assert not is_finished(tmp_path / "b")
-    (tmp_path / "a" / "model.safetensors").unlink()
-    assert not is_finished(tmp_path / "a")
-
-
-def test_seeds_and_points_may_be_added(folder, runs):
-    for run in runs("[grid]\nnum-rounds = [2, 3]"):
-        finish(folder.of(run), run.config)
-    folder.check(runs("seeds = [5, 0]\n[grid]\nnum-rounds = [3, 4, 2]"))
-
-
 def test_settings_of_finished_runs_cant_change(folder, runs):
     (run,) = runs("[settings]\nnum-rounds = 2")
     finish(folder.of(run), run.config)
+    folder.check(runs("seeds = [5, 0]\n[grid]\nnum-rounds = [3, 2]"))  # seeds and points may be added
     with pytest.raises(SettingsError, match=r"was made with num-rounds=2 \(now 4\): put that back, or take another folder"):
         folder.check(runs("[settings]\nnum-rounds = 4"))
     with pytest.raises(SettingsError, match=r"was made with seed=0 \(now 1\)"):
@@ -181,24 +124,6 @@ def test_a_folder_with_something_else_is_refused(tmp_path, kind):
         pass
 
 
-@pytest.mark.parametrize("kept", ["nothing", "the file", "a run"])
-def test_a_sweep_that_was_refused_leaves_no_new_folder(tmp_path, kept):
-    folder = SweepFolder(tmp_path / "out")
-
-    def refused():
-        with folder.locked():
-            if kept == "the file":
-                (folder.path / "sweep.toml").write_text("")
-            if kept == "a run":
-                (folder.path / "runs" / "one").mkdir()
-            raise ValueError("batch-size=0")
-
-    with pytest.raises(ValueError, match="batch-size=0"):
-        refused()
-    assert folder.path.exists() == (kept != "nothing")
-    assert (folder.path / "runs" / "one").exists() == (kept == "a run")
-
-
 def test_one_sweep_at_a_time_until_the_last_of_its_processes_has_ended(folder):
     with folder.locked() as lock:
         with pytest.raises(ValueError, match="another sweep runs there"), folder.locked():
@@ -213,22 +138,15 @@ def test_one_sweep_at_a_time_until_the_last_of_its_processes_has_ended(folder):
         pass
 
 
-def test_the_folder_of_a_sweep_stands_for_its_runs(folder, runs, write, tmp_path):
+def test_the_folder_of_a_sweep_stands_for_its_runs_in_the_order_of_its_file(folder, runs, write):
+    """Names of folders are hashes; and points that were taken out of the file are not compared."""
     assert runs_in(str(folder.path)) == [str(folder.path)]
-    (run,) = runs("")
+    planned = runs("[grid]\n'dp-fedsam.epsilon' = [2.0, 8.0, 1.0]")
     folder.keep(write(""))
     with pytest.raises(ValueError, match="is the folder of a sweep without any run yet"):
         runs_in(str(folder.path))
-    finish(folder.of(run), run.config)
-    (folder.of(run).parent / "not-begun").mkdir()
-    assert runs_in(str(folder.path)) == [str(folder.of(run))]
-
-
-def test_the_runs_of_a_sweep_are_those_of_its_file_in_its_order(folder, write):
-    """Names of folders are hashes; and points that were taken out of the file are not compared."""
-    planned = plan.planned(read(write("[grid]\n'dp-fedsam.epsilon' = [2.0, 8.0, 1.0]")), 1)
-    folder.keep(write(""))
     for run in planned:
         finish(folder.of(run), run.config)
+    (folder.of(run).parent / "not-begun").mkdir()
     Results(folder=folder, runs=planned[:2], metric="accuracy").write_rows()
     assert runs_in(str(folder.path)) == [str(folder.of(run)) for run in planned[:2]]

@@ -8,69 +8,55 @@ import pytest
 from flower_dp.cli import main as cli
 from flower_dp.core.checks import SettingsError
 from flower_dp.sweeps import plan
-from flower_dp.sweeps.file import read
 
 GRID = "seeds = 2\n[grid]\nmethod = ['dp-fedavg', 'dp-fedsam']\n'METHOD.noise-multiplier' = [0.8, 1.6]\n"
 
 
-def planned(path, cores=1):
-    return plan.planned(read(path), cores)
+def test_all_points_are_run_with_the_first_seed_and_then_with_the_next(runs):
+    found = runs(GRID)
+    points = [(method, noise) for method in ("dp-fedavg", "dp-fedsam") for noise in (0.8, 1.6)]
+    told = [f"{method}, noise-multiplier={noise}, seed {seed}" for seed in (0, 1) for method, noise in points]
+    assert [run.told for run in found] == told
+    assert len({run.name for run in found}) == 8
+    assert found[5].config["dp-fedavg.noise-multiplier"] == 1.6
+    assert (found[5].config["seed"], found[5].launched.overrides["seed"]) == (1, 1)
+    assert not found[0].launched.app
 
 
-def test_all_points_are_run_with_the_first_seed_and_then_with_the_next(write):
-    runs = planned(write(GRID))
-    assert [run.told for run in runs] == [
-        f"{method}, noise-multiplier={noise}, seed {seed}"
-        for seed in (0, 1)
-        for method in ("dp-fedavg", "dp-fedsam")
-        for noise in (0.8, 1.6)
-    ]
-    assert len({run.name for run in runs}) == 8
-    assert runs[5].config["dp-fedavg.noise-multiplier"] == 1.6
-    assert (runs[5].config["seed"], runs[5].launched.overrides["seed"]) == (1, 1)
-    assert not runs[0].launched.app
-
-
-def test_points_that_are_the_same_run_are_refused(write):
-    """They would be made at once, in one folder."""
-    with pytest.raises(SettingsError, match="are the same run; leave one of them out"):
-        planned(write("[[points]]\n[[points]]\nmethod = 'dp-fedsam'"))
-
-
-def test_a_run_keeps_its_name_however_the_file_says_it(write):
-    names = [run.name for run in planned(write(GRID))]
+def test_a_run_keeps_its_name_however_the_file_says_it(runs):
+    names = [run.name for run in runs(GRID)]
     more = "seeds = [7, 1, 0]\n[[points]]\nmethod = 'dp-fedavg'\nlearning-rate = 0.15\n'dp-fedavg.noise-multiplier' = [0.4, 1.6]"
-    again = {run.told: run.name for run in planned(write(more))}
+    again = {run.told: run.name for run in runs(more)}
     assert again["noise-multiplier=1.6, seed 1"] == names[5]
     assert again["noise-multiplier=0.4, seed 1"] not in names
-    (default,) = planned(write(""))
-    assert planned(write("[settings]\nmethod = 'dp-fedsam'\nseed-free = 1".replace("seed-free = 1", "")))[0].name == default.name
+    # They would be made at once, in one folder.
+    with pytest.raises(SettingsError, match="are the same run; leave one of them out"):
+        runs("[[points]]\n[[points]]\nmethod = 'dp-fedsam'")
 
 
-def test_the_command_makes_the_same_run(write, monkeypatch):
-    path = write(
+def test_the_command_makes_the_same_run(runs, tmp_path, monkeypatch):
+    (run,) = runs(
         "seeds = [3]\nworkers = 2\ngpus-per-worker = 0.0\napp = 'mnist-dp-fedavg'\n"
         "[settings]\nmodel-bias = false\npartition = 'dirichlet'\nnum-rounds = 3\nlearning-rate = 1"
     )
-    (run,) = planned(path)
     given = {}
     monkeypatch.setattr("flower_dp.cli.launch.launch", lambda begun, folder, *, check: given.update(begun=begun))
-    monkeypatch.setenv("HOME", str(path.parent))
+    monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(SystemExit):
         cli.main(shlex.split(run.command)[1:])
     assert given["begun"] == run.launched
     assert run.config["learning-rate"] == 1.0
 
 
-def test_workers_of_a_run(write):
-    assert [run.launched.workers for run in planned(write("seeds = 3"), cores=2)] == [1, 1, 1]
-    assert [run.launched.workers for run in planned(write("seeds = 3"), cores=13)] == [4, 4, 4]
-    assert planned(write("seeds = 3\nworkers = 2\nsupernodes = 5"), cores=13)[0].launched.supernodes == 5
+def test_workers_of_a_run(runs):
+    assert [run.launched.workers for run in runs("seeds = 3", cores=2)] == [1, 1, 1]
+    assert [run.launched.workers for run in runs("seeds = 3", cores=13)] == [4, 4, 4]
+    assert runs("seeds = 3\nworkers = 2\nsupernodes = 5", cores=13)[0].launched.supernodes == 5
 
 
-def test_settings_that_the_app_does_not_have(write, own_app):
+def test_settings_that_the_app_does_not_have(runs, own_app):
     with pytest.raises(SettingsError) as caught:
-        planned(write("[settings]\nnum-round = 3\n[grid]\n'METHOD.clip' = [1.0]\nmethod = ['dp-fedavg', 'nbafl']"))
+        runs("[settings]\nnum-round = 3\n[grid]\n'METHOD.clip' = [1.0]\nmethod = ['dp-fedavg', 'nbafl']")
     lines = str(caught.value).splitlines()
     assert lines[0] == "num-round: unknown setting of flower-dp; did you mean num-rounds?"
     assert lines[1].startswith("dp-fedavg.clip: unknown setting of flower-dp; did you mean dp-fedavg.clip-norm? (point dp-fedavg")
@@ -78,55 +64,29 @@ def test_settings_that_the_app_does_not_have(write, own_app):
     (own_app / "pyproject.toml").write_text(text.replace("seed = 0\n", ""))
     (own_app / "my_app.py").write_text("server = client = None")
     with pytest.raises(SettingsError, match="seeds: mine has no setting `seed`"):
-        planned(write("app = 'mine'"))
+        runs("app = 'mine'")
 
 
-def test_every_point_is_checked_before_a_run_starts(write):
-    runs = planned(write("seeds = 2\n[settings]\nbatch-size = 0\n[grid]\n'dp-fedsam.clip-norm' = [-1.0, 1.0, -2.0]"))
+def test_every_point_is_checked_before_a_run_starts(runs):
     with pytest.raises(SettingsError) as caught:
-        plan.check(runs)
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith("batch-size=0: ")
-    assert "(point" not in lines[0]  # all have it
-    assert lines[1].startswith("dp-fedsam.clip-norm=-1.0: ")
-    assert lines[1].endswith(" (point dp-fedsam.clip-norm=-1.0)")
-    assert lines[2].endswith(" (point dp-fedsam.clip-norm=-2.0)")
-    plan.check(planned(write("[grid]\n'dp-fedsam.clip-norm' = [0.5, 1.0]")))
+        plan.check(runs("seeds = 2\n[settings]\nbatch-size = 0\n[grid]\n'dp-fedsam.clip-norm' = [-1.0, 1.0, -2.0]"))
+    of_all, first, second = str(caught.value).splitlines()
+    assert of_all.startswith("batch-size=0: ")
+    assert "(point" not in of_all
+    assert first.startswith("dp-fedsam.clip-norm=-1.0: ")
+    assert first.endswith(" (point dp-fedsam.clip-norm=-1.0)")
+    assert second.endswith(" (point dp-fedsam.clip-norm=-2.0)")
+    plan.check(runs("[grid]\n'dp-fedsam.clip-norm' = [0.5, 1.0]"))
 
 
-def test_a_label_has_nothing_that_its_method_tells(write):
-    text = """
-        [settings]
-        dp-fedavg.clip-norm = 0.25
-        [grid]
-        METHOD.epsilon = [1.0, 2.0]
-        [[points]]
-        method = "dp-fedavg"
-        learning-rate = 0.1
-        [[points]]
-        method = "dp-fedsam"
-        dp-fedsam.sam-radius = [0.1, 0.2]
-    """
-    assert [run.label for run in planned(write(text))] == [
-        "epsilon=1.0, dp-fedavg",
-        "epsilon=2.0, dp-fedavg",
-        "epsilon=1.0, dp-fedsam, sam-radius=0.1",
-        "epsilon=1.0, dp-fedsam, sam-radius=0.2",
-        "epsilon=2.0, dp-fedsam, sam-radius=0.1",
-        "epsilon=2.0, dp-fedsam, sam-radius=0.2",
-    ]
-
-
-def test_a_forecast_refuses_what_a_run_refuses_when_it_begins(write, monkeypatch):
-    runs = planned(write("[settings]\nmethod = 'dp-fedavg'\n[grid]\nbatch-size = [0, 4]"))
-
+def test_a_forecast_refuses_what_a_run_refuses_when_it_begins(runs, monkeypatch):
     def cost(config):
         raise ValueError(f"num-rounds={config['num-rounds']}: no round can be run")
 
     loaded = plan.plugins.loaded
     monkeypatch.setattr(plan.plugins, "loaded", lambda app, name: nullcontext(cost) if name == app.cost else loaded(app, name))
     with pytest.raises(SettingsError) as caught:
-        plan.check(runs, forecast=True)
+        plan.check(runs("[settings]\nmethod = 'dp-fedavg'\n[grid]\nbatch-size = [0, 4]"), forecast=True)
     first, second = str(caught.value).splitlines()
     assert first.startswith("batch-size=0: ")
     assert second == "num-rounds=150: no round can be run (point batch-size=4)"

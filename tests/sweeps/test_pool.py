@@ -8,17 +8,8 @@ import pytest
 from flower_dp.running.launched import Launched
 from flower_dp.running.signals import Signals
 from flower_dp.simulation.workers import RayStartError
-from flower_dp.sweeps import plan, pool
-from flower_dp.sweeps.file import read
+from flower_dp.sweeps import pool
 from flower_dp.sweeps.folder import SweepFolder
-
-
-@pytest.fixture
-def runs(write):
-    def planned(text):
-        return plan.planned(read(write(text)), 1)
-
-    return planned
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +23,7 @@ def memory(monkeypatch):
 
 @pytest.mark.parametrize(
     ("cores", "workers", "at_once", "expected"),
-    [(2, 1, None, 2), (16, 1, None, 6), (16, 4, None, 4), (3, 4, None, 1), (16, 1, 3, 3), (1, 1, 5, 5), (16, 1, 9, 6)],
+    [(2, 1, None, 2), (16, 4, None, 4), (3, 4, None, 1), (16, 1, 3, 3), (1, 1, 5, 5), (16, 1, 9, 6)],
 )
 def test_as_many_runs_as_there_are_cores_for(runs, cores, workers, at_once, expected):
     six = runs(f"seeds = 6\nworkers = {workers}")

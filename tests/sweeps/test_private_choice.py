@@ -8,7 +8,6 @@ import tomllib
 from collections import Counter
 
 import pytest
-import tomli_w
 from typer.testing import CliRunner
 
 from flower_dp.cli.main import app
@@ -22,7 +21,7 @@ from flower_dp.sweeps.folder import SweepFolder
 from flower_dp.sweeps.pool import Ended, LaunchError
 from flower_dp.sweeps.private_choice import PrivateSweep
 from flower_dp.sweeps.sweep import Sweep
-from tests.sweeps.conftest import checkpoint
+from tests.sweeps.conftest import checkpoint, finish
 
 FILE = """
 app = "mnist-dp-fedavg"
@@ -52,7 +51,6 @@ class Runs:
         for run, folder, goes_on in left:
             assert not goes_on
             if len(self.made) >= self.interrupt_after:
-                self.interrupt_after = math.inf
                 checkpoint(folder)  # from which it could go on
                 raise Interrupted(2)
             score = self.scores[len(self.made)]
@@ -65,15 +63,13 @@ class Runs:
             statement = next(one.statement for one in self.sweep.candidates if one.run.point == run.point).to_dict()
             if len(self.made) - 1 in self.dear:
                 statement["adversaries"][0]["epsilon"] *= 1.01
-            (folder / "run-config.toml").write_text(tomli_w.dumps({**run.config, "output-dir": str(folder)}))
-            last = {} if score is None else {"private-accuracy": score}
-            first = {} if score is None else {"private-accuracy": 0.99}
+            last, first = ({}, {}) if score is None else ({"private-accuracy": score}, {"private-accuracy": 0.99})
             rows = [{"round": 1} | first, {"round": 2, "seconds": 3.0, "elapsed": 9.0, "epsilon": 0.1} | last]
+            finish(folder, {**run.config, "output-dir": str(folder)})
             (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             (folder / "statement.json").write_text(json.dumps(statement | {"incidents": ["round 1 was left out"]}))
             (folder / "flower.log").write_text("secret")
             (folder / "model.safetensors").write_bytes(str(score).encode())
-            (folder / "model.json").write_text("{}")
             place.ended(Ended(run=run, status="completed", details="", seconds=1.0))
 
 
@@ -112,9 +108,24 @@ ALWAYS = [*STATEMENTS, "choice.json", "sweep.lock", "sweep.toml"]
 WITH_A_RUN = sorted([*CHOSEN, *(f"runs/chosen/{name}" for name in STATEMENTS), *ALWAYS])
 
 
-@pytest.mark.parametrize(("scores", "best"), [([0.3, 0.5, 0.4], 1), ([0.7], 0), ([0.2, 0.6, 0.6], 1), ([None, "fails", 0.1], 2)])
-def test_the_best_run_alone_is_shown(made, scores, best):
-    _, folder, runs = made(scores)
+@pytest.mark.parametrize(
+    ("scores", "dear", "best"),
+    [
+        ([0.7], [], 0),
+        ([0.2, 0.6, 0.6], [], 1),
+        ([None, "fails", 0.1], [], 2),
+        ([0.3, 0.9, 0.4], [1], 2),  # one has cost more than its plan
+        ([], [], None),
+        (["fails", None], [], None),
+    ],
+)
+def test_the_best_run_alone_is_shown(made, scores, dear, best):
+    _, folder, runs = made(scores, dear=dear)
+    if best is None:
+        assert shown(folder) == sorted(ALWAYS)
+        told = json.loads((folder / "statement.json").read_text())
+        assert (told["method"], told["num_rounds"], told["private"]) == ("The best of K runs: nothing was released", 0, True)
+        return
     assert shown(folder) == WITH_A_RUN
     assert (folder / "runs/chosen/model.safetensors").read_bytes() == str(scores[best]).encode()
     config = tomllib.loads((folder / "runs/chosen/run-config.toml").read_text())
@@ -154,46 +165,31 @@ def test_the_statement_is_that_of_the_choice(made):
     assert rows[-1] == {"round": 2, "private-accuracy": 0.4}
 
 
-@pytest.mark.parametrize("scores", [[], ["fails", None]])
-def test_without_a_run_to_show_nothing_is_released(made, scores):
-    _, folder, _ = made(scores)
-    assert shown(folder) == sorted(ALWAYS)
-    told = json.loads((folder / "statement.json").read_text())
-    assert (told["method"], told["num_rounds"], told["private"]) == ("The best of K runs: nothing was released", 0, True)
-
-
-def test_a_run_that_cost_more_than_its_plan_is_not_shown(made):
-    _, folder, _ = made([0.3, 0.9, 0.4], dear=[1])
-    assert (folder / "runs/chosen/model.safetensors").read_bytes() == b"0.4"
-
-
 def test_an_interrupted_choice_goes_on_with_what_was_drawn(made, capsys):
-    scores = [0.3, "fails", 0.2, 0.1]
+    scores, sweep = [0.3, "fails", 0.2, 0.1], made.sweep
     with pytest.raises(Interrupted):
         made(scores, interrupt_after=3)
     assert capsys.readouterr().out == ""
-    sweep = made.sweep
-    first = Drawn(sweep.path.parent / "out" / "private").trials()
+    private = sweep.path.parent / "out" / "private"
+    first = Drawn(private).trials()
     assert len(first) == 4
-    assert not (sweep.path.parent / "out" / "statement.json").exists()
-    assert oct((sweep.path.parent / "out" / "private").stat().st_mode & 0o777) == "0o700"
-    runs = Runs(sweep, [0.8])
-    _, folder, _ = made(scores, again=True, runs=runs)
+    assert not (private.parent / "statement.json").exists()
+    assert oct(private.stat().st_mode & 0o777) == "0o700"
+    _, folder, runs = made(scores, again=True, runs=Runs(sweep, [0.8]))
     # The fourth run alone is made: those that ended are not made again, the failed one neither.
-    assert [run.name for run in runs.made] == [first[3].name]
-    assert [(run.point, run.seed) for run in runs.made] == [(sweep.candidates[first[3].point].run.point, first[3].seed)]
+    wanted = (first[3].name, sweep.candidates[first[3].point].run.point, first[3].seed)
+    assert [(run.name, run.point, run.seed) for run in runs.made] == [wanted]
     assert (folder / "runs/chosen/model.safetensors").read_bytes() == b"0.8"
 
 
-@pytest.mark.parametrize("status", ["lost", "failed", "refused"])
-def test_a_run_that_fails_before_any_client_is_asked_ends_the_choice_loudly_and_the_same_runs_are_made_later(made, status):
+def test_a_run_that_fails_before_any_client_is_asked_ends_the_choice_loudly_and_the_same_runs_are_made_later(made):
     """As where Ray can't start: else nothing was chosen, with a statement that costs nothing and an exit status of 0."""
 
     class Unstarted(Runs):
         def __call__(self, left, lock, at_once, place):
             run, _, _ = left[0]
             self.asked = [run.name for run, _, _ in left]
-            place.ended(Ended(run=run, status=status, details="Ray could not start", seconds=1.0))
+            place.ended(Ended(run=run, status="lost", details="Ray could not start", seconds=1.0))
 
     first = Unstarted(made.sweep, [])
     with pytest.raises(LaunchError, match="before any client was asked to train: Ray could not start"):
@@ -203,19 +199,11 @@ def test_a_run_that_fails_before_any_client_is_asked_ends_the_choice_loudly_and_
     assert (folder / "runs" / "chosen").is_dir()
 
 
-def test_a_choice_is_made_once(made):
-    _, folder, _ = made([0.3])
-    before = (folder / "statement.json").read_bytes()
-    told, folder, runs = made([0.9], again=True)
-    assert (told, runs.made) == (["The choice was made before; it is not made again."], [])
-    assert (folder / "statement.json").read_bytes() == before
-
-
 class Killed(BaseException):
     """What no handler of this package may take for an error."""
 
 
-def kill(monkeypatch, count):
+def kill(patch, count):
     """End the process before its count-th change of a name in a folder."""
     changes = iter(range(1, 10**6))
 
@@ -228,21 +216,19 @@ def kill(monkeypatch, count):
         return changed
 
     for name in ("unlink", "rmdir", "mkdir", "replace"):
-        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+        patch.setattr(os, name, dying(getattr(os, name)))
 
 
 def test_a_choice_that_is_killed_anywhere_shows_one_run(made, tmp_path, monkeypatch):
     """Killed while its private folder was removed, a choice was made again: two models were shown, each for the price of one."""
-    sweep, steps, was_visible = made.sweep, 0, 0
+    folder, steps, was_visible = tmp_path / "out", 0, 0
+
+    def models():
+        return {place.read_bytes() for place in folder.glob("runs/*/model.safetensors")}
+
     while True:
         steps += 1
-        folder = tmp_path / "out"
         shutil.rmtree(folder, ignore_errors=True)
-        seen = set()
-
-        def note(folder=folder, seen=seen):
-            seen.update(place.read_bytes() for place in folder.glob("runs/*/model.safetensors"))
-
         with monkeypatch.context() as patch:
             kill(patch, steps)
             try:
@@ -251,13 +237,11 @@ def test_a_choice_that_is_killed_anywhere_shows_one_run(made, tmp_path, monkeypa
                 pass
             else:
                 break
-        note()
+        seen = models()
         visible = bool(seen) or (folder / "statement.json").exists()
         was_visible += visible
-        again = Runs(sweep, [0.91, 0.92])
-        made([0.3, 0.5], runs=again)
-        note()
-        assert len(seen) == 1
+        _, _, again = made([0.3, 0.5], runs=Runs(made.sweep, [0.91, 0.92]))
+        assert len(seen | models()) == 1
         assert not (visible and again.made)
         assert shown(folder) == WITH_A_RUN
         assert len({place.stat().st_mtime for place in [*folder.rglob("*"), folder]}) == 1
@@ -265,22 +249,23 @@ def test_a_choice_that_is_killed_anywhere_shows_one_run(made, tmp_path, monkeypa
     assert was_visible > 30
 
 
-def test_what_was_deleted_says_nothing_of_a_choice(made):
+def test_a_choice_is_made_once_and_what_was_deleted_says_nothing_of_it(made):
     """A choice is open, made or shown as its mark says, whatever else is there or gone."""
     scores = [0.3, 0.4]
-    _, folder, runs = made(scores)
-    for name in ("statement.json", "statement.txt"):
+    _, folder, _ = made(scores)
+    before = (folder / "statement.json").read_bytes()
+    made_before = (["The choice was made before; it is not made again."], [])
+    told, _, runs = made([0.9], again=True)
+    assert (told, runs.made) == made_before
+    assert (folder / "statement.json").read_bytes() == before
+    for name in STATEMENTS:
         (folder / name).unlink()
     shutil.rmtree(folder / "runs")
     told, _, runs = made([0.9], again=True)
-    assert (told, runs.made) == (["The choice was made before; it is not made again."], [])
+    assert (told, runs.made) == made_before
     assert shown(folder) == ["choice.json", "sweep.lock", "sweep.toml"]
-    for content, message in (
-        ('{"best": null}', "with its runs is gone"),
-        ('{"best": "abc"}', "with its runs is gone"),
-        ("{}", "with its runs is gone"),
-        ("", "choice.json"),
-    ):
+    gone = "with its runs is gone"
+    for content, message in (('{"best": null}', gone), ('{"best": "abc"}', gone), ("{}", gone), ("", "choice.json")):
         (folder / "choice.json").write_text(content)
         with pytest.raises(ValueError, match=message):
             made(scores, again=True)
@@ -336,47 +321,31 @@ PRIVATE = "[private-selection]\nmean = 4"
         ("private-accuracy", "client-train-loss", "is no result"),
         ('app = "', 'seeds = 2\napp = "', "every run has a seed of its own"),
         ("num-rounds = 2", 'num-rounds = 2\nserver-ledger = "/tmp/ledger.sqlite"', "would tell how many runs"),
-        ("learning-rate = [0.1, 0.2, 0.3]", "num-clients = [200, 300]", "is in"),
+        ("learning-rate = [0.1, 0.2, 0.3]", "dp-fedavg.relation = ['replace-one', 'add-or-remove-one']", "differ in relation"),
         ("learning-rate = [0.1, 0.2, 0.3]", "dp-fedavg.delta = [1e-4, 1e-3]", "differ in delta"),
         ("learning-rate = [0.1, 0.2, 0.3]", "dp-fedavg.noise-multiplier = [1.0, 0.0]", "is not private"),
-        ("mnist-dp-fedavg", "mnist-nbafl", "which sees every run"),
     ],
 )
 def test_what_a_choice_can_not_cover_is_refused(write, old, new, message):
-    text = FILE.replace(old, new)
-    if new == "mnist-nbafl":
-        text = PRIVATE.join(['app = "mnist-nbafl"\nselect = {metric = "private-accuracy"}\n', ""])
-    if message == "is in":
-        text, message = FILE.replace(old, "dp-fedavg.relation = ['replace-one', 'add-or-remove-one']"), "differ in relation"
     with pytest.raises(ValueError, match=message):
-        PrivateSweep.read(write(text))
+        PrivateSweep.read(write(FILE.replace(old, new)))
+
+
+def test_a_choice_of_local_methods_hides_nothing_from_the_server(write):
+    with pytest.raises(ValueError, match="which sees every run"):
+        PrivateSweep.read(write(f'app = "mnist-nbafl"\nselect = {{metric = "private-accuracy"}}\n{PRIVATE}'))
 
 
 def test_public_test_data_and_another_law_are_taken_at_their_word(write):
-    text = FILE.replace("private-accuracy", "accuracy").replace(
-        "mean = 4", 'mean = 4\nshape = "poisson"\npublic-test-data = true'
-    )
-    sweep = PrivateSweep.read(write(text))
+    text = FILE.replace("private-accuracy", "accuracy")
+    sweep = PrivateSweep.read(write(text.replace("mean = 4", 'mean = 4\nshape = "poisson"\npublic-test-data = true')))
     assert sweep.number == Poisson(mean=4)
     assert "on test records that are public" in str(sweep._statement(sweep.candidates[0], {}, chosen=True))
 
 
-def test_the_smallest_score_may_be_the_best(write):
-    sweep = PrivateSweep.read(write(FILE.replace("max", "min")))
-    place = Drawn(sweep.path.parent / "none")
-    (place.path / "one").mkdir(parents=True)
-    for name, text in {"run-config.toml": "", "model.safetensors": "", "model.json": "{}"}.items():
-        (place.path / "one" / name).write_text(text)
-    (place.path / "one" / "metrics.jsonl").write_text('{"round": 2, "private-accuracy": 0.25}\n')
-    (place.path / "one" / "statement.json").write_text(json.dumps(sweep.candidates[0].statement.to_dict()))
-    trial = private_choice.Trial(name="one", point=0, seed=1)
-    assert sweep.score(place.path / "one", trial, place) == -0.25
-
-
 def test_a_dry_run_tells_the_cost_and_starts_nothing(write, tmp_path):
-    result = CliRunner().invoke(
-        app, ["sweep", str(write(FILE)), "--private-selection", "--output-dir", str(tmp_path / "out"), "--dry-run"]
-    )
+    arguments = ["--private-selection", "--output-dir", str(tmp_path / "out"), "--dry-run"]
+    result = CliRunner().invoke(app, ["sweep", str(write(FILE)), *arguments])
     assert result.exit_code == 0
     assert result.stdout.startswith("The best of K runs by private-accuracy (max), each with one of 3 points")
     assert result.stdout.count("flower-dp run mnist-dp-fedavg") == 3

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
+from typing import Any
 
 import psutil
 import pytest
@@ -26,34 +28,22 @@ from tests.torch_free import module
 
 
 @pytest.fixture
-def call(tmp_path, monkeypatch):
-    """Run `flower-dp sweep` in a process of its own, as a user does."""
+def begin(tmp_path, monkeypatch):
+    """Begin `flower-dp sweep` in a process of its own, as a user does."""
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-
+    command = [sys.executable, "-m", "flower_dp.cli.entry", "sweep"]
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     begun = []
 
-    def begin(*arguments):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flower_dp.cli.entry", "sweep", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        begun.append(process)
-        return process
+    def process(*arguments):
+        begun.append(subprocess.Popen([*command, *map(str, arguments)], **output))
+        return begun[-1]
 
-    def run(*arguments):
-        process = begin(*arguments)
-        out, _ = process.communicate(timeout=900)
-        return process.returncode, out
-
-    run.begin = begin
-    yield run
-    for process in begun:  # of a test that has failed
-        process.kill()
-        process.communicate()
+    yield process
+    for one in begun:  # of a test that has failed
+        one.kill()
+        one.communicate()
 
 
 def rows(folder):
@@ -88,45 +78,39 @@ REPAIRED = STOCK.replace("FAILS, DIES, WAITS = 0.02, 0.03", "FAILS, DIES, WAITS 
 FILE = "app = 'mine'\nseeds = 1\nat-once = 1\n[settings]\nnum-rounds = 12\n[grid]\nlearning-rate = [0.02, 0.03, 0.1, 0.2]\n"
 
 
-class Making:
-    """A sweep of four runs: one fails, one dies with its process, one ends, and one waits for `HOLD` after five evaluations."""
-
-    def __init__(self, call, write, folder):
-        self.call, self.write, self.path = call, write, write(FILE)
-        self.out = folder / "out"
-        self.sweep = SweepFolder(self.out)
-        self.folders = [self.sweep.of(run) for run in Sweep.read(self.path).runs]
-        *_, self.ends, self.waits = self.folders
-
-    def stopped_by(self, signum, num_lines):
-        """Make it until the run that waits has so many lines of metrics; return the command's status, output and processes."""
-        process = self.call.begin(self.path, "--output-dir", self.out)
-        seen = set()
-        deadline = time.monotonic() + 600
-        while len(read_metrics(self.waits)) < num_lines and process.poll() is None and time.monotonic() < deadline:
-            seen.update(psutil.Process(process.pid).children(recursive=True))
-            time.sleep(0.2)
-        os.kill(process.pid, signum)
-        said, _ = process.communicate(timeout=600)
-        return process.returncode, said, seen
-
-    @property
-    def finished(self):
-        return [is_finished(folder) for folder in self.folders]
-
-    @property
-    def together(self):
-        (found,) = json.loads((self.out / "statement.json").read_text())["together"]
-        return found
-
-
 def epsilon_of(run):
     return json.loads((run / "statement.json").read_text())["epsilon"]
 
 
-def assert_interrupted(made):
-    """The others go on after a failure and a death, and Ctrl-C leaves no process."""
-    status, said, seen = made.stopped_by(signal.SIGINT, 4)
+def together_of(out):
+    (found,) = json.loads((out / "statement.json").read_text())["together"]
+    return found
+
+
+def interrupted(process, waits, num_lines):
+    """Press Ctrl-C when the run that waits has so many lines of metrics; return the status, the output and the processes."""
+    seen = set()
+    deadline = time.monotonic() + 600
+    while len(read_metrics(waits)) < num_lines and process.poll() is None and time.monotonic() < deadline:
+        seen.update(psutil.Process(process.pid).children(recursive=True))
+        time.sleep(0.2)
+    os.kill(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=600)
+    return process.returncode, said, seen
+
+
+@pytest.mark.flwr_run
+def test_a_sweep_of_which_runs_fail_and_die_is_interrupted_and_goes_on(begin, write, own_app, tmp_path, monkeypatch):
+    """Of four runs one fails, one dies with its process, one ends, and one waits for `HOLD` after five evaluations."""
+    hold, out, path = tmp_path / "hold", tmp_path / "out", write(FILE)
+    hold.touch()
+    monkeypatch.setenv("HOLD", str(hold))
+    (own_app / "my_app.py").write_text(STOCK)
+    sweep = SweepFolder(out)
+    folders = [sweep.of(run) for run in Sweep.read(path).runs]
+    *_, ends, waits = folders
+    status, said, seen = interrupted(begin(path, "--output-dir", out), waits, 4)
+    # The others go on after a failure and a death, and Ctrl-C leaves no process.
     assert status == 130, said
     assert re.search(r"\[1/4\] learning-rate=0.02, seed 0: FAILED: .*told to fail; its log is", said)
     assert "learning-rate=0.03, seed 0: LOST: the process that ran the app ended before the run did; its log is" in said
@@ -134,51 +118,32 @@ def assert_interrupted(made):
     assert "interrupted by SIGINT; nothing is left running" in said
     assert "It goes on with: flower-dp sweep" in said
     assert [process for process in seen if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
-    with made.sweep.locked():
+    with sweep.locked():
         pass  # by nobody
-    assert made.finished == [False, False, True, False]
-    assert (made.waits / "statement.txt").exists()
-    assert [row["state"] == "finished" for row in rows(made.out)] == made.finished
+    assert [is_finished(folder) for folder in folders] == [False, False, True, False]
+    assert [row["state"] == "finished" for row in rows(out)] == [False, False, True, False]
     # The others had charged nothing.
-    alone, begun = epsilon_of(made.ends), epsilon_of(made.waits)
-    assert alone < made.together["epsilon"] < alone + begun
-
-
-def assert_ended(made, kept):
-    """What has failed or died is made again; the other goes on, and no round of it is charged twice."""
-    status, said = made.call(made.path, "--output-dir", made.out)
-    assert status == 0, said
-    assert "1 of 4 runs have finished before" in said
-    assert "3 runs to make, 1 at once" in said
-    assert "1 of them from a checkpoint" in said
-    now = read_metrics(made.waits)
-    assert now[: len(kept) - 1] == kept[:-1]  # whose evaluation may have been cut
-    assert now[-1]["round"] == 12
-    assert json.loads((made.waits / "statement.json").read_text())["num_rounds"] == 12
-    found = rows(made.out)
-    assert {row["state"] for row in found} == {"finished"}
-    assert len({row["process"] for row in found}) == 2  # a warm process makes all of a time
-    assert (made.out / "table.md").read_text().count(" | 1 | 25.00 | ") == 4
-    assert (made.out / "figure.png").exists()
-    assert made.together["runs"] == 4
-    assert epsilon_of(made.ends) < made.together["epsilon"] < 4 * epsilon_of(made.ends)
-
-
-@pytest.mark.flwr_run
-def test_a_sweep_of_which_runs_fail_and_die_is_interrupted_and_goes_on(call, write, own_app, tmp_path, monkeypatch):
-    hold = tmp_path / "hold"
-    hold.touch()
-    monkeypatch.setenv("HOLD", str(hold))
-    (own_app / "my_app.py").write_text(STOCK)
-    made = Making(call, write, tmp_path)
-    assert_interrupted(made)
-    first, kept = made.ends / "metrics.jsonl", read_metrics(made.waits)
-    done = first.stat().st_mtime_ns
+    assert epsilon_of(ends) < together_of(out)["epsilon"] < epsilon_of(ends) + epsilon_of(waits)
+    kept, done = read_metrics(waits), (ends / "metrics.jsonl").stat().st_mtime_ns
     assert 4 <= len(kept) < 13
     (own_app / "my_app.py").write_text(REPAIRED)
     hold.unlink()
-    assert_ended(made, kept)
-    assert first.stat().st_mtime_ns == done
+    again = begin(path, "--output-dir", out)
+    said, _ = again.communicate(timeout=900)
+    # What has failed or died is made again; the other goes on, and no round of it is charged twice.
+    assert again.returncode == 0, said
+    for text in ("1 of 4 runs have finished before", "3 runs to make, 1 at once", "1 of them from a checkpoint"):
+        assert text in said
+    now = read_metrics(waits)
+    assert now[: len(kept) - 1] == kept[:-1]  # whose evaluation may have been cut
+    assert now[-1]["round"] == json.loads((waits / "statement.json").read_text())["num_rounds"] == 12
+    assert {row["state"] for row in rows(out)} == {"finished"}
+    assert len({row["process"] for row in rows(out)}) == 2  # a warm process makes all of a time
+    assert (out / "table.md").read_text().count(" | 1 | 25.00 | ") == 4
+    assert (out / "figure.png").exists()
+    assert together_of(out)["runs"] == 4
+    assert epsilon_of(ends) < together_of(out)["epsilon"] < 4 * epsilon_of(ends)
+    assert (ends / "metrics.jsonl").stat().st_mtime_ns == done
 
 
 @pytest.fixture
@@ -221,18 +186,13 @@ def in_this_process(*arguments):
     return done.exit_code, done.output
 
 
-class Failing:
+class Failing(AbstractContextManager):
     """Stands for the pool: all runs fail."""
 
-    status = "failed"
-    sweep = None
-    count = 1
+    status, sweep, count = "failed", None, 1
 
     def __init__(self, *_, **__):
         pass
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         pass
@@ -283,13 +243,12 @@ def test_the_commands_are_shown_without_a_folder(write, tmp_path):
     file = write("seeds = [4]\n[grid]\nnum-rounds = [1, 2]")
     status, said = in_this_process(file, "--output-dir", tmp_path / "out", "--dry-run")
     assert status == 0
+    assert [line.startswith("flower-dp run --set num-rounds=") for line in said.splitlines()] == [True, True]
     # It writes nothing, and needs no place for it; a sweep does.
     assert in_this_process(file, "--dry-run") == (status, said)
+    assert not (tmp_path / "out").exists()
     status, missing = in_this_process(file)
     assert (status, "--output-dir" in missing) == (2, True)
-    assert [line for line in said.splitlines() if line.startswith("flower-dp run --set num-rounds=")] == said.splitlines()
-    assert len(said.splitlines()) == 2
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("no_process")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_dp.apps.tasks import NoSettings, Task
+from flower_dp.apps.tasks import NoSettings, Task, files
 from flower_dp.core.checks import bad
 
 MODELS = ("logistic", "mlp")
@@ -26,9 +26,6 @@ _RANGES = (
     *((7.93, 36.04), (12.02, 49.54), (50.41, 251.2), (185.2, 4254.0), (0.071, 0.223)),
     *((0.027, 1.058), (0.0, 1.252), (0.0, 0.291), (0.156, 0.664), (0.055, 0.208)),
 )
-# A fifth of each class, the same for all runs.
-_TEST_RATIO = 0.2
-_SPLIT_SEED = 0
 
 
 def num_features(own: NoSettings) -> int:
@@ -54,19 +51,14 @@ def load(data_dir: str, own: NoSettings) -> Task:
         raise ValueError("task='breast-cancer' needs scikit-learn (pip install 'flower-dp[app]')") from error
     table, labels = load_breast_cancer(return_X_y=True)
     lowest, highest = np.asarray(_RANGES).T
-    if table.shape != (569, len(_RANGES)):
-        raise ValueError(f"scikit-learn's breast cancer set has the shape {table.shape}, must be (569, {len(_RANGES)})")
     inputs = ((2 * table - lowest - highest) / (highest - lowest)).astype(np.float32)
     labels = labels.astype(np.int64)
-    rng = np.random.default_rng(_SPLIT_SEED)
-    by_class = [rng.permutation(np.flatnonzero(labels == label)) for label in CLASSES]
-    test = rng.permutation(np.concatenate([rows[: int(_TEST_RATIO * len(rows))] for rows in by_class]))
-    train = rng.permutation(np.concatenate([rows[int(_TEST_RATIO * len(rows)) :] for rows in by_class]))
+    train, test = files.split(labels, len(CLASSES))
     return Task(
         name="breast-cancer",
         train_inputs=inputs[train],
         train_labels=labels[train],
         test_inputs=inputs[test],
         test_labels=labels[test],
-        source="569 records of Breast Cancer Wisconsin (diagnostic) in scikit-learn",
+        source=f"{len(table)} records of Breast Cancer Wisconsin (diagnostic) in scikit-learn",
     )

@@ -39,10 +39,8 @@ def load(data_dir: str, own: NoSettings) -> Task:
         ValueError: If they cannot be read, or are not the published files: torchvision unpickles these alone.
     """
     if files.is_missing(data_dir):
-        raise files.missing(
-            f"task='cifar-10' needs cifar-10-batches-py: --set data-dir=FOLDER with it (from {_SOURCE}), or "
-            f"data-dir={DOWNLOAD_PREFIX}FOLDER to download it there"
-        )
+        wanted = f"--set data-dir=FOLDER with it (from {_SOURCE}), or data-dir={DOWNLOAD_PREFIX}FOLDER to download it there"
+        raise files.missing(f"task='cifar-10' needs cifar-10-batches-py: {wanted}")
     asked, root = data_dir.startswith(DOWNLOAD_PREFIX), download_folder(data_dir)
     train_inputs, train_labels = _read(root, data_dir, train=True, download=asked)
     test_inputs, test_labels = _read(root, data_dir, train=False, download=False)
@@ -70,13 +68,9 @@ def _read(root: Path, data_dir: str, *, train: bool, download: bool) -> tuple[np
     except ImportError as error:
         raise BadValue("task", f"task='cifar-10': {vision.NEEDED}") from error
     except (OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise refusal(
-            "data-dir",
-            data_dir,
-            f"torchvision has no whole cifar-10-batches-py in {root.absolute()} ({reason}); must be a folder with it (from "
-            f"{_SOURCE}), or '{DOWNLOAD_PREFIX}' and a folder to download to",
-        ) from error
+        why = f"torchvision has no whole cifar-10-batches-py in {root.absolute()} ({' '.join(str(error).split())})"
+        wanted = f"must be a folder with it (from {_SOURCE}), or '{DOWNLOAD_PREFIX}' and a folder to download to"
+        raise refusal("data-dir", data_dir, f"{why}; {wanted}") from error
     # torchvision has the colours last, as pictures are drawn; torch's convolutions take them first.
     inputs = np.ascontiguousarray(dataset.data.transpose(0, 3, 1, 2))
     return inputs, np.asarray(dataset.targets, dtype=np.int64)

@@ -37,18 +37,13 @@ def load(data_dir: str, own: NoSettings) -> Task:
         ValueError: If they cannot be read, or are not evenly many of each class: MNIST's files have the same names.
     """
     if files.is_missing(data_dir):
-        raise files.missing(
-            f"task='fashion-mnist' needs its four idx files: --set data-dir=FOLDER with them (from {_SOURCE}), or "
-            "data-dir=torchvision:FOLDER to download them there"
-        )
+        wanted = f"--set data-dir=FOLDER with them (from {_SOURCE}), or data-dir=torchvision:FOLDER to download them there"
+        raise files.missing(f"task='fashion-mnist' needs its four idx files: {wanted}")
     images = _FULL.load(data_dir)
     for part, labels in (("train", images.train_labels), ("t10k", images.test_labels)):
         counts = np.bincount(labels, minlength=len(CLASSES))
         if counts.min() != counts.max():
-            raise refusal(
-                "data-dir",
-                data_dir,
-                f"the labels of {part} are {counts.min()} to {counts.max()} of a class, but Fashion-MNIST has equally many of "
-                f"each; are these the files of MNIST? Those of Fashion-MNIST are at {_SOURCE}",
-            )
+            why = f"the labels of {part} are {counts.min()} to {counts.max()} of a class, and not equally many of each"
+            other = f"are these the files of MNIST? Those of Fashion-MNIST are at {_SOURCE}"
+            raise refusal("data-dir", data_dir, f"{why}; {other}")
     return images

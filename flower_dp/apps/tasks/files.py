@@ -2,10 +2,24 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from flower_dp.core.checks import BadValue, refusal
 
 # The value of data-dir in presets whose data are not in the package.
 NEEDED = "NEEDED"
+
+
+def split(labels: np.ndarray, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the places of records to train and to test with: a fifth of each class of 0, 1, ... is for tests.
+
+    It follows from the labels alone: the test set is public, and the same for all runs.
+    """
+    rng = np.random.default_rng(0)
+    by_class = [rng.permutation(np.flatnonzero(labels == label)) for label in range(num_classes)]
+    test = rng.permutation(np.concatenate([rows[: len(rows) // 5] for rows in by_class]))
+    train = rng.permutation(np.concatenate([rows[len(rows) // 5 :] for rows in by_class]))
+    return train, test
 
 
 def is_missing(data_dir: str) -> bool:

@@ -97,12 +97,9 @@ class Collection:
     def _find(self, folder: Path, name: str, data_dir: str) -> Path:
         path = self._search(folder, name)
         if path is None:
-            raise refusal(
-                "data-dir",
-                data_dir,
-                f"{name}[.gz] is neither in {folder.absolute()} nor in its {self.torchvision}/raw; must be {self.otherwise}a "
-                f"folder with {self.name}'s idx files, or '{DOWNLOAD_PREFIX}' and a folder to download to",
-            )
+            why = f"{name}[.gz] is neither in {folder.absolute()} nor in its {self.torchvision}/raw"
+            wanted = f"a folder with {self.name}'s idx files, or '{DOWNLOAD_PREFIX}' and a folder to download to"
+            raise refusal("data-dir", data_dir, f"{why}; must be {self.otherwise}{wanted}")
         return path
 
     def _download(self, data_dir: str) -> Path:
@@ -114,13 +111,9 @@ class Collection:
         except ImportError as error:
             raise refusal("data-dir", data_dir, vision.NEEDED) from error
         except (OSError, RuntimeError) as error:
-            reason = " ".join(str(error).split())  # torchvision's has many lines
-            raise refusal(
-                "data-dir",
-                data_dir,
-                f"torchvision could not put {self.name} there ({reason}); without internet use {self.otherwise}a folder that has "
-                f"{self.name}'s idx files",
-            ) from error
+            why = f"torchvision could not put {self.name} there ({' '.join(str(error).split())})"  # whose text has many lines
+            instead = f"without internet use {self.otherwise}a folder that has {self.name}'s idx files"
+            raise refusal("data-dir", data_dir, f"{why}; {instead}") from error
         return root
 
 

@@ -83,10 +83,14 @@ def partition(
             `records_per_client`.
     """
     labels = np.asarray(labels)
-    _check_population(kind, labels, num_clients=num_clients, records_per_client=records_per_client, seed=seed)
+    _check_population(kind, labels, num_clients, records_per_client)
+    checks.integer("seed", seed, at_least=0)
     if kind == "sample":
         return Sampled(num_records=len(labels), records_per_client=records_per_client, num_clients=num_clients, seed=seed)
-    _check_heterogeneity(kind, labels, dirichlet_alpha=dirichlet_alpha, classes_per_client=classes_per_client)
+    if kind == "dirichlet":
+        checks.number("dirichlet-alpha", dirichlet_alpha, above=0)
+    if kind in WITH_CLASSES and not 1 <= classes_per_client <= (num_classes := len(np.unique(labels))):
+        raise checks.bad("classes-per-client", classes_per_client, f"1 to {num_classes}, the number of classes")
     rng = np.random.default_rng(seed)
     if kind == "natural":
         clients = _natural(groups, num_clients)
@@ -101,36 +105,25 @@ def partition(
     smallest = min(range(num_clients), key=lambda client: len(clients[client]))
     if len(clients[smallest]) < max(1, records_per_client):
         wanted = f"records-per-client={records_per_client}" if records_per_client else f"num-clients={num_clients}"
-        raise ValueError(
-            f"{wanted}: client {smallest} gets only {len(clients[smallest])} of the {len(labels)} records that the "
-            f"{kind} partition deals to num-clients={num_clients}"
-        )
+        dealt = f"the {len(labels)} records that the {kind} partition deals to num-clients={num_clients}"
+        raise ValueError(f"{wanted}: client {smallest} gets only {len(clients[smallest])} of {dealt}")
     if records_per_client:
         rng = np.random.default_rng((seed, 1))  # another stream than the deal's
         clients = [rng.choice(records, records_per_client, replace=False) for records in clients]
     return clients
 
 
-def _check_population(kind: str, labels: np.ndarray, *, num_clients: int, records_per_client: int, seed: int) -> None:
+def _check_population(kind: str, labels: np.ndarray, num_clients: int, records_per_client: int) -> None:
     checks.one_of("partition", kind, PARTITIONS)
     if labels.ndim != 1 or len(labels) == 0 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(f"labels: must be a non-empty row of integers, is {labels.dtype} of shape {labels.shape}")
     checks.integer("num-clients", num_clients, at_least=1)
     if kind != "sample" and num_clients > len(labels):
         raise checks.bad("num-clients", num_clients, f"at most the number of training records, {len(labels)}")
-    checks.integer("seed", seed, at_least=0)
     lowest = 1 if kind == "sample" else 0
     if not lowest <= records_per_client <= len(labels):
         wanted = f"{lowest} to {len(labels)}, the number of training records, under partition={kind!r}"
         raise checks.bad("records-per-client", records_per_client, wanted)
-
-
-def _check_heterogeneity(kind: str, labels: np.ndarray, *, dirichlet_alpha: float, classes_per_client: int) -> None:
-    if kind == "dirichlet":
-        checks.number("dirichlet-alpha", dirichlet_alpha, above=0)
-    num_classes = len(np.unique(labels))
-    if kind in WITH_CLASSES and not 1 <= classes_per_client <= num_classes:
-        raise checks.bad("classes-per-client", classes_per_client, f"1 to {num_classes}, the number of classes")
 
 
 def _natural(groups: np.ndarray | None, num_clients: int) -> list[np.ndarray]:
@@ -162,10 +155,8 @@ def _label_shards(labels: np.ndarray, num_clients: int, shards_per_client: int, 
     num_shards = num_clients * shards_per_client
     size = len(labels) // num_shards
     if size == 0:
-        raise ValueError(
-            f"num-clients={num_clients}: with classes-per-client={shards_per_client} needs {num_shards} shards, but "
-            f"there are only {len(labels)} training records"
-        )
+        needs = f"with classes-per-client={shards_per_client} needs {num_shards} shards"
+        raise ValueError(f"num-clients={num_clients}: {needs}, but there are only {len(labels)} training records")
     # The order is random first, so that what fills no shard is not always of the last class, nor a shard's records
     # always neighbours in the file.
     order = rng.permutation(len(labels))[: num_shards * size]
@@ -186,9 +177,8 @@ def _through_flwr_datasets(
 
         partitioner: Any
         if kind == "dirichlet":
-            partitioner = parts.DirichletPartitioner(
-                num_clients, "label", float(dirichlet_alpha), min_partition_size=1, seed=seed
-            )
+            alpha = float(dirichlet_alpha)
+            partitioner = parts.DirichletPartitioner(num_clients, "label", alpha, min_partition_size=1, seed=seed)
         else:
             # This assignment gives the first class round robin, so every class is used.
             partitioner = parts.PathologicalPartitioner(
@@ -199,7 +189,5 @@ def _through_flwr_datasets(
             return [np.asarray(partitioner.load_partition(client)["index"][:], dtype=np.int64) for client in range(num_clients)]
         except ValueError as error:
             setting = f"dirichlet-alpha={dirichlet_alpha}" if kind == "dirichlet" else f"classes-per-client={classes_per_client}"
-            raise ValueError(
-                f"num-clients={num_clients}: {len(labels)} records cannot be dealt so with {setting} that every client "
-                f"gets at least one; use fewer clients, or another value ({error})"
-            ) from error
+            why = f"{len(labels)} records cannot be dealt so with {setting} that every client gets at least one ({error})"
+            raise ValueError(f"num-clients={num_clients}: {why}; use fewer clients, or another value") from error
