@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 from scipy import optimize, stats
 
 
@@ -21,3 +22,10 @@ def _epsilon(mu: float, delta: float) -> float:
         return math.exp(first) - math.exp(epsilon + second) - delta
 
     return 0.0 if excess(0.0) <= 0 else float(optimize.brentq(excess, 0.0, mu**2 / 2 + 20 * mu + 1, xtol=1e-13))
+
+
+def assert_std(noise: np.ndarray, std: float, false_alarm: float = 1e-6) -> None:
+    """Gaussian noise has this std (chi-square, exact), and a scale 5 % off is noticed: that takes 20,000 draws."""
+    low, high = stats.chi2.interval(1 - false_alarm, noise.size)
+    squares = np.sum(np.square(noise.astype(np.float64))) / std**2
+    assert [low < squares * wrong**2 < high for wrong in (0.95, 1.0, 1.05)] == [False, True, False]
