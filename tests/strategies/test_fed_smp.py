@@ -1,7 +1,6 @@
 """Fed-SMP on the client: mask, then clip and noise on the kept coordinates alone."""
 
 import json
-import math
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import torch
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
-from scipy import stats
 from torch import nn
 
 from flower_dp import wire
@@ -19,13 +17,15 @@ from flower_dp.clients.reply.parts import Mask
 from flower_dp.core.compression import decode
 from flower_dp.core.noise import lattice_step
 from flower_dp.core.sampling import FullSampling
-from flower_dp.strategies import DPFedSAM, FedSMP
+from flower_dp.strategies import FedSMP
 from flower_dp.wire import Answer, Ask, Instruction, RoundMask
 from tests.asks import config_of, forged, masked
-from tests.clients.test_client import FALSE_ALARM, _client, _records
-from tests.grids import LocalGrid
+from tests.clients.test_client import _client, _records
+from tests.closed_forms import assert_std
+from tests.grids import LocalGrid, asks_to_train
 
 SIZE, KEPT = 40_000, 20_000
+WORDS: dict[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
 
 
 def masked_ask(*, size: int = SIZE, keep_ratio: float = 0.5, seed: int = 11, **changes: Any) -> Ask:
@@ -49,38 +49,16 @@ def fit(client: Any, names: tuple[str, ...], asked: Ask) -> tuple[np.ndarray, An
     return decode(wire.payload_of(ArrayRecord(arrays), read.payload, size), size, mask=coordinates(asked, size)), read
 
 
-def others(mask: np.ndarray) -> np.ndarray:
-    return np.setdiff1d(np.arange(SIZE), mask)
-
-
-def fits(values: np.ndarray, std: float) -> bool:
-    """Whether values look like Gaussian noise of this std, with a false alarm in a million."""
-    return bool(stats.kstest(values, stats.norm(0, std).cdf).pvalue > FALSE_ALARM)
-
-
 @pytest.mark.parametrize("placement", ["distributed", "central"])
 def test_only_kept_coordinates_leave_and_the_payload_is_their_values(placement: str) -> None:
     table = masked_ask(placement=placement, noise_std=0.5 if placement == "distributed" else 0.0)
     total, answer = fit(_client({"a": _records(np.ones(SIZE))}), ("a",), table)
     mask = coordinates(table, SIZE)
     assert len(mask) == KEPT
-    assert not total[others(mask)].any()
+    assert not np.delete(total, mask).any()
     assert np.count_nonzero(total[mask]) > 0.99 * KEPT
     assert answer.payload["encoding"] == "rand-k"
     assert answer.payload_bytes == 4 * KEPT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("noise_std", "hosted"), [(0.02, 1), (3.0, 3)])
-def test_noise_on_kept_coordinates_has_the_right_std_and_a_wrong_one_is_rejected(noise_std: float, hosted: int) -> None:
-    size = 5 * SIZE
-    names = tuple(f"c{i}" for i in range(hosted))
-    table = masked_ask(noise_std=noise_std)
-    total, _ = fit(_client({name: _records(np.zeros(size)) for name in names}, noise_seed=41), names, table)
-    kept, std = total[coordinates(table, size)], noise_std * math.sqrt(hosted)
-    assert fits(kept, std)
-    assert not fits(kept, 1.05 * std)
-    assert not fits(kept, 0.95 * std)
 
 
 def test_the_clip_bounds_the_masked_update() -> None:
@@ -105,23 +83,6 @@ def test_the_lattice_is_that_of_the_kept_coordinates() -> None:
     total, _ = fit(_client({"a": _records(np.ones(SIZE))}), ("a",), table)
     np.testing.assert_array_equal(total / step, np.rint(total / step))
     assert (total / step % 2).any()
-
-
-def test_clients_of_a_round_share_the_mask_and_no_data_chooses_it() -> None:
-    table = masked_ask(placement="central", noise_std=0.0)
-    rows = {name: np.random.default_rng(i).standard_normal(SIZE) * 10.0**i for i, name in enumerate("ab")}
-    kept = []
-    for name, row in rows.items():
-        total, _ = fit(_client({name: _records(row)}), (name,), table)
-        kept.append(np.flatnonzero(total))
-        # Less than a step of an entry is rounded away.
-        assert set(kept[-1]) <= set(coordinates(table, SIZE))
-        assert len(kept[-1]) > 0.95 * KEPT
-    both, _ = fit(_client({name: _records(row) for name, row in rows.items()}), ("a", "b"), table)
-    assert set(np.flatnonzero(both)) <= set(coordinates(table, SIZE))
-    other, _ = fit(_client({"a": _records(rows["a"])}), ("a",), masked_ask(placement="central", noise_std=0.0, seed=12))
-    # Two masks of half the coordinates share a quarter of them; the standard deviation of that is 50.
-    assert abs(len(np.intersect1d(np.flatnonzero(other), coordinates(table, SIZE))) - SIZE / 4) < 1000
 
 
 def test_the_order_and_the_client_draw_one_mask() -> None:
@@ -150,17 +111,11 @@ def test_a_payload_under_another_mask_is_refused() -> None:
         {"placement": "local"},
         {"placement": "central"},
         {"noise_std": 0.0},
-        {"noise_std": -0.1},
-        {"mask": {"type": "seed", "seed": 7, "keep_ratio": 0.0}},
         {"mask": {"type": "seed", "seed": 7, "keep_ratio": 1.5}},
         {"mask": {"type": "seed", "seed": 7}},
-        {"mask": {"type": "seed", "seed": -1, "keep_ratio": 0.5}},
-        {"mask": {"type": "seed", "seed": 1.5, "keep_ratio": 0.5}},
         {"mask": {"type": "seed", "seed": 2**63, "keep_ratio": 0.5}},
-        {"mask": {"type": "seed", "keep_ratio": 0.5}},
         {"keep_ratio": 0.5},  # of what noise has changed: goes with no mask
         {"quantization_levels": 3},
-        {"extra": 1},
     ],
 )
 def test_asks_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
@@ -184,27 +139,21 @@ def still(num_clients, outputs=2000):
     return client_app(client_fn)
 
 
-def masks_of(grid, size=4000):
+def masks_of(grid: LocalGrid) -> list[Any]:
     """The mask of every round, as it was asked of clients: of all of them the same."""
-    masks = {}
-    for message in grid.sent:
-        if message.metadata.message_type == "train":
-            (config,) = (record for record in message.content.config_records.values() if wire.KEY in record)
-            instruction = wire.instruction_of(config)
-            masks.setdefault(instruction.server_round, set()).add(instruction.ask.mask)
+    masks: dict[int, set[Any]] = {}
+    for message in filter(asks_to_train, grid.sent):
+        (config,) = (record for record in message.content.config_records.values() if wire.KEY in record)
+        asked = wire.instruction_of(config)
+        masks.setdefault(asked.server_round, set()).add(asked.ask.mask)
     assert all(len(asked) == 1 for asked in masks.values())
-    return [mask.indices(size) for _, (mask,) in sorted(masks.items())]
+    return [mask for _, (mask,) in sorted(masks.items())]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("placement", "mask", "drop"),
-    [("central", "rand-k", 1), ("central", "top-k", 0), ("distributed", "rand-k", 0), ("distributed", "top-k", 1)],
-)
+@pytest.mark.parametrize(("placement", "mask", "drop"), [("central", "rand-k", 1), ("distributed", "top-k", 1)])
 def test_noise_is_on_the_rounds_mask_alone_and_of_the_right_std(placement, drop, mask):
-    sampling = FullSampling()
-    arguments = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": sampling, "num_clients": 4, "delta": 1e-3}
-    strategy = FedSMP(**arguments, keep_ratio=0.25, placement=placement, mask=mask)
+    strategy = FedSMP(**WORDS, keep_ratio=0.25, placement=placement, mask=mask)
     grid = LocalGrid(still(4, 10_000), 4, tamper=lambda node, reply: [] if strategy.rounds and node <= drop else [reply])
     models = []
 
@@ -216,27 +165,12 @@ def test_noise_is_on_the_rounds_mask_alone_and_of_the_right_std(placement, drop,
     torch.nn.init.zeros_(start.bias)
     strategy.start(grid, model_arrays(start), num_rounds=8, evaluate_fn=keep)
     steps = np.diff(np.stack(models), axis=0)
-    values, masks = [], masks_of(grid, 20_000)
+    values, masks = [], [mask.indices(20_000) for mask in masks_of(grid)]
     for step, kept in zip(steps, masks, strict=True):
-        outside = np.ones(20_000, bool)
-        outside[kept] = False
-        assert np.abs(step[outside]).max() < 1e-6  # what float32 makes of adding nothing
+        assert np.abs(np.delete(step, kept)).max() < 1e-6  # what float32 makes of adding nothing
         values.append(step[kept])
     assert len({kept.tobytes() for kept in masks}) == 8
-    ratio = np.sum(np.concatenate(values) ** 2) / (0.8 * 0.5 / 4) ** 2
-    low, high = stats.chi2.interval(1 - 1e-6, 40_000)
-    assert low < ratio < high
-    assert not low < 1.05**2 * ratio < high
-    assert not low < ratio / 1.05**2 < high
-
-
-def test_the_statement_is_that_of_the_noised_sum():
-    arguments = {"clip_norm": 0.5, "noise_multiplier": 0.8, "sampling": FullSampling(), "num_clients": 4, "delta": 1e-3}
-    masked, whole = FedSMP(**arguments, keep_ratio=0.25), DPFedSAM(**arguments)
-    for strategy in (masked, whole):
-        strategy.start(LocalGrid(still(4), 2), model_arrays(nn.Linear(1, 2000)), num_rounds=3)
-    assert masked.statement.epsilon == whole.statement.epsilon
-    assert masked.rounds[0].bytes_per_client == 1000 * 4
+    assert_std(np.concatenate(values), 0.8 * 0.5 / 4)
 
 
 def test_coordinates_beside_the_mask_are_not_taken_from_a_reply():
@@ -250,12 +184,11 @@ def test_coordinates_beside_the_mask_are_not_taken_from_a_reply():
         config["flower-dp"] = json.dumps(answer)
         return [reply]
 
-    strategy = FedSMP(clip_norm=0.5, noise_multiplier=0, sampling=FullSampling(), num_clients=1, delta=1e-3, placement="central")
+    strategy = FedSMP(**WORDS | {"noise_multiplier": 0, "num_clients": 1}, placement="central")
     start = model_arrays(nn.Linear(1, 2000))
     grid = LocalGrid(still(1), 1, tamper=forge)
     result = strategy.start(grid, start, num_rounds=1)
-    moved = np.concatenate([array.numpy().ravel() for array in result.arrays.values()]) - np.concatenate(
-        [array.numpy().ravel() for array in start.values()]
-    )
-    assert set(np.flatnonzero(moved)) <= set(masks_of(grid)[0])
+    before, after = (np.concatenate([array.numpy().ravel() for array in record.values()]) for record in (start, result.arrays))
+    moved = after - before
+    assert set(np.flatnonzero(moved)) <= set(masks_of(grid)[0].indices(4000))
     assert np.linalg.norm(moved) == pytest.approx(0.5, rel=1e-4)
