@@ -18,7 +18,6 @@ from flower_dp.privacy.charges import EVERY_CLIENT, Charge, History, Scope
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
 from flower_dp.strategies import DPFedAvg, PrivateEvaluation
-from flower_dp.strategies.dp_pasgd import ResourceBudget, Resources
 from flower_dp.strategies.log import MemoryLog, StoreLog
 from flower_dp.strategies.releases.left_out import RoundLeftOut
 from flower_dp.strategies.releases.limits import Limits
@@ -129,24 +128,6 @@ def test_the_standard_error_is_the_spread_of_the_value(heard, part, bound, metri
 
 
 # What a device has spent
-
-
-@quickly(40)
-@given(
-    st.integers(0, 9),
-    st.sampled_from([0.0, 1.0, 7.0]),
-    st.sampled_from([0.5, 2.0]),
-    st.integers(1, 3),
-    st.one_of(st.none(), st.floats(13.0, 130.0)),
-)
-def test_resources_are_those_of_the_device_that_was_asked_most(most, aggregation, step, steps, limit):
-    budget = ResourceBudget(cost_per_aggregation=aggregation, cost_per_step=step, max_cost=limit)
-    spent = Resources(budget=budget, num_local_steps=steps)
-    assert spent.cost(most) == most * (aggregation + steps * step)
-    ahead = (most + 1) * (aggregation + steps * step)
-    assert (spent.why_stop(most) is None) == (limit is None or ahead <= limit)
-    assert f"a device spent at most {spent.cost(most):g}" in spent.line(most)
-    assert f"{steps * most} local steps" in spent.line(most)
 
 
 # Replies

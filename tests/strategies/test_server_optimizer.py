@@ -5,18 +5,8 @@ import logging
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord
-from flwr.serverapp.strategy import (
-    FedAdagrad,
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedMedian,
-    FedProx,
-    FedTrimmedAvg,
-    FedYogi,
-    Krum,
-    QFedAvg,
-)
+from flwr.serverapp import strategy as flowers
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedProx, FedYogi, QFedAvg
 
 from flower_dp.core.sampling import FullSampling
 from flower_dp.core.vectors import Layout
@@ -38,16 +28,6 @@ def steps(optimizer, moves):
     return vector
 
 
-def test_plain_averaging_changes_nothing():
-    np.testing.assert_array_equal(steps(ServerOptimizer(FedAvg()), [1, -3]), START - 2)
-
-
-def test_momentum_by_hand():
-    # v_1 = 1, v_2 = 0.9 + 1; Flower's learning rate is 1.
-    optimizer = ServerOptimizer(FedAvgM(server_learning_rate=1.0, server_momentum=0.9))
-    np.testing.assert_allclose(steps(optimizer, [1, 1]), START + 1 + 1.9, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("kind", "second"),
     [(FedAdagrad, lambda v, g: v + g**2), (FedYogi, lambda v, g: v - 0.01 * g**2 * np.sign(v - g**2))],
@@ -62,20 +42,11 @@ def test_adaptive_optimisers_by_hand(kind, second):
     np.testing.assert_allclose(steps(ServerOptimizer(kind(**settings)), moves), vector, rtol=1e-5)
 
 
-def test_a_run_with_adam_costs_what_a_run_without_costs_and_starts_anew():
-    def run(strategy):
-        grid = LocalGrid(stock_app(shifted(lambda node: 0.25)), 2)
-        return strategy.start(grid, arrays(w=np.zeros(4, np.float32)), num_rounds=3).arrays["w"].numpy()
-
-    plain = DPFedAvg(**WORDS)
-    adam = DPFedAvg(**WORDS, server_optimizer=FedAdam(eta=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3))
-    run(plain)
-    first = run(adam)
-    assert adam.statement.epsilon == plain.statement.epsilon
-    # The first step of Adam is near eta whatever the size of the update; Flower's has no bias correction in the first moment only.
-    assert 0.05 < first[0] < 0.75
-    assert first[0] != pytest.approx(0.75)
-    np.testing.assert_allclose(run(adam), first, rtol=1e-3)  # no momentum of the last run
+def test_a_second_run_starts_with_a_fresh_optimiser():
+    strategy = DPFedAvg(**WORDS, server_optimizer=FedAdam(eta=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3))
+    grid, zeros = LocalGrid(stock_app(shifted(lambda node: 0.25)), 2), arrays(w=np.zeros(4, np.float32))
+    first, second = (strategy.start(grid, zeros, num_rounds=3).arrays["w"].numpy() for _ in range(2))
+    np.testing.assert_allclose(first, second, rtol=1e-3)
 
 
 def test_the_noise_reaches_the_optimiser_and_not_the_raw_mean():
@@ -145,9 +116,9 @@ def test_flowers_lines_on_the_pseudo_client_are_left_out_and_a_users_own_are_not
     assert len(caplog.records) > 2
 
 
-@pytest.mark.parametrize("kind", [FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedMedian, FedTrimmedAvg, Krum])
+@pytest.mark.parametrize("kind", ["FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedMedian", "FedTrimmedAvg", "Krum"])
 def test_flowers_strategies_that_only_aggregate_are_not_refused(kind):
-    ServerOptimizer(kind()).check(LAYOUT, START)
+    ServerOptimizer(getattr(flowers, kind)()).check(LAYOUT, START)
 
 
 def test_what_is_no_strategy_is_refused():
@@ -176,9 +147,8 @@ def test_after_a_round_that_is_left_out_the_optimiser_goes_on_as_if_it_had_not_b
             return result, metrics
 
     strategy = DPFedAvg(**WORDS, server_optimizer=Bursting(server_learning_rate=1.0, server_momentum=0.5))
-    model = strategy.start(
-        LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(w=np.zeros(4, np.float32)), num_rounds=4
-    ).arrays["w"]
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2)
+    model = strategy.start(grid, arrays(w=np.zeros(4, np.float32)), num_rounds=4).arrays["w"]
     # Steps of 1, 0 (left out), 1 + 1/2, 1 + 3/4.
     np.testing.assert_allclose(model.numpy(), 1 + 1.5 + 1.75, rtol=1e-2)
     assert len(strategy.incidents) == 1
