@@ -189,21 +189,6 @@ def run(norms: np.ndarray, clip: AdaptiveClip, *, rounds: int, noise_multiplier:
     return strategy
 
 
-@pytest.mark.parametrize(("factor", "quantile"), [(0.01, 0.5), (100.0, 0.8)])
-def test_from_far_off_it_is_within_twice_the_quantile_after_60_rounds(factor: float, quantile: float) -> None:
-    norms = np.random.default_rng(1).lognormal(0.0, 0.3, 20)
-    true = float(np.quantile(norms, quantile))
-    clip = AdaptiveClip(initial=factor * true, target_quantile=quantile, smallest=1e-4, largest=1e4)
-    # From above, 60 steps of at most 0.2 x (1 - 0.8) would move it by a factor of 11, and it is 100 off.
-    clip = replace(clip, learning_rate=0.5 if quantile == 0.8 else 0.2)
-    strategy = run(norms, clip, rounds=60)
-    path = [report.public()["clip-norm"] for report in strategy.rounds]
-    assert path[0] == factor * true
-    assert (path[10] > path[0]) == (factor < 1)
-    assert true / 2 < path[-1] < 2 * true
-    assert true / 2 < strategy.rules.clip_norm(strategy.state) < 2 * true
-
-
 def test_it_stays_within_its_limits() -> None:
     for norm, limit in ((5.0, 1.25), (0.05, 0.75)):
         strategy = run(np.full(10, norm), AdaptiveClip(initial=1.0, smallest=0.75, largest=1.25), rounds=12)
@@ -290,14 +275,6 @@ def test_forged_indicators_are_refused(table: Any) -> None:
     instruction = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=asked)
     with pytest.raises(ValueError, match="indicator"):
         Instruction.from_json(forged(instruction, indicator=table))
-
-
-@pytest.mark.parametrize("array", [np.float32, torch.Tensor], ids=["NumPy", "torch"])
-def test_the_largest_indicator_is_a_finite_number(array: Any) -> None:
-    """Noise hides no infinity."""
-    clip = IndicatorClip(indicator=Indicator(clip_norm=1.0, scale=2.0**127), step=0.0)
-    found = [float(clip(array([length, 0.0]))[-1]) for length in (0.5, 2.0)]
-    assert found == pytest.approx([2.0**126, -(2.0**126)])
 
 
 # Policies

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from flower_dp.strategies import (
     PrivateEvaluation,
 )
 from flower_dp.strategies.forecast import forecast
-from flower_dp.strategies.releases.replies import Collected
 from tests.adversaries.fuzzing import THOROUGH
 from tests.charges import charge
 from tests.grids import LocalGrid
@@ -227,35 +225,3 @@ def test_the_forecast_ends_where_the_run_will_and_counts_the_most_replies_of_a_c
     drawn = NbAFL(**PROVED, cohort_size=8)
     found = forecast(drawn, num_rounds=ROUNDS, names=NAMES)
     assert (found.num_rounds, found.clients.maximum > 0.99 * 3) == (ROUNDS, True)
-
-
-@pytest.mark.parametrize(
-    "budget",
-    [{"epsilon": 3.0, "num_replies": ROUNDS}, {"paper_epsilon": 3.0, "uplink_exposures": ROUNDS}],
-    ids=["proved", "paper"],
-)
-@pytest.mark.parametrize(("cohort_size", "num_replying"), [(None, None), (8, 3)])
-def test_the_forecast_of_nbafl_counts_its_broadcasts(cohort_size, budget, num_replying):
-    """It said that broadcasts, and so outsiders and participants, would cost nothing; whoever answers, a run costs no more."""
-    arguments = {"num_clients": CLIENTS, "num_records": list(range(20, 20 + CLIENTS)), "clip_norm": 2.0, "delta": 1e-3}
-
-    def make():
-        return NbAFL(**arguments, **budget, cohort_size=cohort_size, aggregation="data-size")
-
-    strategy = make()
-    strategy.plan(ROUNDS, NAMES)
-    rules = strategy.rules
-    asked = NAMES[: rules.cohort_size]
-    for number in range(1, ROUNDS + 1):
-        charge(strategy, asked)
-        replied = list(asked[: num_replying or None])
-        now, collected = SimpleNamespace(server_round=number), Collected(total=np.zeros(3), clients=replied)
-        made = rules.learn(strategy.state, now, collected, strategy._session.generator("noise"))
-        strategy._session.log.append(made.charges[0])
-        strategy._session.note(own=made.own)
-    costs, found = (
-        {one.name: one.epsilon for one in statement.adversaries}
-        for statement in (strategy.statement, forecast(make(), num_rounds=ROUNDS, names=NAMES))
-    )
-    assert all(0 < costs[name] <= found[name] * (1 + 1e-6) for name in costs)
-    assert found["outsiders"] < found["the server"] * (1 + 1e-6)

@@ -33,6 +33,7 @@ from flower_dp.strategies import (
     PrivateEvaluation,
     writer,
 )
+from flower_dp.strategies.forecast import forecast
 from tests.closed_forms import gaussian_epsilon
 from tests.contracts import gaussian_multiplier
 from tests.gaps import ROUNDS, GappyRun, Gaps, gaps, quickly, run
@@ -121,16 +122,13 @@ def cost_of(events: list[DpEvent | None], case: dict[str, Any]) -> Any:
 
 
 def sum_strategy(case: dict[str, Any], **options: Any) -> Any:
-    kinds = {
+    distributed = {"placement": "distributed"}
+    cls, own = {
         "central": (DPFedAvg, {}),
-        "trusted": (DPFedAvg, {"placement": "distributed"}),
-        "untrusted": (
-            DPFedAvg,
-            {"placement": "distributed", "trusted_server": False, "min_reply_ratio": case["ratio"]},
-        ),
-        "lossy": (DPFedSAM, {"placement": "distributed", "keep_ratio": 0.5}),
-    }
-    cls, own = kinds[case["placement"]]
+        "trusted": (DPFedAvg, distributed),
+        "untrusted": (DPFedAvg, distributed | {"trusted_server": False, "min_reply_ratio": case["ratio"]}),
+        "lossy": (DPFedSAM, distributed | {"keep_ratio": 0.5}),
+    }[case["placement"]]
     evaluation = None
     if case["every"]:
         evaluation = PrivateEvaluation(
@@ -231,11 +229,8 @@ def test_the_statement_of_nbafl_is_that_of_its_broadcasts_by_hand(case):
         found = run(there, lambda: nbafl_strategy(case), lambda **node: LocalDPClient(recipe=recipe, **node), Path(folder, "run"))
     # Wei et al. 2020: sigma_U = c L (2 C / m) / epsilon, sigma_D = c (2 C / (m N)) sqrt(T^2 - L^2 N) / epsilon; else what is proved.
     unit = math.sqrt(2 * math.log(1.25 / 1e-3)) * 2 * bound / least / case["epsilon"]
-    up = (
-        unit * case["exposures"]
-        if case["paper"]
-        else 2 * bound * math.sqrt(case["replies"]) * gaussian_multiplier(case["epsilon"], 1e-3)
-    )
+    proved = 2 * bound * math.sqrt(case["replies"]) * gaussian_multiplier(case["epsilon"], 1e-3)
+    up = unit * case["exposures"] if case["paper"] else proved
     down = unit / many * math.sqrt(max(0, ROUNDS**2 - case["exposures"] ** 2 * many)) if case["paper"] else 0.0
     full = math.sqrt(down**2 + up**2 / many)
     sizes = [1] * many if case["uniform"] else there.sizes
@@ -266,6 +261,8 @@ def test_the_statement_of_nbafl_is_that_of_its_broadcasts_by_hand(case):
     assert told["the server"].epsilon == pytest.approx(server, rel=1e-3)
     assert told["the server"].noise_std == pytest.approx(up * min(shares), rel=1e-3)
     assert found.strategy.statement.epsilon == max(one.epsilon for one in told.values())
+    ahead = by_name(forecast(nbafl_strategy(case), num_rounds=ROUNDS, names=there.names))
+    assert all(told[name].epsilon <= ahead[name].epsilon * (1 + 1e-6) for name in told)
     assert found.strategy.statement.clients.each == pytest.approx(dict.fromkeys(there.names, server), rel=1e-3)
     if case["paper"]:
         assert told["the server"].paper.valid == (replies <= case["exposures"] and case["epsilon"] / case["exposures"] < 1)
@@ -412,12 +409,10 @@ def assert_errors(case: dict[str, Any], found: GappyRun) -> None:
         weights = [1 if case["uniform"] else there.sizes[one] for one in heard]
         parts = [weight / sum(weights) for weight in weights]
         half = len(case["metrics"]) / 2  # of a metric, a contribution of L1 norm 1 is two parts of so many
-        variance = sum(
-            2
-            * (part * half * sensitivity * case["evaluations"] / case["evaluation_epsilons"][there.names[one]] / there.sizes[one])
-            ** 2
-            for one, part in zip(heard, parts, strict=True)
-        )
+        scales = [
+            sensitivity * case["evaluations"] / case["evaluation_epsilons"][there.names[one]] / there.sizes[one] for one in heard
+        ]
+        variance = sum(2 * (part * half * scale) ** 2 for part, scale in zip(parts, scales, strict=True))
         chosen = sum(part**2 for part in parts) if len(heard) < len(there.sizes) else 0.0
         for name, bound in case["metrics"].items():
             value = metrics[name] / bound

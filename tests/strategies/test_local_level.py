@@ -1,23 +1,18 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, RecordDict
-from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
+from flwr.app import ConfigRecord, RecordDict
 
 from flower_dp import wire
 from flower_dp.clients import ClientPolicy, FedSGDDPCRecipe, LocalDPClient, model_arrays
 from flower_dp.clients.account import KEY, StateAccount
 from flower_dp.clients.reasons import Declined
-from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.nbafl import weights_terms
 from flower_dp.strategies import FedSGDDPC
 from tests.asks import GONE, config_of, forged, own_ask, reasons, told
 from tests.asks import ask as made
-from tests.grids import LocalGrid
 from tests.local_grids import NAMES, context_of, filled, grid_of, linear, records, start
 
 WORDS = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 2.0}
@@ -245,15 +240,6 @@ def test_an_error_in_a_clients_data_tells_the_server_its_kind_alone():
         assert reasons(answer) == {"c1": "training failed; the node's own log says why"}
 
 
-def test_the_servers_numbers_do_not_move_the_noise():
-    """The row's distribution follows from the client's own terms: what the server says of the noise is not used."""
-    release = RECIPE.terms("c0", records("c0")).release
-    scale = release.noise_scale / release.expected_cohort
-    rows = np.concatenate([ask(RecordDict(), said=1e-9)[2] for _ in range(120)])
-    # The gradient's mean is at most clip_norm / 18 a coordinate on average; 2,160 draws, 5 sigma and that.
-    assert np.abs(rows).mean() / scale == pytest.approx(1.0, abs=5 / math.sqrt(rows.size) + 0.02)
-
-
 def test_an_account_that_was_opened_on_other_terms_pays_nothing():
     state = RecordDict()
     ask(state)
@@ -322,31 +308,6 @@ def test_the_account_lives_in_each_nodes_context_through_a_run():
     # A second run on the same nodes' state is refused, whatever a new server believes: three rounds without a reply end it.
     with pytest.raises(RuntimeError, match="budget is spent"):
         start(server(), grid, 4)
-
-
-def test_numpy_client_through_flowers_own_client_app():
-    """The state comes from the context that client_fn receives."""
-
-    def client_fn(context: Context):
-        name = f"c{int(context.node_config['partition-id'])}"
-        one = client(context=context, data={name: FOUR[name]})
-        assert isinstance(one, NumPyClient)
-        return one.to_client()
-
-    grid = LocalGrid(ClientApp(client_fn=client_fn), 4)
-    strategy = server()
-    start(strategy, grid, 4)
-    assert all(report.replies == 2 for report in strategy.rounds)
-    assert [StateAccount(grid.contexts[node].state).replies(f"c{node - 1}") for node in range(1, 5)] == [2] * 4
-
-
-def test_terms_tell_each_other_apart():
-    arguments = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 2.0, "delta": 0.0, "num_replies": 2, "num_records": 8}
-    texts = {gradient_terms(**arguments).text}
-    changes = [{"clip_norm": 0.6}, {"epsilon": 2.1}, {"num_replies": 3}, {"num_records": 9}, {"relation": "add-or-remove-one"}]
-    for change in changes:
-        texts.add(gradient_terms(**arguments | change).text)
-    assert len(texts) == 6
 
 
 def test_terms_of_different_numbers_of_replies_differ_where_their_noise_does_not():
