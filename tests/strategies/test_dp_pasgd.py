@@ -16,22 +16,9 @@ from flower_dp.core.steps import StepSchedule
 from flower_dp.planning.dp_pasgd import plan
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.strategies import DPPASGD
+from tests import local_grids
 from tests.contracts import gaussian_multiplier
-from tests.local_grids import (
-    CLASSES,
-    FEATURES,
-    NAMES,
-    assert_on_lattice,
-    filled,
-    grid_of,
-    linear,
-    mean_gradient,
-    one_reply,
-    records,
-    start,
-    watching,
-    worst_swap,
-)
+from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, one_reply, records, start
 
 FOUR = {name: records(name) for name in NAMES[:4]}
 WORDS = {
@@ -66,7 +53,7 @@ def row_of(recipe, data, *, model=linear, server_round=1, seed=0, name="c0"):
 
 def test_the_terms_sensitivity_is_reached_and_not_passed():
     """The worst swap moves the mean of a batch by 2 G / X: a smaller sensitivity would be wrong."""
-    model, up, down = worst_swap()
+    model, up, down = local_grids.worst_swap()
     recipe = DPPASGDRecipe(**SILENT | {"num_local_steps": 1})
     apart = torch.linalg.vector_norm(row_of(recipe, up, model=lambda: model) - row_of(recipe, down, model=lambda: model)) / 0.25
     release = recipe.terms("c0", up).release
@@ -151,7 +138,7 @@ def test_the_denominator_is_the_public_batch_size(batch_sampling):
     arguments = {"batch_size": 6, "num_local_steps": 1, "batch_sampling": batch_sampling, "clip_norm": 100.0}
     recipe = DPPASGDRecipe(**SILENT | arguments)
     data = TensorRecords(inputs=torch.ones(30, FEATURES), targets=torch.zeros(30, dtype=torch.int64))
-    one = mean_gradient(linear()[0].weight.detach().double(), data, 100.0).flatten()
+    one = local_grids.mean_gradient(linear()[0].weight.detach().double(), data, 100.0).flatten()
     counted = [float(-row_of(recipe, data, seed=seed) @ one / (one @ one)) / 0.25 * 6 for seed in range(30)]
     assert counted == pytest.approx(np.rint(counted), abs=1e-3)
     sizes = set(np.rint(counted))
@@ -173,12 +160,12 @@ def test_fewer_records_than_a_batch_are_refused():
 def test_the_noise_of_every_step_lies_on_the_lattice_of_its_sum():
     recipe = DPPASGDRecipe(**WORDS)
     release = recipe.terms("c0", FOUR["c0"]).release
-    watched, seen = watching(release)
+    watched, seen = local_grids.watching(release)
     flat = FlatModel(linear())
     row = one_reply(recipe, flat.vector.clone(), FOUR["c0"], watched, model=flat, rng=np.random.default_rng(1)).row
     assert len(seen) == 2
     assert not np.array_equal(seen[0][1], seen[1][1])
-    assert_on_lattice(seen, release, release.lattice_step(FEATURES * CLASSES))
+    local_grids.assert_on_lattice(seen, release, release.lattice_step(FEATURES * CLASSES))
     # What leaves is made of the noised sums alone.
     np.testing.assert_array_equal(
         row.numpy(), sum(-0.25 * ((total + drawn) / 4) for total, drawn, _, _ in seen).astype(np.float32)
@@ -287,7 +274,7 @@ def test_poisson_batches_run_on_public_sizes():
 
 
 def test_honest_rows_are_never_too_long_and_longer_ones_are_refused():
-    for changed, heard in ((None, 4), (filled(1e3), 3)):
+    for changed, heard in ((None, 4), (local_grids.filled(1e3), 3)):
         strategy, recipe = pair(weight_decay=3.0)
         start(strategy, grid_of(recipe, FOUR, tamper=changed), 3)
         assert [report.replies for report in strategy.rounds] == [heard] * 3

@@ -15,20 +15,8 @@ from flower_dp.clients.training.record_clipping import clipped_sum
 from flower_dp.core.noise import lattice_step, noise_generator
 from flower_dp.privacy import fedsgd_dpc as terms
 from flower_dp.strategies import FedSGDDPC
-from tests.local_grids import (
-    CLASSES,
-    FEATURES,
-    NAMES,
-    assert_on_lattice,
-    grid_of,
-    linear,
-    mean_gradient,
-    one_reply,
-    records,
-    start,
-    watching,
-    worst_swap,
-)
+from tests import local_grids
+from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, one_reply, records, start
 
 FOUR = {name: records(name) for name in NAMES[:4]}
 LAPLACE = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 2.0}
@@ -66,7 +54,7 @@ def reply(recipe, data, **arguments):
 
 def by_hand(data, clip_norm, order):
     """The sum of clipped gradients of a linear model."""
-    return len(data) * mean_gradient(linear()[0].weight.detach().double(), data, clip_norm, order).flatten()
+    return len(data) * local_grids.mean_gradient(linear()[0].weight.detach().double(), data, clip_norm, order).flatten()
 
 
 @pytest.mark.parametrize("huge", [1e30, math.inf, math.nan])
@@ -213,10 +201,10 @@ def test_gradients_are_rounded_to_the_lattice_one_by_one_after_their_clip(argume
 def test_the_noised_sum_lies_on_the_lattice(arguments):
     recipe = FedSGDDPCRecipe(**arguments, num_replies=1)
     release = recipe.terms("c0", records("c0")).release
-    watched, seen = watching(release)
+    watched, seen = local_grids.watching(release)
     flat = FlatModel(linear())
     row = one_reply(recipe, flat.vector.clone(), records("c0"), watched, model=flat, rng=np.random.default_rng(1)).row
-    assert_on_lattice(seen, release, release.lattice_step(FEATURES * CLASSES))
+    local_grids.assert_on_lattice(seen, release, release.lattice_step(FEATURES * CLASSES))
     ((total, drawn, _, _),) = seen
     np.testing.assert_array_equal(row.numpy(), (-(total + drawn) / release.expected_cohort).astype(np.float32))
 
@@ -228,7 +216,7 @@ def test_the_noised_sum_lies_on_the_lattice(arguments):
 @pytest.mark.parametrize(("epsilon", "num_replies"), [(10.0, 1), (1.0, 7)])
 def test_laplace_privacy_loss_of_worst_swap_is_exactly_the_budget(epsilon, num_replies):
     """Closed form: for independent Laplace noise the loss at any output is at most ||a - b||_1 / scale, and reaches it."""
-    model, up, down = worst_swap()
+    model, up, down = local_grids.worst_swap()
     noiseless = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=math.inf, num_replies=num_replies)
     recipe = FedSGDDPCRecipe(mechanism="laplace", clip_norm=0.5, epsilon=epsilon, num_replies=num_replies)
     a, b = reply(noiseless, up, model=model), reply(noiseless, down, model=model)
@@ -356,14 +344,3 @@ def test_a_model_without_gradients_of_single_records_fails_and_does_not_train_on
         flat = FlatModel(module)
         with pytest.raises(UnfitModelError, match="single record can't be computed: RuntimeError"):
             one_reply(recipe, flat.vector.clone(), data, release, model=flat, rng=np.random.default_rng(0))
-
-
-def test_the_noise_and_signal_of_unequal_clients_is_that_of_an_average_round():
-    sizes, budgets = [8, 24], [1.0, 4.0]
-    rules = FedSGDDPC(
-        mechanism="laplace", num_clients=2, cohort_size=1, num_records=sizes, clip_norm=0.5, epsilon=budgets, learning_rate=0.1
-    ).rules.opened(("c0", "c1"), 2)
-    # One client a round, whose noised mean gradient counts 2 n_i / 32; Theorem 1: scale 2 C / (n_i epsilon_i) for one reply each.
-    stds = [2 * size / 32 * math.sqrt(2) * 2 * 0.5 / (size * budget) for size, budget in zip(sizes, budgets, strict=True)]
-    norm = 0.1 * math.sqrt(100 * (stds[0] ** 2 + stds[1] ** 2) / 2)
-    assert rules.noise_and_signal(100) == pytest.approx((norm, 0.1 * 0.5), rel=1e-6)

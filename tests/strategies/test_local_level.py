@@ -42,17 +42,6 @@ def test_round_robin_is_balanced_and_never_exceeds_ceil_bt_over_n(num_clients, c
     assert all(report.replies == cohort_size for report in strategy.rounds)
 
 
-def test_exhausting_one_budget_leaves_the_others_running():
-    replies = {"c0": 1, "c1": 4, "c2": 4, "c3": 4}
-    strategy = server(cohort_size=4, num_replies=replies)
-    grid = grid_of(FedSGDDPCRecipe(**WORDS, num_replies=replies), FOUR)
-    start(strategy, grid, 10)
-    assert len(grid.received) == 4 + 3 * 3
-    assert "ended before round 5: every client's budget is spent" in strategy.incidents
-    assert strategy.statement.clients.each == pytest.approx(dict.fromkeys(FOUR, 2.0))
-    assert "3 times a client whose budget was spent was not asked" in str(strategy.statement)
-
-
 def test_a_hundred_clients_are_listed_more_are_not():
     for count, listed in ((100, 100), (101, 0)):
         data = {f"c{index:03d}": FOUR["c0"] for index in range(count)}
@@ -92,16 +81,6 @@ def test_a_reply_longer_than_any_honest_one_does_not_move_the_model(size):
         finals.append(start(strategy, grid_of(recipe, FOUR, tamper=tamper), 1))
         assert strategy.rounds[0].replies == 3
     torch.testing.assert_close(*finals, rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_honest_noise_is_never_too_long():
-    """Of budgets and models small and large."""
-    for epsilon, mechanism in ((1e-3, "laplace"), (50.0, "laplace"), (20.0, "gaussian")):
-        arguments = {**WORDS, "mechanism": mechanism, "epsilon": epsilon, "delta": 0.0 if mechanism == "laplace" else 1e-5}
-        strategy = server(**arguments, cohort_size=4, num_replies=3)
-        start(strategy, grid_of(FedSGDDPCRecipe(**arguments, num_replies=3), FOUR, num_nodes=2), 3)
-        assert [report.replies for report in strategy.rounds] == [4, 4, 4]
 
 
 # The client's own account
@@ -298,16 +277,6 @@ def test_a_policy_is_asked_first():
     with pytest.raises(ValueError, match=r"policy allows at most 0\.1"):
         ask(state, policy=ClientPolicy(max_clip_norm=0.1))
     assert StateAccount(state).replies("c0") == 0
-
-
-def test_the_account_lives_in_each_nodes_context_through_a_run():
-    grid = grid_of(RECIPE, FOUR, num_nodes=2)
-    start(server(), grid, 4)
-    found = [StateAccount(context.state) for context in grid.contexts.values()]
-    assert [account.replies(name) for account in found for name in FOUR if account.replies(name)] == [2] * 4
-    # A second run on the same nodes' state is refused, whatever a new server believes: three rounds without a reply end it.
-    with pytest.raises(RuntimeError, match="budget is spent"):
-        start(server(), grid, 4)
 
 
 def test_terms_of_different_numbers_of_replies_differ_where_their_noise_does_not():

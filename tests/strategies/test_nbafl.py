@@ -142,23 +142,6 @@ def test_exact_composition_under_the_papers_assumption_is_told():
     assert answer == pytest.approx(11.9, abs=0.06)
 
 
-@pytest.mark.slow
-def test_huge_tight_epsilon_is_printed_and_the_paper_flagged():
-    claimed = 1e4
-    strategy, recipe = pair(paper_epsilon=claimed)
-    start(strategy, grid_of(recipe, FOUR), 4)
-    statement = strategy.statement
-    assert statement.private
-    multiplier = uplink_noise_std(uplink_exposures=4, epsilon=claimed, delta=0.01, clip_norm=1.5, min_records=8) / 3.0
-    # (1/2) (D/s)^2 plus a few D/s, D the distance of four replies.
-    assert statement.epsilon == pytest.approx(2 / multiplier**2, abs=10 / multiplier)
-    uplink = statement.adversaries[0].paper
-    assert uplink.epsilon == claimed
-    assert not uplink.valid
-    assert f"epsilon < 1 for an exposure, which is {claimed / 4:.4g} here" in uplink.reason
-    assert "2 C / m" in uplink.reason
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

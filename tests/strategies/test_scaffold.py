@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from flower_dp import wire
 from flower_dp.clients import DPFedPAQRecipe, LocalDPClient, ScaffoldRecipe, model_arrays
-from flower_dp.clients.kept import KEY, keep, kept_of
+from flower_dp.clients.kept import KEY, kept_of
 from flower_dp.core.sampling import FullSampling, RoundRobinSampling
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import Scaffold
@@ -107,14 +107,6 @@ def test_a_damaged_vector_counts_as_none(kept):
     state = RecordDict({KEY: ArrayRecord({"a": Array(kept)})})
     assert kept_of(state, "a", 18) is None
     assert kept_of(state, "b", 18) is None
-
-
-def test_vectors_of_several_clients_are_kept_apart():
-    state = RecordDict()
-    keep(state, {"a": np.ones(3, np.float32), "b": np.full(3, 2.0, np.float32)})
-    keep(state, {"a": np.full(3, 3.0, np.float32)})
-    assert kept_of(state, "a", 3).tolist() == [3.0] * 3
-    assert kept_of(state, "b", 3).tolist() == [2.0] * 3
 
 
 def test_a_numpy_client_finds_the_servers_vector_behind_the_model():

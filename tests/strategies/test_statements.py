@@ -10,7 +10,6 @@ from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSamp
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, Scaffold
-from flower_dp.strategies.not_covered import OTHER_RUNS
 from flower_dp.strategies.releases.replies import Missing
 from flower_dp.strategies.run_state import RunFacts
 from tests.charges import charge
@@ -49,36 +48,7 @@ def stated_with(strategy, **changes):
     return strategy.rules.statement(strategy.state, replace(facts, **changes))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_statement_names_other_runs_and_all_else_that_it_leaves_out(method):
-    statement = stated(METHODS[method]())
-    assert statement.not_covered[0].startswith(OTHER_RUNS)
-    assert ("ledger file" in statement.not_covered[0]) == (method not in ("dp-fedavg", "dp-fedsam", "fed-smp"))
-    assert statement.not_covered[1].startswith(
-        "everything else that is computed from client data: choice of settings, timing, logs"
-    )
-    assert len(statement.not_covered) == 2
-
-
 # Adversaries
-
-
-def test_adversaries_against_whom_the_same_is_proved_share_a_line():
-    text = str(stated(METHODS["fedsgd-dpc"]()))
-    (line,) = [line for line in text.splitlines() if line.startswith("Against ")]
-    assert line.startswith("Against the server: every message of a client; participants: models that")
-    assert "; outsiders: models that are made of messages: tight epsilon" in line
-    apart = stated(METHODS["dp-fedsam"]())
-    lines = [line for line in str(apart).splitlines() if line.startswith("Against ")]
-    assert [line.split(":")[0] for line in lines] == ["Against outsiders", "Against participants", "Against the server (trusted)"]
-
-
-def test_adversaries_that_differ_in_anything_have_lines_of_their_own():
-    statement = stated(METHODS["fedsgd-dpc"]())
-    first, second, third = statement.adversaries
-    for change in ({"epsilon": 0.5}, {"accountant": "pld"}, {"noise_std": 9.0}, {"trusted": True}):
-        changed = replace(statement, adversaries=(first, replace(second, **change), third))
-        assert str(changed).count("\nAgainst ") == 3
 
 
 # Assumptions
