@@ -141,13 +141,13 @@ def test_dp_pasgd_words_reach_strategy_and_recipe():
     strategy, recipe = strategy_of(run, sizes_of(run)), client(run).recipe
     assert isinstance(strategy, DPPASGD)
     assert isinstance(recipe, DPPASGDRecipe)
-    prices = strategy.rules.resources.budget
+    prices = strategy.rules.resources
     assert (prices.cost_per_aggregation, prices.cost_per_step, prices.max_cost) == (100.0, 1.0, 1000.0)
     assert strategy.rules.best_by == "validation-loss"
     assert (recipe.num_steps, recipe.num_local_steps, recipe.weight_decay) == (90, 10, 0.1)
     assert (recipe.epsilon["client-9"], recipe.batch_size["client-0"], recipe.batch_size["client-9"]) == (10.0, 8, 16)
     without = run_of({**PRESETS["mnist-dp-sgd"], "max-cost": 0.0, "num-steps": 30})
-    assert strategy_of(without, sizes_of(without)).rules.resources.budget.max_cost is None
+    assert strategy_of(without, sizes_of(without)).rules.resources.max_cost is None
     assert (client(without).recipe.num_steps, strategy_of(without, sizes_of(without)).rules.best_by) == (30, "loss")
 
 
