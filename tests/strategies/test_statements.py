@@ -10,6 +10,7 @@ from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSamp
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, Scaffold
+from flower_dp.strategies.not_covered import OTHER_RUNS
 from flower_dp.strategies.releases.replies import Missing
 from flower_dp.strategies.run_state import RunFacts
 from tests.charges import charge
@@ -48,7 +49,12 @@ def stated_with(strategy, **changes):
     return strategy.rules.statement(strategy.state, replace(facts, **changes))
 
 
-# Adversaries
+@pytest.mark.parametrize("method", METHODS)
+def test_every_statement_names_other_runs_and_all_else_that_it_leaves_out(method):
+    own, rest = stated(METHODS[method]()).not_covered
+    assert own.startswith(OTHER_RUNS)
+    assert ("ledger file" in own) == (method not in ("dp-fedavg", "dp-fedsam", "fed-smp"))
+    assert rest.startswith("everything else that is computed from client data: choice of settings, timing, logs")
 
 
 # Assumptions
