@@ -187,3 +187,35 @@ def shared_noise_app(
         )
 
     return client_app(client_fn)
+
+
+def still_model(outputs: int = 2000) -> nn.Module:
+    """A model of twice so many parameters, all of them zero."""
+    model = nn.Linear(1, outputs)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+def still_app(num_clients: int, outputs: int = 2000) -> ClientApp:
+    """Clients whose update is zero, so that all that moves the model is noise: their step size is below float32's resolution."""
+    data = TensorRecords(inputs=torch.ones(4, 1), targets=torch.zeros(4, dtype=torch.int64))
+
+    def client_fn(context: Context) -> DPClient:
+        part, parts = int(context.node_config["partition-id"]), int(context.node_config["num-partitions"])
+        hosted = {f"c{index:03}": data for index in range(part, num_clients, parts)}
+        return DPClient(model=still_model(outputs), clients=hosted, training=Training(learning_rate=1e-30), device="cpu")
+
+    return client_app(client_fn)
+
+
+def models_of(strategy: Any, grid: Any, arrays: Any, num_rounds: int) -> np.ndarray:
+    """The initial model and that after each round of a run [rounds + 1, d]."""
+    models: list[np.ndarray] = []
+
+    def keep(server_round: int, current: Any) -> None:
+        models.append(np.concatenate([array.numpy().ravel() for array in current.values()]).astype(np.float64))
+
+    strategy.start(grid, arrays, num_rounds=num_rounds, evaluate_fn=keep)
+    return np.stack(models)

@@ -7,55 +7,26 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
 from scipy import stats
-from torch import nn
 
-from flower_dp.clients import DPClient, TensorRecords, Training, client_app, model_arrays
+from flower_dp.clients import model_arrays
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.strategies import DPFedAvg, DPFedSAM, FedSMP
+from tests import local_grids
 from tests.charges import charge
 from tests.closed_forms import assert_std
 from tests.grids import LocalGrid
+from tests.local_grids import still_app, still_model
 from tests.stock import arrays, shifted, stock_app
 
 SIZE = 4000
 
 
-def increments(strategy, grid, record, num_rounds):
-    """What each round added to the model [rounds, d]."""
-    models = []
-
-    def keep(server_round, current):
-        models.append(np.concatenate([array.numpy().ravel() for array in current.values()]).astype(np.float64))
-
-    strategy.start(grid, record, num_rounds=num_rounds, evaluate_fn=keep)
-    return np.diff(np.stack(models), axis=0)
-
-
-def still_app(num_clients):
-    """Clients of this package whose update is zero: their learning rate is far below float32's resolution."""
-    inputs, targets = torch.ones(4, 1), torch.zeros(4, dtype=torch.int64)
-
-    def client_fn(context):
-        part, parts = context.node_config["partition-id"], context.node_config["num-partitions"]
-        return DPClient(
-            model=still_model(),
-            clients={f"c{i:03}": TensorRecords(inputs=inputs, targets=targets) for i in range(part, num_clients, parts)},
-            training=Training(learning_rate=1e-30),
-        )
-
-    return client_app(client_fn)
-
-
-def still_model():
-    model = nn.Linear(1, SIZE // 2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.25)
-    return model
+def increments(strategy, grid, num_rounds):
+    """What each round added to a still model [rounds, d]."""
+    return np.diff(local_grids.models_of(strategy, grid, model_arrays(still_model()), num_rounds), axis=0)
 
 
 ZEROS = {"w": np.zeros(SIZE, np.float32)}
@@ -67,7 +38,7 @@ def test_distributed_shares_add_up_to_the_same_noise_whoever_takes_part():
     """In every round: a std that followed the size of the cohort would tell who took part."""
     sampling = PoissonSampling(sampling_rate=0.5)
     strategy = DPFedSAM(**WORDS | {"sampling": sampling, "num_clients": 8})
-    steps = increments(strategy, LocalGrid(still_app(8), 2), model_arrays(still_model()), 6)
+    steps = increments(strategy, LocalGrid(still_app(8), 2), 6)
     assert len({report.cohort_size for report in strategy.rounds}) > 1
     assert_std(steps, 0.8 * 0.5 / 4)
     squares = np.mean(steps**2, axis=1)  # of 4,000 draws each: 5 sigma
@@ -78,7 +49,7 @@ def test_distributed_shares_add_up_to_the_same_noise_whoever_takes_part():
 def test_sparse_messages_carry_the_share_that_is_charged():
     """Only the four smallest of 4,000 coordinates are left out, so that the std is that of the whole noise."""
     strategy = DPFedSAM(**WORDS, keep_ratio=0.999)
-    steps = increments(strategy, LocalGrid(still_app(4), 4), model_arrays(still_model()), 10)
+    steps = increments(strategy, LocalGrid(still_app(4), 4), 10)
     assert_std(steps, 0.8 * 0.5 / 4)
 
 
@@ -96,7 +67,7 @@ def test_dropouts_pass_no_target(sampling):
 @pytest.mark.slow
 def test_central_top_k_keeps_the_largest_of_the_noised_mean():
     strategy = DPFedSAM(**WORDS, placement="central", keep_ratio=0.1)
-    steps = increments(strategy, LocalGrid(still_app(4), 2), model_arrays(still_model()), 5)
+    steps = increments(strategy, LocalGrid(still_app(4), 2), 5)
     assert [(step != 0).sum() for step in steps] == [SIZE // 10] * 5
     # The largest tenth of |N(0, s)| lies beyond its 90 % quantile, 1.645 s: noise came first, then the choice.
     std = 0.8 * 0.5 / 4

@@ -9,8 +9,6 @@ from torch import nn
 
 from flower_dp.clients import FedSGDDPCRecipe, FlatModel, TensorRecords
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.training import record_clipping
-from flower_dp.clients.training.per_record import UnfitModelError
 from flower_dp.clients.training.record_clipping import clipped_sum
 from flower_dp.core.noise import lattice_step, noise_generator
 from flower_dp.privacy import fedsgd_dpc as terms
@@ -328,19 +326,3 @@ def test_nonsense_is_refused_before_any_client_is_asked(arguments, message):
     options = {"num_clients": 4, "cohort_size": 2, "num_records": 8, "learning_rate": 0.5, **LAPLACE} | arguments
     with pytest.raises(ValueError, match=message):
         FedSGDDPC(**options)
-
-
-@pytest.mark.parametrize("part", [8, 1])
-def test_a_model_without_gradients_of_single_records_fails_and_does_not_train_on_noise(part, monkeypatch):
-    class Unfit(nn.Linear):
-        def forward(self, inputs):
-            return super().forward(inputs) * float(inputs.sum().item() > -math.inf)  # no vmap knows a single number
-
-    monkeypatch.setitem(record_clipping._LARGEST_MATRIX, "cpu", part * (FEATURES + 1) * CLASSES)
-    recipe = FedSGDDPCRecipe(**LAPLACE, num_replies=1)
-    data = records("c0")
-    release = recipe.terms("c0", data).release
-    for module in (Unfit(FEATURES, CLASSES), nn.Linear(FEATURES + 1, CLASSES)):
-        flat = FlatModel(module)
-        with pytest.raises(UnfitModelError, match="single record can't be computed: RuntimeError"):
-            one_reply(recipe, flat.vector.clone(), data, release, model=flat, rng=np.random.default_rng(0))

@@ -59,20 +59,6 @@ def test_a_target_allows_what_fits_however_often_and_in_whatever_order_it_is_ask
             spent.append(multiplier)
 
 
-@quickly(25)
-@given(st.integers(0, 12), st.integers(1, 12), st.sampled_from([ADD, REPLACE]), st.one_of(st.none(), st.floats(0.5, 4.0)))
-def test_a_plan_says_what_each_of_its_rounds_costs_and_of_no_more(planned, again, relation, target):
-    plan = PlannedCost(
-        lambda number: SelfComposedDpEvent(GaussianDpEvent(3.0), number), target_epsilon=target, delta=1e-3, relation=relation
-    )
-    for count in (planned, again):  # planned anew
-        plan.plan(count)
-        fits = [one for one in range(count + 1) if target is None or gaussian_epsilon([3.0] * one, relation, 1e-3) <= target]
-        for number in range(count + 2):
-            expected = gaussian_epsilon([3.0] * number, relation, 1e-3) if number in fits else None
-            assert plan.epsilon(number) == (None if expected is None else pytest.approx(expected, rel=1e-6, abs=1e-9))
-
-
 # The standard error of a private evaluation
 
 

@@ -1,15 +1,13 @@
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from flower_dp.clients import FlatModel, NbAFLRecipe, ProximalTerm, TensorRecords, Training
 from flower_dp.privacy.nbafl import downlink_noise_std, uplink_noise_std
 from flower_dp.strategies import NbAFL
-from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, one_reply, records, start, vector_of
+from tests.local_grids import FEATURES, NAMES, grid_of, linear, one_reply, records, start, vector_of
 
 FOUR = {name: records(name) for name in NAMES[:4]}
 TRAINING = Training(learning_rate=0.1, batch_size=4, regularizers=(ProximalTerm(strength=0.5),))
@@ -45,31 +43,6 @@ def test_training_that_breaks_replies_with_the_global_model(huge):
     row = reply(recipe, data, start_at=origin)
     assert row.isfinite().all()
     assert row.norm() <= 1.5
-
-
-class Counting(nn.Linear):
-    """Notes how many records every batch has, and takes no fewer than some."""
-
-    def __init__(self, fewest):
-        super().__init__(FEATURES, CLASSES)
-        self.fewest, self.seen = fewest, SimpleNamespace(sizes=[])  # plain lists are restored
-
-    def forward(self, inputs):
-        self.seen.sizes.append(len(inputs))
-        if len(inputs) < self.fewest:
-            raise RuntimeError("too few")
-        return super().forward(inputs)
-
-
-@pytest.mark.parametrize(("fewest", "batch_size", "seen"), [(1, 10**9, [2, 8]), (4, 4, [2, 4, 4, 4])])
-def test_the_check_of_a_model_takes_few_records_or_one_whole_batch(fewest, batch_size, seen):
-    """A batch size above any data size costs no batch of made-up records: a step is on all records, and the check takes two."""
-    model = Counting(fewest)
-    _, recipe = pair(training=Training(learning_rate=0.1, batch_size=batch_size), **QUIET)
-    origin = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    row = reply(recipe, records("c0"), model=model)
-    assert model.seen.sizes == seen
-    assert not torch.equal(row, origin.to(torch.float64))
 
 
 def test_terms_are_those_of_replaced_weights():

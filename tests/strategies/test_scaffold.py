@@ -9,7 +9,6 @@ import torch
 from flwr.app import Array, ArrayRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from flower_dp import wire
 from flower_dp.clients import DPFedPAQRecipe, LocalDPClient, ScaffoldRecipe, model_arrays
 from flower_dp.clients.kept import KEY, kept_of
 from flower_dp.core.sampling import FullSampling, RoundRobinSampling
@@ -66,16 +65,6 @@ def test_both_sides_compute_the_same_from_the_messages_alone():
     for node, name in enumerate(sorted(FOUR), start=1):
         np.testing.assert_allclose(control_of(grid, node, name), own[node - 1], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(common, own.mean(0), rtol=1e-9, atol=1e-9)
-
-
-def test_all_messages_of_a_round_share_one_copy_of_the_control_variate():
-    """A copy a node is as much memory as as many models."""
-    grid = grid_of(pair()[1], FOUR)
-    start(pair()[0], grid, 2)
-    for server_round in (1, 2):
-        sent = [one for one in grid.sent if one.metadata.message_type == "train" and one.metadata.group_id == str(server_round)]
-        assert len(sent) == 4
-        assert len({id(wire.arrays_of(message.content)[f"{wire.KEY}.control"]) for message in sent}) == 1
 
 
 def test_a_client_that_comes_back_without_its_vector_starts_at_zero_and_the_server_says_so(caplog):

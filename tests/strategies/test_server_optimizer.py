@@ -87,21 +87,6 @@ def test_a_strategy_that_speaks_to_clients_or_needs_more_of_them_is_refused_befo
     assert strategy.epsilon == 0
 
 
-def test_flowers_lines_on_the_pseudo_client_are_left_out_and_a_users_own_are_not(caplog):
-    """Each round logged "Sampled 1 nodes (out of 1)" and "Received 1 results", whatever the cohort was."""
-
-    class Own(FedAdam):
-        def aggregate_train(self, server_round, replies):
-            logging.getLogger("flwr").info("my own line")
-            return super().aggregate_train(server_round, replies)
-
-    caplog.set_level(logging.INFO, "flwr")
-    steps(ServerOptimizer(Own()), [1, -3])
-    assert [record.getMessage() for record in caplog.records] == ["my own line", "my own line"]
-    FedAvg().summary()
-    assert len(caplog.records) > 2
-
-
 @pytest.mark.parametrize("kind", ["FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedMedian", "FedTrimmedAvg", "Krum"])
 def test_flowers_strategies_that_only_aggregate_are_not_refused(kind):
     ServerOptimizer(getattr(flowers, kind)()).check(LAYOUT, START)
