@@ -275,6 +275,9 @@ def test_forged_indicators_are_refused(table: Any) -> None:
     instruction = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=asked)
     with pytest.raises(ValueError, match="indicator"):
         Instruction.from_json(forged(instruction, indicator=table))
+    if isinstance(table, dict) and len(table) == 2:
+        with pytest.raises(ValueError, match="indicator"):
+            Indicator(**table)
 
 
 # Policies

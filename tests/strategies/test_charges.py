@@ -5,39 +5,9 @@ from dataclasses import replace
 import pytest
 from dp_accounting import GaussianDpEvent
 
-from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, History, Scope
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, History, Scope
 from flower_dp.privacy.private_file import LedgerError
-from flower_dp.strategies import DPPASGD, DPFedSAM
-from tests.charges import charge, folded
-
-NAMES = tuple("abcdefgh")
-WORDS = {"clip_norm": 0.5, "noise_multiplier": 1.0, "num_clients": 8, "delta": 1e-3}
-STEPS = {"num_clients": 8, "batch_size": 4, "num_records": 8, "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3, "num_steps": 4}
-
-
-def shared():
-    return DPFedSAM(**WORDS, sampling=FullSampling(), placement="distributed", trusted_server=False)
-
-
-def local():
-    strategy = DPPASGD(**STEPS, num_local_steps=1, learning_rate=0.1)
-    strategy._session.open(NAMES)
-    return strategy
-
-
-@pytest.mark.parametrize("make", [shared, local])
-def test_a_charge_is_a_value_that_follows_from_what_was_charged(make):
-    """Nothing counts it until it is in the log."""
-    strategy = make()
-    release = strategy.rules.training
-    first = release.charge(Charges(), 1, NAMES[:3])
-    assert first == release.charge(Charges(), 1, NAMES[:3])
-    assert (first.number, release.charge(folded([first]), 2, NAMES).number) == (1, 2)
-    assert strategy.charges.numbers() == {}
-    charge(strategy, NAMES[:3])
-    assert strategy.charges.numbers() == {release.name: 1}
-
+from tests.charges import folded
 
 CLIENTS = Scope(unit="client", relation="add-or-remove-one")
 

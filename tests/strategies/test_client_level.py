@@ -109,22 +109,6 @@ def test_lossy_messages_are_small_and_rest_on_each_clients_own_share(own, num_by
 # The ledger
 
 
-@pytest.mark.exact
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [PoissonSampling(sampling_rate=0.1), FixedSizeSampling(cohort_size=20), FullSampling()])
-def test_epsilon_during_a_run_is_no_more_than_the_target_that_it_keeps(sampling):
-    """A bound of 0.50002 on a coarser grid is shown as 0.501, as if the target of 0.5 had been missed."""
-    strategy = DPFedAvg(clip_norm=0.5, epsilon=0.5, num_rounds=30, sampling=sampling, num_clients=200, delta=1e-3)
-    strategy.plan(30)
-    rules, relation = strategy.rules, strategy.rules.ledger(strategy.charges).relation
-    shown = [rules._planned.epsilon(number) for number in range(1, 31)]
-    assert shown[-1] <= 0.5
-    assert rules._planned.epsilon(31) is None
-    for number in (1, 15, 30):  # and no less than what is proved
-        assert accounting.epsilon(rules._events(number), delta=1e-3, relation=relation).epsilon <= shown[number - 1]
-    assert shown[-1] > 0.4999
-
-
 # Not private
 
 

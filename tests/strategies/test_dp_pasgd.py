@@ -19,6 +19,7 @@ from flower_dp.strategies import DPPASGD
 from tests import local_grids
 from tests.contracts import gaussian_multiplier
 from tests.local_grids import CLASSES, FEATURES, NAMES, grid_of, linear, one_reply, records, start
+from tests.planning.problems import PASGD
 
 FOUR = {name: records(name) for name in NAMES[:4]}
 WORDS = {
@@ -374,22 +375,7 @@ def test_a_run_ends_before_the_round_that_would_pass_either_budget_and_says_whic
 
 # The planner's answer
 
-PROBLEM = {
-    "cost_per_aggregation": 100.0,
-    "cost_per_step": 1.0,
-    "max_cost": 1000.0,
-    "epsilon": 4.0,
-    "delta": 1e-4,
-    "learning_rate": 0.02,
-    "strong_convexity": 0.1,
-    "smoothness": 1.0,
-    "initial_gap": 1.0,
-    "gradient_variance": 0.01,
-    "dimension": FEATURES * CLASSES,
-    "batch_size": 8,
-    "clip_norm": 1.0,
-    "num_clients": 4,
-}
+PROBLEM = PASGD | {"learning_rate": 0.02, "initial_gap": 1.0, "dimension": FEATURES * CLASSES, "batch_size": 8, "num_clients": 4}
 
 
 def test_the_planners_answer_can_be_run_as_it_is():
