@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from flower_dp.clients import NbAFLTerms
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
@@ -118,13 +117,6 @@ def test_any_epsilon_can_be_asked_for(epsilon):
     assert 0.99 * epsilon <= spent(strategy).epsilon <= epsilon
 
 
-@pytest.mark.slow
-def test_long_runs_at_small_rates_end_as_close():
-    arguments = {"sampling": PoissonSampling(sampling_rate=0.05), "num_clients": CLIENTS, "clip_norm": 1.0, "delta": 1e-4}
-    strategy = DPFedAvg(**arguments, epsilon=0.3, num_rounds=500)
-    assert 0.99 * 0.3 <= forecast(strategy, num_rounds=500, names=NAMES).epsilon <= 0.3
-
-
 def test_a_run_of_another_length_is_refused_before_any_client_is_asked():
     strategy = DPFedAvg(**COMMON, epsilon=2.0, num_rounds=5, sampling=FullSampling())
     for number in (3, 6):
@@ -162,15 +154,6 @@ REFUSED = [
 def test_nonsense_is_refused_naming_fields_and_values(arguments, match):
     with pytest.raises(ValueError, match=match):
         DPFedSAM(**{**COMMON, "sampling": FullSampling(), **arguments})
-
-
-def test_noise_without_a_trusted_server_counts_a_share_that_a_participant_knows():
-    """With so many shares or more almost surely, and one of them known, (m - 1) / m of the noise is left."""
-    arguments = {**COMMON, "sampling": PoissonSampling(sampling_rate=0.5), "epsilon": 1.5, "num_rounds": ROUNDS}
-    full = DPFedAvg(**{**arguments, "sampling": FullSampling()}).rules.release.mechanism.noise_multiplier
-    shared = DPFedSAM(**arguments, trusted_server=False).rules.release.mechanism.noise_multiplier
-    shares = math.ceil(0.75 * stats.binom.ppf(1e-3 / ROUNDS, CLIENTS, 0.5))
-    assert shared == pytest.approx(full * math.sqrt(shares / (shares - 1)), rel=1e-3)
 
 
 # Methods whose epsilon is every client's budget

@@ -120,20 +120,6 @@ def test_without_noise_the_statement_says_not_private():
     assert "NOT PRIVATE" in str(strategy.statement)
 
 
-def test_a_statement_read_during_a_round_is_not_the_last_word():
-    """Replies, and what the server makes up for, come after the charge."""
-    read = []
-
-    def peek(node, reply):
-        read.append(strategy.statement)
-        return [] if node <= 3 else [reply]
-
-    strategy = DPFedSAM(**WORDS | {"noise_multiplier": 3.0})
-    strategy.start(LocalGrid(still_app(4), 4, tamper=peek), model_arrays(still_model()), num_rounds=1)
-    assert not read[-1].incidents
-    assert any("3 updates" in line for line in strategy.statement.incidents)
-
-
 def test_a_model_that_would_leave_the_range_of_its_dtype_is_left_out():
     """The noise has a standard deviation of 1e40, and float32 ends at 3.4e38."""
     strategy = DPFedAvg(clip_norm=1e38, noise_multiplier=100, sampling=FullSampling(), num_clients=1, delta=1e-3)

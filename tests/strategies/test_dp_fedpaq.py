@@ -94,20 +94,6 @@ def test_the_noise_of_every_round_is_what_its_sensitivity_asks(sensitivity):
 
 
 @pytest.mark.slow
-def test_terms_take_the_whole_choice_of_records():
-    terms = update_terms(steps=steps_of(), epsilon=2.0, delta=1e-5, num_replies=3, num_records=8)
-    multiplier = terms.release.mechanism.noise_multiplier
-    assert terms.event == SampledWithoutReplacementDpEvent(8, 4, GaussianDpEvent(multiplier))
-    assert terms.release.relation == "replace-one"
-    assert terms.release.unit == "record"
-    whole = update_terms(steps=steps_of(), epsilon=2.0, delta=1e-5, num_replies=3, num_records=4)
-    assert whole.event == GaussianDpEvent(whole.release.mechanism.noise_multiplier)
-    # All of a client's records: golden, 9.997256 for z = 1 under replace-one at 1e-5.
-    golden = update_terms(steps=steps_of(), epsilon=9.997256, delta=1e-5, num_replies=1, num_records=4)
-    assert golden.release.mechanism.noise_multiplier == pytest.approx(1.0, rel=2e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "client", "message"),
     [

@@ -1,4 +1,3 @@
-import json
 import math
 
 import pytest
@@ -51,24 +50,6 @@ def test_a_hundred_clients_are_listed_more_are_not():
 
 
 # Bad replies
-
-
-@pytest.mark.parametrize("arguments", [{"refused": {"why": [1]}}, {"clients": ["c3"]}])
-def test_names_that_were_not_asked_are_refused(arguments):
-    """In an answer clients stand by their position among those asked, here one; it can't name who is in the sum."""
-
-    def pretend(node, reply):
-        if node != 1:
-            return [reply]
-        record = reply.content.config_records[wire.KEY]
-        answer = json.loads(record[wire.KEY])
-        answer |= arguments
-        record[wire.KEY] = json.dumps(answer)
-        return [reply]
-
-    strategy = server(num_replies=1)
-    start(strategy, grid_of(FedSGDDPCRecipe(**WORDS, num_replies=1), FOUR, tamper=pretend), 1)
-    assert strategy.rounds[0].replies == 1
 
 
 @pytest.mark.parametrize("size", [3e38, 1e5])

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from flower_dp.clients import FlatModel, NbAFLRecipe, ProximalTerm, TensorRecords, Training
-from flower_dp.privacy.nbafl import downlink_noise_std, uplink_noise_std
 from flower_dp.strategies import NbAFL
 from tests.local_grids import FEATURES, NAMES, grid_of, linear, one_reply, records, start, vector_of
 
@@ -61,13 +60,6 @@ def test_replies_lie_on_a_lattice_that_broadcasts_hide():
     assert clip.step == release.lattice_step(model.layout.size) / 2**10
 
 
-def test_noise_follows_from_the_clients_own_budget():
-    recipe = NbAFLRecipe(training=TRAINING, min_records=8, **NOISE | {"paper_epsilon": {"c0": 1.0, "c1": 10.0}})
-    strong, weak = (recipe.terms(name, FOUR[name]).release.noise_scale for name in ("c0", "c1"))
-    assert strong == pytest.approx(10 * weak)
-    assert weak == uplink_noise_std(uplink_exposures=4, epsilon=10.0, delta=0.01, clip_norm=1.5, min_records=8)
-
-
 def test_a_client_with_fewer_records_than_the_noise_is_made_for_does_not_reply():
     _, recipe = pair(min_records=9)
     strategy, _ = pair(server={"num_records": 9})
@@ -91,15 +83,6 @@ def test_k_of_n_asks_k_at_random_and_not_more_than_the_budget():
 
 
 # Downlink noise
-
-
-def test_downlink_noise_is_the_planners():
-    strategy, _ = pair(server={"cohort_size": 2}, uplink_exposures=1)
-    strategy.plan(30)
-    assert strategy.rules.downlink_noise_std == downlink_noise_std(
-        num_clients=4, cohort_size=2, num_rounds=30, uplink_exposures=1, epsilon=2.0, delta=0.01, clip_norm=1.5, min_records=8
-    )
-    assert strategy.rules.added_noise_std([0.5, 0.5]) == pytest.approx(strategy.rules.downlink_noise_std)
 
 
 # The statement

@@ -43,15 +43,6 @@ def test_the_noise_reaches_the_optimiser_and_not_the_raw_mean():
     assert 25 * 0.94 < result.arrays["w"].numpy().std() < 25 * 1.06
 
 
-def test_frozen_arrays_do_not_reach_the_optimiser():
-    strategy = DPFedAvg(**WORDS, frozen_arrays=["mask"], server_optimizer=FedAdam(eta=0.1))
-    grid = LocalGrid(stock_app(lambda node, named: {**named, "w": named["w"] + 1}), 2)
-    initial = arrays(mask=np.array([-np.inf, 0.0], np.float32), w=np.zeros(3, np.float32))
-    result = strategy.start(grid, initial, num_rounds=2)
-    assert np.isfinite(result.arrays["w"].numpy()).all()
-    assert result.arrays["mask"].numpy()[0] == -np.inf
-
-
 class Telling(FedAvg):
     def configure_train(self, server_round, arrays, config, grid):
         config["temperature"] = 0.5
