@@ -222,7 +222,6 @@ def test_exact_noise_is_the_closed_forms_and_zcdp_noise_the_papers():
         ({"batch_size": 0}, "batch_size=0"),
         ({"clip_norm": 0.0}, "clip_norm=0.0"),
         ({"epsilon": math.nan}, "epsilon=nan"),
-        ({"delta": 0.0}, "delta=0.0"),
         ({"learning_rate_decay": 1.0}, "learning_rate_decay=1.0"),
         ({"weight_decay": 5.0}, "weight_decay=5.0: must be a finite number >= 0 and <= 4"),
         ({"batch_sampling": "shuffled"}, "batch_sampling='shuffled': must be one of fixed-size, poisson"),

@@ -115,7 +115,6 @@ def test_a_payload_under_another_mask_is_refused() -> None:
         {"mask": {"type": "seed", "seed": 7, "keep_ratio": 1.5}},
         {"mask": {"type": "seed", "seed": 2**63, "keep_ratio": 0.5}},
         {"keep_ratio": 0.5},  # of what noise has changed: goes with no mask
-        {"quantization_levels": 3},
     ],
 )
 def test_asks_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:

@@ -316,8 +316,6 @@ def test_the_papers_gaussian_epsilon_needs_its_constant():
         ({"mechanism": "cauchy"}, "mechanism='cauchy'"),
         ({"learning_rate": None}, "learning_rate=None"),
         ({"strong_convexity": 1.0}, "learning_rate=0.5: must be None"),
-        ({"num_records": 0}, "num_records=0"),
-        ({"num_replies": 0}, "num_replies=0"),
         ({"cohort_size": 5}, "cohort_size=5"),
         ({"aggregation": "median"}, "aggregation='median'"),
     ],
