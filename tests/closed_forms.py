@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+import numpy as np
+
 
 def gaussian_delta(multiplier: float, epsilon: float) -> float:
     """The delta of a release with this noise std / sensitivity."""
@@ -38,3 +40,12 @@ def _epsilon(mu: float, delta: float) -> float:
     if gaussian_delta(1 / mu, 0.0) <= delta:
         return 0.0
     return _root(lambda epsilon: gaussian_delta(1 / mu, epsilon) - delta, 0.0, mu**2 / 2 + 20 * mu + 1)
+
+
+def assert_std(noise: "np.ndarray", std: float, false_alarm: float = 1e-6) -> None:
+    """Gaussian noise has this std (chi-square, exact), and a scale 5 % off is noticed: that takes 20,000 draws."""
+    from scipy import stats
+
+    low, high = stats.chi2.interval(1 - false_alarm, noise.size)
+    squares = np.sum(np.square(noise.astype(np.float64))) / std**2
+    assert [low < squares * wrong**2 < high for wrong in (0.95, 1.0, 1.05)] == [False, True, False]

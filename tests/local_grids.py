@@ -1,11 +1,12 @@
 """Small problems and grids for the tests of methods with local noise."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import Array, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
@@ -64,6 +65,60 @@ def start(strategy: Any, grid: LocalGrid, num_rounds: int, model: Callable[[], n
 
 def vector_of(model: nn.Module) -> Tensor:
     return torch.cat([value.detach().flatten() for value in model.parameters()])
+
+
+def mean_gradient(weight: Tensor, data: TensorRecords, clip_norm: float, order: int = 2) -> Tensor:
+    """The mean of clipped gradients of a linear model under cross-entropy, in closed form: (softmax - one-hot) x^T."""
+    total = torch.zeros_like(weight)
+    for x, y in zip(data.inputs.double(), data.targets, strict=True):
+        gradient = torch.outer(torch.softmax(weight @ x, 0) - nn.functional.one_hot(y, CLASSES), x)
+        total += gradient * min(1.0, clip_norm / float(torch.linalg.vector_norm(gradient, ord=order)))
+    return total / len(data)
+
+
+def worst_swap() -> tuple[nn.Module, TensorRecords, TensorRecords]:
+    """A model, and two data sets that differ in one record, with clipped gradients as far apart as they can be: +C and -C."""
+    model = nn.Linear(1, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    up, down = torch.zeros(8, 1), torch.zeros(8, 1)
+    up[0], down[0] = 1e6, -1e6
+    targets = torch.zeros(8, dtype=torch.int64)
+    return model, TensorRecords(inputs=up, targets=targets), TensorRecords(inputs=down, targets=targets)
+
+
+def watching(release: Release) -> tuple[Release, list[Any]]:
+    """The same release, and what its noise was drawn for: sum, noise, scale and lattice of every draw, with the real draw inside."""
+    seen: list[Any] = []
+    mechanism: Any = type(release.mechanism)
+
+    class Seen(mechanism):
+        def noise(self, like: Any, scale: float, lattice: float, rng: Any) -> Any:
+            drawn = super().noise(like, scale, lattice, rng)
+            seen.append((like.numpy().copy(), drawn.numpy().copy(), scale, lattice))
+            return drawn
+
+    return replace(release, mechanism=Seen(noise_multiplier=release.mechanism.noise_multiplier)), seen
+
+
+def assert_on_lattice(seen: list[Any], release: Release, step: float) -> None:
+    """Sum and noise of every draw have the scale of the release, and lie on its lattice."""
+    for total, drawn, scale, lattice in seen:
+        assert (scale, lattice) == (release.noise_scale, step)
+        for part in (total, drawn):
+            np.testing.assert_array_equal(part / step, np.rint(part / step))
+
+
+def filled(value: float, node: int = 1) -> Callable[[int, Message], list[Message]]:
+    """A tamper: all numbers of the row of a node's replies are this one."""
+
+    def tamper(sender: int, reply: Message) -> list[Message]:
+        if sender == node:
+            (record,) = reply.content.array_records.values()
+            name = list(record)[-1]
+            record[name] = Array(np.full_like(record[name].numpy(), value))
+        return [reply]
+
+    return tamper
 
 
 def context_of(state=None, **node_config):
@@ -132,3 +187,35 @@ def shared_noise_app(
         )
 
     return client_app(client_fn)
+
+
+def still_model(outputs: int = 2000) -> nn.Module:
+    """A model of twice so many parameters, all of them zero."""
+    model = nn.Linear(1, outputs)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+def still_app(num_clients: int, outputs: int = 2000) -> ClientApp:
+    """Clients whose update is zero, so that all that moves the model is noise: their step size is below float32's resolution."""
+    data = TensorRecords(inputs=torch.ones(4, 1), targets=torch.zeros(4, dtype=torch.int64))
+
+    def client_fn(context: Context) -> DPClient:
+        part, parts = int(context.node_config["partition-id"]), int(context.node_config["num-partitions"])
+        hosted = {f"c{index:03}": data for index in range(part, num_clients, parts)}
+        return DPClient(model=still_model(outputs), clients=hosted, training=Training(learning_rate=1e-30), device="cpu")
+
+    return client_app(client_fn)
+
+
+def models_of(strategy: Any, grid: Any, arrays: Any, num_rounds: int) -> np.ndarray:
+    """The initial model and that after each round of a run [rounds + 1, d]."""
+    models: list[np.ndarray] = []
+
+    def keep(server_round: int, current: Any) -> None:
+        models.append(np.concatenate([array.numpy().ravel() for array in current.values()]).astype(np.float64))
+
+    strategy.start(grid, arrays, num_rounds=num_rounds, evaluate_fn=keep)
+    return np.stack(models)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
+from operator import attrgetter
 
 from flower_dp.core import checks, dp
 from flower_dp.core.sampling import PoissonSampling
@@ -114,10 +115,10 @@ def smallest_cohort(shared: SharedNoise, num_rounds: int) -> int:
 
 
 def noise_of(
-    *,
     noise_multiplier: float | None,
     epsilon: float | None,
     num_rounds: int | None,
+    *,
     target_epsilon: float | None,
     evaluation: PrivateEvaluation | LocalEvaluation | None,
 ) -> float | Budget:
@@ -146,17 +147,12 @@ def noise_of(
     return Budget(epsilon=epsilon, num_rounds=num_rounds, evaluation=plan)
 
 
-def at_most(shared: SharedNoise) -> Release:
-    """Return what a round is charged at most."""
-    return shared.charged
-
-
 def run_event(
     training: SharedNoise,
     evaluation: SumEvaluation | None,
     num_rounds: int,
     *,
-    charged: Callable[[SharedNoise], Release] = at_most,
+    charged: Callable[[SharedNoise], Release] = attrgetter("charged"),
 ) -> dp.DpEvent:
     """Return what rounds 1 to `num_rounds` cost, their evaluations with them: one after every `every`-th.
 

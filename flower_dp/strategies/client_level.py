@@ -11,14 +11,13 @@ from typing import Self
 from flower_dp.core import checks, dp
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling
-from flower_dp.core.words import delta_in_words
 from flower_dp.privacy import accounting
 from flower_dp.privacy.accounting import Cost, counts_sampling
 from flower_dp.privacy.charges import Charges, History
 from flower_dp.privacy.events import least_noise_multiplier
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
-from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement
+from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement, delta_warning
 from flower_dp.strategies.calibration import Budget, run_event
 from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation, SumEvaluation
 from flower_dp.strategies.not_covered import not_covered, seeded
@@ -205,7 +204,58 @@ class ClientLevelRules:
 
     def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
         """Return the statement on all charges, those of private evaluations among them."""
-        return _statement_of(self, state, facts)
+        release, evaluation, charges, delta = self.release, self.evaluation, state.charges, self.about.delta
+        num_rounds, ledger = self.num_rounds(charges), self.ledger(charges)
+        inside, outside = ledger.cost(delta), self.outside_ledger(charges).cost(delta)
+        private = math.isfinite(inside.epsilon) and not facts.seeded_noise
+        noise = {
+            "clip_norm": release.clip_norm,
+            "noise_multiplier": release.mechanism.noise_multiplier,
+            "noise_std_of_the_sum": release.noise_scale,
+            "noise_std_of_the_mean": release.noise_scale / release.expected_cohort,
+        }
+        if self.budget is not None:
+            noise |= {"calibrated_for_epsilon": self.budget.epsilon, "calibrated_for_rounds": self.budget.num_rounds}
+        if (clip := self.training.clip) is not None:
+            # The std above are of the smallest clip norm, around update and indicator together.
+            noise |= {
+                "clip_norm": clip.of.smallest,
+                "joint_norm": release.clip_norm,
+                "initial_clip_norm": clip.of.initial,
+                "smallest_clip_norm": clip.of.smallest,
+                "largest_clip_norm": clip.of.largest,
+                "target_quantile": clip.of.target_quantile,
+                "clip_learning_rate": clip.of.learning_rate,
+                "count_noise_std": clip.count_noise_std,
+            }
+        parts, evaluations = {}, None
+        if evaluation is not None:
+            noise["evaluation_noise_multiplier"] = evaluation.release.mechanism.noise_multiplier
+            evaluations = f"{charges.number(evaluation.name)} private evaluations, {evaluation.sampling},"
+            if private:
+                parts = {
+                    "training": self.training.history(charges).cost(delta).epsilon,
+                    "evaluation": evaluation.history(charges).cost(delta).epsilon,
+                }
+        return PrivacyStatement(
+            method=self.about.title,
+            unit=release.unit,
+            relation=release.relation,
+            adversary=release.seen_by if private else "nobody",
+            delta=delta,
+            epsilon=inside.epsilon if private else math.inf,
+            accountant=inside.accountant,
+            paper=_paper(self, charges, facts),
+            num_rounds=num_rounds,
+            noise=noise,
+            sampling=f"{release.sampler}, {release.expected_cohort:g} of {release.num_clients} clients expected a round",
+            events=tuple(ledger.lines()),
+            assumptions=tuple(_assumptions(self, facts, counts_sampling(inside) or counts_sampling(outside))),
+            not_covered=not_covered(facts, accounts=False, logs="logs on devices and on the server", evaluations=evaluations),
+            parts=parts,
+            incidents=tuple(_incidents(self, facts)),
+            adversaries=_adversaries(self, charges, inside, outside) if private else (),
+        )
 
 
 def _stock_refusal(training: NoisedSum) -> str | None:
@@ -217,62 +267,6 @@ def _stock_refusal(training: NoisedSum) -> str | None:
     return (
         "placement='distributed': stock clients add no noise; use DPClient or privacy_mod of flower_dp.clients, or "
         "placement='central'"
-    )
-
-
-def _statement_of(rules: ClientLevelRules, state: RunState, run: RunFacts) -> PrivacyStatement:
-    """Return the statement on all charges, those of private evaluations among them."""
-    release, evaluation, charges, delta = rules.release, rules.evaluation, state.charges, rules.about.delta
-    num_rounds, ledger = rules.num_rounds(charges), rules.ledger(charges)
-    inside, outside = ledger.cost(delta), rules.outside_ledger(charges).cost(delta)
-    private = math.isfinite(inside.epsilon) and not run.seeded_noise
-    noise = {
-        "clip_norm": release.clip_norm,
-        "noise_multiplier": release.mechanism.noise_multiplier,
-        "noise_std_of_the_sum": release.noise_scale,
-        "noise_std_of_the_mean": release.noise_scale / release.expected_cohort,
-    }
-    if rules.budget is not None:
-        noise |= {"calibrated_for_epsilon": rules.budget.epsilon, "calibrated_for_rounds": rules.budget.num_rounds}
-    if (clip := rules.training.clip) is not None:
-        # The std above are of the smallest clip norm, around update and indicator together.
-        noise |= {
-            "clip_norm": clip.of.smallest,
-            "joint_norm": release.clip_norm,
-            "initial_clip_norm": clip.of.initial,
-            "smallest_clip_norm": clip.of.smallest,
-            "largest_clip_norm": clip.of.largest,
-            "target_quantile": clip.of.target_quantile,
-            "clip_learning_rate": clip.of.learning_rate,
-            "count_noise_std": clip.count_noise_std,
-        }
-    parts, evaluations = {}, None
-    if evaluation is not None:
-        noise["evaluation_noise_multiplier"] = evaluation.release.mechanism.noise_multiplier
-        evaluations = f"{charges.number(evaluation.name)} private evaluations, {evaluation.sampling},"
-        if private:
-            parts = {
-                "training": rules.training.history(charges).cost(delta).epsilon,
-                "evaluation": evaluation.history(charges).cost(delta).epsilon,
-            }
-    return PrivacyStatement(
-        method=rules.about.title,
-        unit=release.unit,
-        relation=release.relation,
-        adversary=release.seen_by if private else "nobody",
-        delta=delta,
-        epsilon=inside.epsilon if private else math.inf,
-        accountant=inside.accountant,
-        paper=_paper(rules, charges, run),
-        num_rounds=num_rounds,
-        noise=noise,
-        sampling=f"{release.sampler}, {release.expected_cohort:g} of {release.num_clients} clients expected a round",
-        events=tuple(ledger.lines()),
-        assumptions=tuple(_assumptions(rules, run, counts_sampling(inside) or counts_sampling(outside))),
-        not_covered=not_covered(run, accounts=False, logs="logs on devices and on the server", evaluations=evaluations),
-        parts=parts,
-        incidents=tuple(_incidents(rules, run)),
-        adversaries=_adversaries(rules, charges, inside, outside) if private else (),
     )
 
 
@@ -368,12 +362,7 @@ def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) 
             "noise, so that epsilon is that of a fixed clip norm; clip norm, joint norm of update and indicator, and noise "
             "std are told at the smallest clip norm, and grow in proportion to it"
         )
-    clients = max(release.num_clients, run.num_known)  # more may have joined
-    if delta * clients >= 1:
-        lines.append(
-            f"DELTA IS NO GUARANTEE: {delta_in_words(delta)} is at least 1 / {clients} clients, and a "
-            "mechanism that publishes one client's data outright can have such a delta"
-        )
+    lines += delta_warning(delta, max(release.num_clients, run.num_known), "client")  # more may have joined
     return [*lines, *seeded(run)]
 
 

@@ -143,8 +143,6 @@ class ControlVariate:
 
     def _radius(self, size: int, honest: Honest) -> float:
         """Return the largest norm of c: of the mean of honest gradients, and of the errors of their messages."""
-        if self.quantization_levels is None:
-            return honest.mean
         error = self._error(size)
         return (honest.mean + 2 * error * honest.single) / (1 - error)
 

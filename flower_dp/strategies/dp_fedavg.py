@@ -70,13 +70,8 @@ class DPFedAvg(DPStrategy):
         min_reply_ratio: float | None = None,
         **options: Unpack[Options],
     ) -> None:
-        noise = noise_of(
-            noise_multiplier=noise_multiplier,
-            epsilon=epsilon,
-            num_rounds=num_rounds,
-            target_epsilon=target_epsilon,
-            evaluation=options.get("evaluation"),
-        )
+        evaluation = options.get("evaluation")
+        noise = noise_of(noise_multiplier, epsilon, num_rounds, target_epsilon=target_epsilon, evaluation=evaluation)
         updates = ClippedUpdates(
             clip_norm=clip_norm,
             sampling=sampling,
@@ -87,12 +82,6 @@ class DPFedAvg(DPStrategy):
             min_reply_ratio=min_reply_ratio,
         )
         rules = ClientLevelRules(
-            "dp-fedavg",
-            "DP-FedAvg",
-            updates,
-            noise,
-            delta=delta,
-            target_epsilon=target_epsilon,
-            evaluation=options.get("evaluation"),
+            "dp-fedavg", "DP-FedAvg", updates, noise, delta=delta, target_epsilon=target_epsilon, evaluation=evaluation
         )
         super().__init__(rules, **options)

@@ -176,34 +176,24 @@ class DPFedPAQRules(LocalRules):
 
     def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
-        return _statement_of(self, state, facts)
-
-
-def _statement_of(rules: DPFedPAQRules, state: RunState, run: RunFacts) -> PrivacyStatement:
-    """Return the statement: the worst client, and the distribution over clients."""
-    books, steps, charges = rules.books, rules.steps, state.charges
-    sizes = books.num_records.values()
-    whole = bool(sizes) and all(size == steps.num_records for size in sizes)
-    each = f"all records, {steps.num_records}" if whole else f"{steps.num_records} records at random, without replacement"
-    secret = ("only the client knows which of its records it takes",) if counts_sampling(rules, charges) else ()
-    return local_statement(
-        rules,
-        state,
-        run,
-        message_std=_message_std(rules, charges),
-        noise=_noise_numbers(rules),
-        paper=_paper(rules, charges, run),
-        sampling=f"{rules.training.sampling}: {most_replies(books)}; {each} in each",
-        assumptions=(steps.proof, *secret, *rules._assumptions(state.own)),
-        incidents=() if state.own is None else state.own.incidents,
-    )
-
-
-def _message_std(rules: DPFedPAQRules, charges: Charges) -> float:
-    """The least std of the noise on a number that a client sends: on its update, before that is quantised."""
-    stds = [terms.release.noise_std for terms in rules.books.terms.values()]
-    # Steps shrink from round to round, and the noise on an update with them.
-    return -rules.steps.update_factor(max(1, charges.number(rules.training.name))) * min(stds, default=0.0)
+        books, steps, charges = self.books, self.steps, state.charges
+        sizes = books.num_records.values()
+        whole = bool(sizes) and all(size == steps.num_records for size in sizes)
+        each = f"all records, {steps.num_records}" if whole else f"{steps.num_records} records at random, without replacement"
+        # On an update, before it is quantised: steps shrink from round to round, and the noise with them.
+        factor = -steps.update_factor(max(1, charges.number(self.training.name)))
+        secret = ("only the client knows which of its records it takes",) if counts_sampling(self, charges) else ()
+        return local_statement(
+            self,
+            state,
+            facts,
+            message_std=factor * min((terms.release.noise_std for terms in books.terms.values()), default=0.0),
+            noise=_noise_numbers(self),
+            paper=_paper(self, charges, facts),
+            sampling=f"{self.training.sampling}: {most_replies(books)}; {each} in each",
+            assumptions=(steps.proof, *secret, *self._assumptions(state.own)),
+            incidents=() if state.own is None else state.own.incidents,
+        )
 
 
 def _noise_numbers(rules: DPFedPAQRules) -> dict[str, float]:

@@ -88,13 +88,8 @@ class DPFedSAM(DPStrategy):
         min_reply_ratio: float | None = None,
         **options: Unpack[Options],
     ) -> None:
-        noise = noise_of(
-            noise_multiplier=noise_multiplier,
-            epsilon=epsilon,
-            num_rounds=num_rounds,
-            target_epsilon=target_epsilon,
-            evaluation=options.get("evaluation"),
-        )
+        evaluation = options.get("evaluation")
+        noise = noise_of(noise_multiplier, epsilon, num_rounds, target_epsilon=target_epsilon, evaluation=evaluation)
         updates = ClippedUpdates(
             clip_norm=clip_norm,
             sampling=sampling,
@@ -115,6 +110,6 @@ class DPFedSAM(DPStrategy):
             delta=delta,
             target_epsilon=target_epsilon,
             paper_formula=_PAPER_FORMULA,
-            evaluation=options.get("evaluation"),
+            evaluation=evaluation,
         )
         super().__init__(rules, **options)

@@ -97,23 +97,27 @@ class BestModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResourceBudget:
-    """The resource costs of a device, in any unit, and their limit (Hu et al., eq. 8: c1, c2 and C_th).
+class Resources:
+    """What a device spends on rounds and local steps, in any unit, and the limit of it (Hu et al., eq. 8: c1, c2 and C_th).
+
+    A device is charged when it is asked, whether or not its reply arrives.
 
     Attributes:
+        num_local_steps: steps of a round.
         cost_per_aggregation: of a round's messages.
         cost_per_step: of a local step.
         max_cost: of a device in a run; None: no limit.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: for a value that makes no sense, naming field and value; or if the limit is too small for one round.
 
     Example:
-        >>> from flower_dp.strategies.dp_pasgd import ResourceBudget
-        >>> ResourceBudget(cost_per_aggregation=100, cost_per_step=1, max_cost=1000).cost(num_rounds=9, num_steps=90)
+        >>> from flower_dp.strategies.dp_pasgd import Resources
+        >>> Resources(num_local_steps=10, cost_per_aggregation=100, cost_per_step=1, max_cost=1000).cost(9)
         990.0
     """
 
+    num_local_steps: int
     cost_per_aggregation: float = 0.0
     cost_per_step: float = 0.0
     max_cost: float | None = None
@@ -125,51 +129,21 @@ class ResourceBudget:
             checks.number("max_cost", self.max_cost, above=0)
             if not self.has_costs:
                 raise checks.refusal("max_cost", self.max_cost, "needs cost_per_aggregation or cost_per_step above 0")
+            if self.cost(1) > self.max_cost:
+                raise checks.refusal("max_cost", self.max_cost, f"must pay for one round, which costs a device {self.cost(1):g}")
 
     @property
     def has_costs(self) -> bool:
         """Whether a cost is above 0."""
         return bool(self.cost_per_aggregation or self.cost_per_step)
 
-    def cost(self, *, num_rounds: int, num_steps: int) -> float:
-        """Return the cost of these rounds and steps to a device, bit for bit the planner's sum."""
-        return float(self.cost_per_aggregation * num_rounds + self.cost_per_step * num_steps)
-
-    def allows(self, *, num_rounds: int, num_steps: int) -> bool:
-        """Return whether the cost of these rounds and steps is within the budget."""
-        return self.max_cost is None or self.cost(num_rounds=num_rounds, num_steps=num_steps) <= self.max_cost
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resources:
-    """The resources that a run's devices spend.
-
-    A device is charged when it is asked, whether or not its reply arrives.
-
-    Attributes:
-        budget: costs and limit.
-        num_local_steps: steps of a round.
-
-    Raises:
-        ValueError: if the budget is too small for one round.
-    """
-
-    budget: ResourceBudget
-    num_local_steps: int
-
-    def __post_init__(self) -> None:
-        if not self.budget.allows(num_rounds=1, num_steps=self.num_local_steps):
-            raise checks.refusal(
-                "max_cost", self.budget.max_cost, f"must pay for one round, which costs a device {self.cost(1):g}"
-            )
-
     def cost(self, rounds: int) -> float:
-        """Return what so many rounds cost a device."""
-        return self.budget.cost(num_rounds=rounds, num_steps=rounds * self.num_local_steps)
+        """Return what so many rounds cost a device, bit for bit the planner's sum."""
+        return float(self.cost_per_aggregation * rounds + self.cost_per_step * (rounds * self.num_local_steps))
 
     def why_stop(self, most: int) -> str | None:
         """Return that one more round would exceed the budget of a device that was asked in so many, if so; else None."""
-        if self.budget.allows(num_rounds=most + 1, num_steps=(most + 1) * self.num_local_steps):
+        if self.max_cost is None or self.cost(most + 1) <= self.max_cost:
             return None
         return (
             f"the resource budget is spent: a device has spent {self.cost(most):g}, and one more round would make that "
@@ -180,12 +154,12 @@ class Resources:
         """Return what was spent by a device that was asked in so many rounds, in words."""
         return (
             f"resources: a device spent at most {self.cost(most):g}{self._limit}, for {most} aggregations at "
-            f"{self.budget.cost_per_aggregation:g} and {most * self.num_local_steps} local steps at {self.budget.cost_per_step:g}"
+            f"{self.cost_per_aggregation:g} and {most * self.num_local_steps} local steps at {self.cost_per_step:g}"
         )
 
     @property
     def _limit(self) -> str:
-        return "" if self.budget.max_cost is None else f" of max_cost={self.budget.max_cost:g}"
+        return "" if self.max_cost is None else f" of max_cost={self.max_cost:g}"
 
 
 _FORMULA = "rho + 2 sqrt(rho log(1/delta)), rho = 2 K G^2 / (X_m^2 sigma_m^2), Hu et al. eq. 9"
@@ -215,7 +189,7 @@ class DPPASGDRules(LocalRules):
         self,
         population: Population,
         steps: StepSchedule,
-        resources: ResourceBudget,
+        resources: Resources,
         *,
         clip_norm: float,
         delta: float,
@@ -256,7 +230,7 @@ class DPPASGDRules(LocalRules):
         )
         title = "DP-PASGD" if steps.num_local_steps > 1 else "DP-SGD (DP-PASGD with one local step)"
         super().__init__(title, books, name="dp-pasgd", sampling=FullSampling(), clip_norm=clip_norm, evaluation=evaluation)
-        self.resources = Resources(budget=resources, num_local_steps=steps.num_local_steps)
+        self.resources = resources
 
     def costs(self, charges: Charges) -> dict[str, float]:
         """Return the resources that every device has spent: a round costs it some whether or not its reply arrives."""
@@ -302,51 +276,40 @@ class DPPASGDRules(LocalRules):
 
     def numbers(self, state: RunState, now: Round | None) -> Mapping[str, float]:
         """Return the quick epsilon, and the largest resource cost of a device so far, if costs were given."""
-        spent = (
-            {"cost-per-device": self.resources.cost(self.most_rounds(state.charges))} if self.resources.budget.has_costs else {}
-        )
-        return {**super().numbers(state, now), **(spent if now is not None else {})}
+        if now is None or not self.resources.has_costs:
+            return super().numbers(state, now)
+        return {**super().numbers(state, now), "cost-per-device": self.resources.cost(self.most_rounds(state.charges))}
 
     def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
-        return _statement_of(self, state, facts)
-
-
-def _statement_of(rules: DPPASGDRules, state: RunState, run: RunFacts) -> PrivacyStatement:
-    """Return the statement: the worst client, and the distribution over clients."""
-    books, resources, charges = rules.books, rules.resources, state.charges
-    num_rounds = charges.number(rules.training.name)
-    if resources.budget.has_costs and num_rounds:
-        run = replace(run, incidents=(*run.incidents, resources.line(rules.most_rounds(charges))))
-    assumptions = [
-        "the model that a client sends is computed from its noised steps alone, so it costs what the steps cost together"
-    ]
-    if counts_sampling(rules, charges):
-        assumptions.append("which records are in a batch is known to the client alone")
-    if state.own is not None and (chosen := state.own.in_words(rules.best_by)):
-        assumptions.append(f"{chosen} on data that are taken as public: choosing by public data costs nothing")
-    scale = "noise_std_of_a_mean_gradient"
-    return local_statement(
-        rules,
-        state,
-        run,
-        message_std=_message_std(rules, num_rounds),
-        noise={
-            "clip_norm": rules.clip_norm,
-            **least_and_largest(books, scale, lambda release: release.noise_scale / release.expected_cohort),
-        },
-        paper=_paper(rules, charges, run),
-        sampling=f"all clients of {rules.about.num_clients} in every round, at most {rules.num_steps} local steps of one client, "
-        f"{rules.steps.num_local_steps} a round; {_BATCHES[rules.batch_sampling]}",
-        assumptions=tuple(assumptions),
-    )
-
-
-def _message_std(rules: DPPASGDRules, num_rounds: int) -> float:
-    """The least std of the noise on a number that a device sends: on the change of a weight in all steps of a round."""
-    stds = [terms.release.noise_std / terms.release.expected_cohort for terms in rules.books.terms.values()]
-    least = min(stds, default=0.0)
-    return min(rules.steps.noise_std(1 + done, noise=least) for done in range(max(1, num_rounds)))
+        books, resources, charges = self.books, self.resources, state.charges
+        num_rounds = charges.number(self.training.name)
+        if resources.has_costs and num_rounds:
+            facts = replace(facts, incidents=(*facts.incidents, resources.line(self.most_rounds(charges))))
+        assumptions = [
+            "the model that a client sends is computed from its noised steps alone, so it costs what the steps cost together"
+        ]
+        if counts_sampling(self, charges):
+            assumptions.append("which records are in a batch is known to the client alone")
+        if state.own is not None and (chosen := state.own.in_words(self.best_by)):
+            assumptions.append(f"{chosen} on data that are taken as public: choosing by public data costs nothing")
+        scale = "noise_std_of_a_mean_gradient"
+        # Of a device with the least, on the change of a weight in all steps of a round.
+        least = min((terms.release.noise_std / terms.release.expected_cohort for terms in books.terms.values()), default=0.0)
+        return local_statement(
+            self,
+            state,
+            facts,
+            message_std=min(self.steps.noise_std(1 + done, noise=least) for done in range(max(1, num_rounds))),
+            noise={
+                "clip_norm": self.clip_norm,
+                **least_and_largest(books, scale, lambda release: release.noise_scale / release.expected_cohort),
+            },
+            paper=_paper(self, charges, facts),
+            sampling=f"all clients of {self.about.num_clients} in every round, at most {self.num_steps} local steps of one "
+            f"client, {self.steps.num_local_steps} a round; {_BATCHES[self.batch_sampling]}",
+            assumptions=tuple(assumptions),
+        )
 
 
 def _paper(rules: DPPASGDRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:
@@ -430,7 +393,7 @@ class DPPASGD(DPStrategy):
         ...     cost_per_step=1,
         ...     max_cost=1000,
         ... )
-        >>> strategy.rules.resources.budget.cost(num_rounds=9, num_steps=90)
+        >>> strategy.rules.resources.cost(9)
         990.0
     """
 
@@ -464,10 +427,16 @@ class DPPASGD(DPStrategy):
             learning_rate_decay=learning_rate_decay,
             weight_decay=weight_decay,
         )
+        resources = Resources(
+            num_local_steps=num_local_steps,
+            cost_per_aggregation=cost_per_aggregation,
+            cost_per_step=cost_per_step,
+            max_cost=max_cost,
+        )
         rules = DPPASGDRules(
             Population(num_clients=num_clients, num_records=num_records, epsilon=epsilon, batch_size=batch_size),
             steps,
-            ResourceBudget(cost_per_aggregation=cost_per_aggregation, cost_per_step=cost_per_step, max_cost=max_cost),
+            resources,
             clip_norm=clip_norm,
             delta=delta,
             num_steps=num_steps,

@@ -88,13 +88,8 @@ class FedSMP(DPStrategy):
             masks = LargestMasks(keep_ratio=keep_ratio, random_ratio=_RANDOM_RATIO if random_ratio is None else random_ratio)
         elif random_ratio is not None:
             raise checks.refusal("random_ratio", random_ratio, "is read with mask='top-k' only; a rand-k mask is all random")
-        noise = noise_of(
-            noise_multiplier=noise_multiplier,
-            epsilon=epsilon,
-            num_rounds=num_rounds,
-            target_epsilon=target_epsilon,
-            evaluation=options.get("evaluation"),
-        )
+        evaluation = options.get("evaluation")
+        noise = noise_of(noise_multiplier, epsilon, num_rounds, target_epsilon=target_epsilon, evaluation=evaluation)
         updates = ClippedUpdates(
             clip_norm=clip_norm,
             sampling=sampling,
@@ -107,12 +102,6 @@ class FedSMP(DPStrategy):
         )
         title = f"Fed-SMP-{mask.replace('-', '_')}"
         rules = ClientLevelRules(
-            "fed-smp",
-            title,
-            updates,
-            noise,
-            delta=delta,
-            target_epsilon=target_epsilon,
-            evaluation=options.get("evaluation"),
+            "fed-smp", title, updates, noise, delta=delta, target_epsilon=target_epsilon, evaluation=evaluation
         )
         super().__init__(rules, **options)

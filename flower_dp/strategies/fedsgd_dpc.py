@@ -122,12 +122,13 @@ class FedSGDDPCRules(LocalRules):
         """Return the norms of step 1 times the noise, and times the longest mean of gradients."""
         # Every client is in this part of the rounds.
         part = self.cohort_size / self.about.num_clients
-        stds = [
-            self.weight(name) * terms.release.noise_std / terms.release.expected_cohort
-            for name, terms in self.books.terms.items()
-        ]
-        noise = math.sqrt(part * dimension * sum(std**2 for std in stds))
+        noise = math.sqrt(part * dimension * sum(std**2 for std in self._stds()))
         return self.step_size(1) * noise, self.step_size(1) * self.clip_norm
+
+    def _stds(self) -> list[float]:
+        """Return the std of the noise on a number that each client sends: on its weighted mean gradient."""
+        releases = {name: terms.release for name, terms in self.books.terms.items()}
+        return [self.weight(name) * release.noise_std / release.expected_cohort for name, release in releases.items()]
 
     def weight(self, name: str) -> float:
         """Return the weight of a client's row: N/b times its share."""
@@ -135,34 +136,22 @@ class FedSGDDPCRules(LocalRules):
 
     def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
-        return _statement_of(self, state, facts)
-
-
-def _statement_of(rules: FedSGDDPCRules, state: RunState, run: RunFacts) -> PrivacyStatement:
-    """Return the statement: the worst client, and the distribution over clients."""
-    books, charges = rules.books, state.charges
-    batch = "all records" if rules.sampling_rate == 1 else f"every record with probability {rules.sampling_rate:g}"
-    scale = "noise_scale_of_a_mean_gradient"
-    return local_statement(
-        rules,
-        state,
-        run,
-        message_std=_message_std(rules),
-        noise={
-            "clip_norm": rules.clip_norm,
-            **least_and_largest(books, scale, lambda release: release.noise_scale / release.expected_cohort),
-        },
-        paper=_paper(rules, charges, run),
-        sampling=f"{rules.training.sampling}: {most_replies(books)}; {batch} in each",
-        assumptions=("which records are in a batch is known to the client alone",) if counts_sampling(rules, charges) else (),
-    )
-
-
-def _message_std(rules: FedSGDDPCRules) -> float:
-    """The least std of the noise on a number that a client sends: on its weighted mean gradient."""
-    releases = {name: terms.release for name, terms in rules.books.terms.items()}
-    stds = [rules.weight(name) * release.noise_std / release.expected_cohort for name, release in releases.items()]
-    return min(stds, default=0.0)
+        books, charges = self.books, state.charges
+        batch = "all records" if self.sampling_rate == 1 else f"every record with probability {self.sampling_rate:g}"
+        scale = "noise_scale_of_a_mean_gradient"
+        return local_statement(
+            self,
+            state,
+            facts,
+            message_std=min(self._stds(), default=0.0),
+            noise={
+                "clip_norm": self.clip_norm,
+                **least_and_largest(books, scale, lambda release: release.noise_scale / release.expected_cohort),
+            },
+            paper=_paper(self, charges, facts),
+            sampling=f"{self.training.sampling}: {most_replies(books)}; {batch} in each",
+            assumptions=("which records are in a batch is known to the client alone",) if counts_sampling(self, charges) else (),
+        )
 
 
 def _paper(rules: FedSGDDPCRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:

@@ -162,7 +162,8 @@ class NbAFLRules(LocalRules):
         mean = collected.total / all_shares
         # An average of lattice values with any weights lies on no lattice. The broadcast is rounded to one that is much coarser
         # than the clients' and much finer than the noise, so that it is a rounded value plus Gaussian noise.
-        step = self._broadcast_step(parts.values(), std)
+        scale = self._broadcast_std(parts.values(), std)
+        step = noise.lattice_step(scale, clip_norm=scale, dimension=1) if scale else 0.0
         own_step = min(step, noise.lattice_step(std, clip_norm=std, dimension=1)) / _FINER if std else 0.0
         drawn = noise.gaussian(mean, std, own_step, rng)
         return Learnt(vector=np.asarray(noise.nearest(mean + drawn, step)), own=own, charges=(charge,))
@@ -170,11 +171,6 @@ class NbAFLRules(LocalRules):
     def _broadcast_std(self, parts: Iterable[float], std: float) -> float:
         """Return the std of all noise on a broadcast: the server's, and the average of the clients' own."""
         return math.sqrt(std**2 + self.uplink_noise_std**2 * sum(part**2 for part in parts))
-
-    def _broadcast_step(self, parts: Iterable[float], std: float) -> float:
-        """Return the step of the lattice of a broadcast, at most 1/1024 of all the noise on it; 0 without noise."""
-        scale = self._broadcast_std(parts, std)
-        return noise.lattice_step(scale, clip_norm=scale, dimension=1) if scale else 0.0
 
     def added_noise_std(self, parts: Sequence[float]) -> float:
         """Return the std of the noise that the server adds to an average with these weights, which sum to 1.
@@ -284,59 +280,54 @@ class NbAFLRules(LocalRules):
 
     def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
         """Return the statement on all that every client was charged, as three adversaries see it."""
-        return _statement_of(self, state, facts)
-
-
-def _statement_of(rules: NbAFLRules, state: RunState, run: RunFacts) -> PrivacyStatement:
-    """Return the statement on all that every client was charged, as three adversaries see it."""
-    books, charges = rules.books, state.charges
-    num_broadcasts, noised = charges.number(BROADCAST), rules.broadcasts(state)
-    replies = max(rules.training.counts(charges).values(), default=0)
-    broadcast_ledgers = rules.broadcast_ledgers(charges, OUTSIDERS)
-    seen = max((ledger.num_charges for ledger in broadcast_ledgers.values()), default=0)
-    of_them = f"the {num_broadcasts} broadcasts alone, at most {seen} with a client's weights in them, and who took part"
-    adversaries = (
-        Adversary.of(
-            "the server",
-            _worst(rules, charges, rules.ledgers(charges)),
-            sees=f"every message of a client, at most {replies} of one client; so does an eavesdropper",
-            noise_std=rules.uplink_noise_std * min(map(books.share, books.terms), default=0.0),
-            paper=_paper(rules, run, exposures=replies, limit=rules.uplink_exposures or 0, what="uplink"),
-        ),
-        Adversary.of(
-            "participants",
-            _worst(rules, charges, rules.broadcast_ledgers(charges, PARTICIPANTS)),
-            sees=f"each by itself, {of_them}; a participant knows its own noise",
-            noise_std=noised.least_participant_std if num_broadcasts else 0.0,
-        ),
-        Adversary.of(
-            "outsiders",
-            _worst(rules, charges, broadcast_ledgers),
-            sees=of_them,
-            noise_std=noised.least_std if num_broadcasts else 0.0,
-            paper=_paper(rules, run, exposures=num_broadcasts, limit=books.planned_rounds or 0, what="downlink"),
-        ),
-    )
-    who = "all clients" if isinstance(rules.sampling, FullSampling) else f"{rules.cohort_size} at random"
-    return local_statement(
-        rules,
-        state,
-        run,
-        paper=adversaries[0].paper,
-        noise={
-            "clip_norm": rules.clip_norm,
-            "uplink_noise_std": rules.uplink_noise_std,
-            "downlink_noise_std": rules.downlink_noise_std,
-            "largest_noise_std_added_by_the_server": noised.largest_added_std,
-        },
-        sampling=f"{who} of {len(books.terms)} in every round, at most {replies} replies of one client",
-        assumptions=(
-            "clipped weights lie in a ball of radius C, so all of a client's records together move a message by at most 2 C: "
-            "epsilon holds for the whole client, and so for each of its records; no smaller bound is proved for one record",
-            "participants, outsiders: the other clients add their noise and don't share it; the server adds its own",
-        ),
-        adversaries=adversaries,
-    )
+        books, charges = self.books, state.charges
+        num_broadcasts, noised = charges.number(BROADCAST), self.broadcasts(state)
+        replies = max(self.training.counts(charges).values(), default=0)
+        broadcast_ledgers = self.broadcast_ledgers(charges, OUTSIDERS)
+        seen = max((ledger.num_charges for ledger in broadcast_ledgers.values()), default=0)
+        of_them = f"the {num_broadcasts} broadcasts alone, at most {seen} with a client's weights in them, and who took part"
+        adversaries = (
+            Adversary.of(
+                "the server",
+                _worst(self, charges, self.ledgers(charges)),
+                sees=f"every message of a client, at most {replies} of one client; so does an eavesdropper",
+                noise_std=self.uplink_noise_std * min(map(books.share, books.terms), default=0.0),
+                paper=_paper(self, facts, exposures=replies, limit=self.uplink_exposures or 0, what="uplink"),
+            ),
+            Adversary.of(
+                "participants",
+                _worst(self, charges, self.broadcast_ledgers(charges, PARTICIPANTS)),
+                sees=f"each by itself, {of_them}; a participant knows its own noise",
+                noise_std=noised.least_participant_std if num_broadcasts else 0.0,
+            ),
+            Adversary.of(
+                "outsiders",
+                _worst(self, charges, broadcast_ledgers),
+                sees=of_them,
+                noise_std=noised.least_std if num_broadcasts else 0.0,
+                paper=_paper(self, facts, exposures=num_broadcasts, limit=books.planned_rounds or 0, what="downlink"),
+            ),
+        )
+        who = "all clients" if isinstance(self.sampling, FullSampling) else f"{self.cohort_size} at random"
+        return local_statement(
+            self,
+            state,
+            facts,
+            paper=adversaries[0].paper,
+            noise={
+                "clip_norm": self.clip_norm,
+                "uplink_noise_std": self.uplink_noise_std,
+                "downlink_noise_std": self.downlink_noise_std,
+                "largest_noise_std_added_by_the_server": noised.largest_added_std,
+            },
+            sampling=f"{who} of {len(books.terms)} in every round, at most {replies} replies of one client",
+            assumptions=(
+                "clipped weights lie in a ball of radius C, so all of a client's records together move a message by at most 2 C: "
+                "epsilon holds for the whole client, and so for each of its records; no smaller bound is proved for one record",
+                "participants, outsiders: the other clients add their noise and don't share it; the server adds its own",
+            ),
+            adversaries=adversaries,
+        )
 
 
 def _worst(rules: NbAFLRules, charges: Charges, ledgers: Mapping[str, History]) -> Cost:

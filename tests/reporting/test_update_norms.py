@@ -1,6 +1,5 @@
 """The norms of client updates before the clip: what a run records on request, the figure, and the command."""
 
-
 import numpy as np
 import pytest
 

@@ -13,17 +13,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvgM, Strategy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_dp.clients import (
-    DPClient,
-    DPFedPAQRecipe,
-    DPPASGDRecipe,
-    FedSGDDPCRecipe,
-    LocalDPClient,
-    NbAFLRecipe,
-    ProximalTerm,
-    ScaffoldRecipe,
-    Training,
-)
+from flower_dp import clients
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPStrategy, FedSGDDPC, NbAFL, Scaffold, writer
@@ -251,8 +241,8 @@ class Pair:
     client: Callable[..., Any]
 
 
-def training_of(case: Case, *, regularizers: Any = ()) -> Training:
-    return Training(
+def training_of(case: Case, *, regularizers: Any = ()) -> clients.Training:
+    return clients.Training(
         learning_rate=case.rate,
         learning_rate_decay=case.decay,
         batch_size=100,
@@ -289,10 +279,10 @@ def fedpaq(cls: Any) -> Callable[..., DPStrategy]:
     return make
 
 
-def local_steps(recipe: Any) -> Callable[..., LocalDPClient]:
-    def make(case: Case, **node: Any) -> LocalDPClient:
+def local_steps(recipe: Any) -> Callable[..., clients.LocalDPClient]:
+    def make(case: Case, **node: Any) -> clients.LocalDPClient:
         words = {"epsilon": math.inf, "delta": DELTA, "num_replies": ROUNDS, "quantization_levels": None}
-        return LocalDPClient(recipe=recipe(steps=fedpaq_steps(case), **words), **node)
+        return clients.LocalDPClient(recipe=recipe(steps=fedpaq_steps(case), **words), **node)
 
     return make
 
@@ -339,13 +329,13 @@ def weighted(case: Case) -> dict[str, Any]:
 
 
 PAIRS = {
-    "dp-fedavg": Pair(FedAvgByHand, fedavg, lambda case, **node: DPClient(training=training_of(case), **node)),
-    "dp-fedpaq": Pair(FedPAQByHand, fedpaq(DPFedPAQ), local_steps(DPFedPAQRecipe)),
-    "scaffold": Pair(ScaffoldByHand, fedpaq(Scaffold), local_steps(ScaffoldRecipe)),
+    "dp-fedavg": Pair(FedAvgByHand, fedavg, lambda case, **node: clients.DPClient(training=training_of(case), **node)),
+    "dp-fedpaq": Pair(FedPAQByHand, fedpaq(DPFedPAQ), local_steps(clients.DPFedPAQRecipe)),
+    "scaffold": Pair(ScaffoldByHand, fedpaq(Scaffold), local_steps(clients.ScaffoldRecipe)),
     "dp-pasgd": Pair(
         PASGDByHand,
         lambda case, **options: DPPASGD(num_clients=len(case.sizes), **pasgd_words(case), **options),
-        lambda case, **node: LocalDPClient(recipe=DPPASGDRecipe(**pasgd_words(case)), **node),
+        lambda case, **node: clients.LocalDPClient(recipe=clients.DPPASGDRecipe(**pasgd_words(case)), **node),
     ),
     "fedsgd-dpc": Pair(
         FedSGDByHand,
@@ -356,14 +346,14 @@ PAIRS = {
             **fedsgd_words(case),
             **options,
         ),
-        lambda case, **node: LocalDPClient(recipe=FedSGDDPCRecipe(**fedsgd_words(case)), **node),
+        lambda case, **node: clients.LocalDPClient(recipe=clients.FedSGDDPCRecipe(**fedsgd_words(case)), **node),
     ),
     "nbafl": Pair(
         NbAFLByHand,
         lambda case, **options: NbAFL(**weighted(case), **nbafl_words(case), **options),
-        lambda case, **node: LocalDPClient(
-            recipe=NbAFLRecipe(
-                training=training_of(case, regularizers=(ProximalTerm(strength=case.pull),) if case.pull else ()),
+        lambda case, **node: clients.LocalDPClient(
+            recipe=clients.NbAFLRecipe(
+                training=training_of(case, regularizers=(clients.ProximalTerm(strength=case.pull),) if case.pull else ()),
                 **nbafl_words(case),
             ),
             **node,

@@ -2,29 +2,21 @@
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from flower_dp.clients import NbAFLTerms
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
-from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import (
-    DPPASGD,
     AdaptiveClip,
     DPFedAvg,
-    DPFedPAQ,
     DPFedSAM,
-    FedSGDDPC,
     FedSMP,
     NbAFL,
     PrivateEvaluation,
-    Scaffold,
 )
 from flower_dp.strategies.forecast import forecast
-from flower_dp.strategies.releases.replies import Collected
 from tests.adversaries.fuzzing import THOROUGH
 from tests.charges import charge
 from tests.grids import LocalGrid
@@ -81,34 +73,25 @@ def spent(strategy, num_rounds=ROUNDS):
 FEW = [
     ("central", "full", "add-or-remove-one", False),
     ("central", "full", "add-or-remove-one", True),
-    ("central", "full", "replace-one", True),
-    ("central", "poisson", "add-or-remove-one", False),
     ("central", "poisson", "replace-one", True),
     ("central", "round robin", "add-or-remove-one", True),
     ("distributed", "full", "add-or-remove-one", False),
-    ("distributed", "poisson", "replace-one", False),
     ("distributed", "fixed size", "replace-one", False),
-    ("distributed", "round robin", "add-or-remove-one", True),
     ("untrusted server", "full", "replace-one", True),
     ("untrusted server", "poisson", "add-or-remove-one", True),
-    ("untrusted server", "fixed size", "replace-one", False),
-    ("own shares alone", "full", "add-or-remove-one", True),
     ("own shares alone", "round robin", "replace-one", False),
-    ("masked", "full", "replace-one", False),
     ("masked", "poisson", "add-or-remove-one", False),
     ("adaptive", "full", "add-or-remove-one", True),
-    ("adaptive", "round robin", "replace-one", False),
 ]
 
 
 def cases():
     for method, sampling, evaluated in itertools.product(METHODS, SAMPLINGS, (False, True)):
         for relation in ("replace-one",) if sampling == "fixed size" else ("add-or-remove-one", "replace-one"):
-            if not (THOROUGH or (method, sampling, relation, evaluated) in FEW):
-                continue
-            marks = () if sampling in ("full", "round robin") else (pytest.mark.slow,)
-            name = f"{method}, {sampling}, {relation}{', evaluated' * evaluated}"
-            yield pytest.param(method, sampling, relation, evaluated, marks=marks, id=name)
+            if THOROUGH or (method, sampling, relation, evaluated) in FEW:
+                marks = () if sampling in ("full", "round robin") else (pytest.mark.slow,)
+                name = f"{method}, {sampling}, {relation}{', evaluated' * evaluated}"
+                yield pytest.param(method, sampling, relation, evaluated, marks=marks, id=name)
 
 
 @pytest.mark.parametrize(("method", "sampling", "relation", "evaluated"), list(cases()))
@@ -128,38 +111,10 @@ def test_the_statement_ends_within_a_hundredth_below_epsilon(method, sampling, r
     assert statement.epsilon == max(one.epsilon for one in statement.adversaries if not one.trusted)
 
 
-@pytest.mark.parametrize("epsilon", [1e-3, 0.1, 1.0, 30.0, 2000.0])
+@pytest.mark.parametrize("epsilon", [1e-3, 2000.0])
 def test_any_epsilon_can_be_asked_for(epsilon):
     strategy = DPFedAvg(**COMMON, epsilon=epsilon, num_rounds=ROUNDS, sampling=FullSampling())
     assert 0.99 * epsilon <= spent(strategy).epsilon <= epsilon
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("epsilon", "num_rounds"), [(0.3, 500), *([(8.0, 1000)] if THOROUGH else [])])
-def test_long_runs_at_small_rates_end_as_close(epsilon, num_rounds):
-    arguments = {"sampling": PoissonSampling(sampling_rate=0.05), "num_clients": CLIENTS, "clip_norm": 1.0, "delta": 1e-4}
-    strategy = DPFedAvg(**arguments, epsilon=epsilon, num_rounds=num_rounds)
-    assert 0.99 * epsilon <= forecast(strategy, num_rounds=num_rounds, names=NAMES).epsilon <= epsilon
-
-
-def test_a_real_run_goes_to_its_last_round_and_the_multiplier_can_be_given_again():
-    arguments = {**COMMON, "num_clients": 4, "sampling": FullSampling(), "registration_timeout": 5}
-    strategy = DPFedAvg(**arguments, epsilon=3.0, num_rounds=5, evaluation=None)
-    model = arrays(w=np.zeros(4, np.float32))
-    strategy.start(LocalGrid(stock_app(shifted(float)), 4), model, num_rounds=5)
-    assert (len(strategy.rounds), strategy.incidents) == (5, ())
-    assert 0.99 * 3 <= strategy.statement.epsilon <= 3
-    assert strategy.rounds[-1].epsilon <= 3.001
-    again = DPFedAvg(**arguments, noise_multiplier=float(f"{strategy.statement.noise['noise_multiplier']:.6g}"))
-    again.start(LocalGrid(stock_app(shifted(float)), 4), model, num_rounds=5)
-    assert again.statement.epsilon == strategy.statement.epsilon
-
-
-def test_shares_of_the_clients_are_those_of_the_calibrated_noise():
-    strategy = DPFedSAM(**COMMON, epsilon=5.0, num_rounds=2, sampling=FullSampling())
-    multiplier = strategy.statement.noise["noise_multiplier"]
-    ask, _, _ = strategy.rules.training.ask(strategy.state, 9, NAMES, np.random.default_rng(3))
-    assert ask.noise_std == pytest.approx(multiplier * 0.5 / math.sqrt(CLIENTS))
 
 
 def test_a_run_of_another_length_is_refused_before_any_client_is_asked():
@@ -175,11 +130,7 @@ def test_a_run_of_another_length_is_refused_before_any_client_is_asked():
 def test_a_loop_of_ones_own_never_passes_epsilon():
     strategy = DPFedAvg(**COMMON, epsilon=2.0, num_rounds=5, sampling=FullSampling())
     for number in range(1, 6):
-        assert (
-            strategy.rules.why_stop(strategy.state, number, None)
-            is strategy.rules.why_stop(strategy.state, number, CLIENTS)
-            is None
-        )
+        assert [strategy.rules.why_stop(strategy.state, number, size) for size in (None, CLIENTS)] == [None, None]
         charge(strategy, NAMES)
     assert strategy.rules.why_stop(strategy.state, 6, None) == "it would pass target_epsilon=2"
 
@@ -188,19 +139,10 @@ REFUSED = [
     ({}, "noise_multiplier=None, epsilon=None: neither is given; must be exactly one"),
     ({"epsilon": 8.0, "noise_multiplier": 0.9, "num_rounds": 5}, r"noise_multiplier=0\.9, epsilon=8\.0: both are given"),
     ({"epsilon": 8.0}, r"num_rounds: is missing; epsilon=8\.0 needs"),
-    ({"epsilon": 8.0, "num_rounds": 0}, "num_rounds=0"),
     ({"epsilon": 8.0, "num_rounds": 5, "target_epsilon": 7.0}, r"target_epsilon=7\.0: epsilon=8\.0 is the run's target"),
     ({"noise_multiplier": 0.9, "num_rounds": 5}, "num_rounds=5: is read with epsilon only"),
-    ({"epsilon": 0.0, "num_rounds": 5}, "epsilon=0"),
     ({"epsilon": math.inf, "num_rounds": 5}, "epsilon=inf: must be a finite number"),
-    (
-        {"epsilon": 1e-9, "num_rounds": 5, "delta": 1e-9},
-        "epsilon=1e-09: no noise multiplier up to 1e6 reaches it at delta=1e-09, for num_rounds=5",
-    ),
-    (
-        {"epsilon": 1.0, "num_rounds": 4, "evaluation": PrivateEvaluation(noise_multiplier=1.0, sampling=FullSampling())},
-        r"epsilon=1.0: the 4 private evaluations alone cost \d",
-    ),
+    ({"epsilon": 1e-9, "num_rounds": 5, "delta": 1e-9}, "epsilon=1e-09: no noise multiplier up to 1e6 reaches it at delta=1e-09"),
     (
         {"epsilon": 1.0, "num_rounds": 4, "evaluation": PrivateEvaluation(noise_multiplier=0.0, sampling=FullSampling())},
         "epsilon=1.0: the 4 private evaluations alone cost inf",
@@ -209,76 +151,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "match"), REFUSED)
-@pytest.mark.parametrize("method", [DPFedAvg, DPFedSAM, FedSMP])
-def test_nonsense_is_refused_naming_fields_and_values(method, arguments, match):
+def test_nonsense_is_refused_naming_fields_and_values(arguments, match):
     with pytest.raises(ValueError, match=match):
-        method(**{**COMMON, "sampling": FullSampling(), **arguments})
-
-
-def test_noise_without_a_trusted_server_counts_a_share_that_a_participant_knows():
-    """With so many shares or more almost surely, and one of them known, (m - 1) / m of the noise is left."""
-    arguments = {**COMMON, "sampling": PoissonSampling(sampling_rate=0.5), "epsilon": 1.5, "num_rounds": ROUNDS}
-    full = DPFedAvg(**{**arguments, "sampling": FullSampling()}).rules.release.mechanism.noise_multiplier
-    shared = DPFedSAM(**arguments, trusted_server=False).rules.release.mechanism.noise_multiplier
-    shares = math.ceil(0.75 * stats.binom.ppf(1e-3 / ROUNDS, CLIENTS, 0.5))
-    assert shared == pytest.approx(full * math.sqrt(shares / (shares - 1)), rel=1e-3)
+        DPFedSAM(**{**COMMON, "sampling": FullSampling(), **arguments})
 
 
 # Methods whose epsilon is every client's budget
 
-LOCAL = {
-    "nbafl": lambda epsilon: NbAFL(
-        num_clients=CLIENTS, num_records=20, clip_norm=2.0, epsilon=epsilon, delta=1e-3, num_replies=ROUNDS
-    ),
-    "fedsgd-dpc": lambda epsilon: FedSGDDPC(
-        mechanism="gaussian",
-        num_clients=CLIENTS,
-        cohort_size=CLIENTS,
-        num_records=20,
-        clip_norm=1.0,
-        epsilon=epsilon,
-        delta=1e-3,
-        learning_rate=0.1,
-        num_replies=ROUNDS,
-    ),
-    "dp-fedpaq": lambda epsilon: DPFedPAQ(**steps(), epsilon=epsilon, delta=1e-3),
-    "scaffold": lambda epsilon: Scaffold(**steps(), epsilon=epsilon, delta=1e-3),
-    "dp-pasgd": lambda epsilon: DPPASGD(
-        num_clients=CLIENTS,
-        num_records=20,
-        batch_size=5,
-        clip_norm=1.0,
-        epsilon=epsilon,
-        delta=1e-3,
-        num_steps=2 * ROUNDS,
-        num_local_steps=2,
-        learning_rate=0.1,
-    ),
-}
-# What their clients' choice of records saves is slow to account.
-SAMPLED = ("dp-fedpaq", "scaffold")
-
-
-def steps():
-    recipe = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=5, clip_norm=1.0, sensitivity="per-step")
-    return {"steps": recipe, "sampling": FullSampling(), "num_clients": CLIENTS, "num_records": 20}
-
-
-@pytest.mark.parametrize(
-    ("method", "epsilon"),
-    [
-        pytest.param(method, epsilon, marks=pytest.mark.slow if method in SAMPLED else ())
-        for method, epsilon in itertools.product(LOCAL, (0.5, 6.0))
-        if method not in SAMPLED or epsilon == 0.5 or THOROUGH
-    ],
-)
-def test_a_budget_is_the_epsilon_of_the_statement(method, epsilon):
-    strategy = LOCAL[method](epsilon)
-    assert 0.99 * epsilon <= spent(strategy).epsilon <= epsilon
+PROVED = {"num_clients": CLIENTS, "num_records": 20, "delta": 1e-3, "clip_norm": 2.0, "epsilon": 3.0, "num_replies": ROUNDS}
 
 
 def test_nbafl_adds_no_noise_on_the_server_for_a_proved_epsilon_and_broadcasts_cost_no_more():
-    strategy = LOCAL["nbafl"](3.0)
+    strategy = NbAFL(**PROVED)
     strategy.plan(100)
     rules = strategy.rules
     assert rules.downlink_noise_std == 0
@@ -307,8 +191,7 @@ def test_nbafl_takes_one_epsilon_and_what_belongs_to_it(arguments, match):
 # The statement before the run
 
 
-@pytest.mark.parametrize("method", ["central", "distributed", "masked"])
-@pytest.mark.parametrize("sampling", ["full", "round robin"])
+@pytest.mark.parametrize(("method", "sampling"), [("central", "round robin"), ("distributed", "full")])
 def test_the_forecast_is_the_statement_of_the_run(method, sampling):
     def make():
         sampler = SAMPLINGS[sampling]
@@ -322,38 +205,6 @@ def test_the_forecast_ends_where_the_run_will_and_counts_the_most_replies_of_a_c
     found = forecast(strategy, num_rounds=50, names=NAMES)
     assert 0 < found.num_rounds < 50
     assert found.epsilon <= 2
-    drawn = NbAFL(num_clients=CLIENTS, num_records=20, clip_norm=2.0, epsilon=3.0, delta=1e-3, num_replies=6, cohort_size=8)
+    drawn = NbAFL(**PROVED, cohort_size=8)
     found = forecast(drawn, num_rounds=ROUNDS, names=NAMES)
     assert (found.num_rounds, found.clients.maximum > 0.99 * 3) == (ROUNDS, True)
-
-
-@pytest.mark.parametrize(
-    "budget",
-    [{"epsilon": 3.0, "num_replies": ROUNDS}, {"paper_epsilon": 3.0, "uplink_exposures": ROUNDS}],
-    ids=["proved", "paper"],
-)
-@pytest.mark.parametrize(("cohort_size", "num_replying"), [(None, 8), (8, 3)])
-def test_the_forecast_of_nbafl_counts_its_broadcasts(cohort_size, budget, num_replying):
-    """It said that broadcasts, and so outsiders and participants, would cost nothing; whoever answers, a run costs no more."""
-    arguments = {"num_clients": CLIENTS, "num_records": list(range(20, 20 + CLIENTS)), "clip_norm": 2.0, "delta": 1e-3}
-
-    def make():
-        return NbAFL(**arguments, **budget, cohort_size=cohort_size, aggregation="data-size")
-
-    strategy = make()
-    strategy.plan(ROUNDS, NAMES)
-    rules = strategy.rules
-    asked = NAMES[: rules.cohort_size]
-    for number in range(1, ROUNDS + 1):
-        charge(strategy, asked)
-        replied = list(asked) if num_replying == 8 else list(asked[:num_replying])
-        now, collected = SimpleNamespace(server_round=number), Collected(total=np.zeros(3), clients=replied)
-        made = rules.learn(strategy.state, now, collected, strategy._session.generator("noise"))
-        strategy._session.log.append(made.charges[0])
-        strategy._session.note(own=made.own)
-    costs, found = (
-        {one.name: one.epsilon for one in statement.adversaries}
-        for statement in (strategy.statement, forecast(make(), num_rounds=ROUNDS, names=NAMES))
-    )
-    assert all(0 < costs[name] <= found[name] * (1 + 1e-6) for name in costs)
-    assert found["outsiders"] < found["the server"] * (1 + 1e-6)

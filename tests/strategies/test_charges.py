@@ -1,70 +1,13 @@
 """A charge is a value: it counts where it is in the log, and ledgers are functions of charges."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
-from dp_accounting import GaussianDpEvent, NoOpDpEvent
+from dp_accounting import GaussianDpEvent
 
-from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, History, Scope
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, History, Scope
 from flower_dp.privacy.private_file import LedgerError
-from flower_dp.strategies import DPPASGD, DPFedSAM
-from tests.charges import Kept, assert_charges_are_the_ledgers, charge, folded
-
-NAMES = tuple("abcdefgh")
-WORDS = {"clip_norm": 0.5, "noise_multiplier": 1.0, "num_clients": 8, "delta": 1e-3}
-SAMPLERS = [FullSampling(), PoissonSampling(sampling_rate=0.5), RoundRobinSampling(cohort_size=3)]
-STEPS = {"num_clients": 8, "batch_size": 4, "num_records": 8, "clip_norm": 1.0, "epsilon": 2.0, "delta": 1e-3, "num_steps": 4}
-
-
-def shared(sampling):
-    return DPFedSAM(**WORDS, sampling=sampling, placement="distributed", trusted_server=False)
-
-
-def local():
-    strategy = DPPASGD(**STEPS, num_local_steps=1, learning_rate=0.1)
-    strategy._session.open(NAMES)
-    return strategy
-
-
-@pytest.mark.parametrize("make", [lambda: shared(FullSampling()), local])
-def test_a_charge_is_a_value_that_follows_from_what_was_charged(make):
-    """Nothing counts it until it is in the log."""
-    strategy = make()
-    release = strategy.rules.training
-    first = release.charge(Charges(), 1, NAMES[:3])
-    assert first == release.charge(Charges(), 1, NAMES[:3])
-    assert (first.number, release.charge(folded([first]), 2, NAMES).number) == (1, 2)
-    assert strategy.charges.numbers() == {}
-    charge(strategy, NAMES[:3])
-    assert strategy.charges.numbers() == {release.name: 1}
-
-
-@pytest.mark.parametrize("sampling", SAMPLERS)
-def test_the_ledgers_of_a_noised_sum_are_its_charges(sampling):
-    strategy, kept = shared(sampling), Kept()
-    strategy._session.log = kept
-    for size in (8, 3, 5, 1, 7, 2):
-        charge(strategy, NAMES[:size])
-    assert_charges_are_the_ledgers(strategy, kept)
-    ledger = strategy.rules.ledger(strategy.charges)
-    assert ledger.counts == Counter(event for one in kept.each for event in one.events if type(event) is not NoOpDpEvent)
-    assert strategy.rules.num_rounds(strategy.charges) == 6
-
-
-def test_every_client_is_charged_for_each_of_its_replies():
-    strategy, kept = local(), Kept()
-    strategy._session.log = kept
-    for names in (NAMES[:3], (), NAMES[2:]):
-        charge(strategy, names)
-    assert_charges_are_the_ledgers(strategy, kept)
-    release = strategy.rules.training
-    assert release.counts(strategy.charges) == dict.fromkeys(NAMES, 1) | {"c": 2}
-    assert {name: ledger.num_charges for name, ledger in release.ledgers(strategy.charges).items()} == release.counts(
-        strategy.charges
-    )
-
+from tests.charges import folded
 
 CLIENTS = Scope(unit="client", relation="add-or-remove-one")
 
@@ -81,9 +24,7 @@ def test_the_histories_of_charges_have_every_event_of_every_owner():
     expected = {EVERY_CLIENT: {two: 2}, "a": {two: 2, three: 1}, "b": {two: 3}, "somebody": {two: 2}}
     assert {name: charges.history(CLIENTS, name).counts for name in expected} == expected
     assert charges.history(CLIENTS).cost(1e-3) == History(relation=CLIENTS.relation, counts={two: 2}).cost(1e-3)
-    assert charges.worst(CLIENTS, 1e-3) == charges.history(CLIENTS, "a").cost(1e-3) or (
-        charges.worst(CLIENTS, 1e-3) == charges.history(CLIENTS, "b").cost(1e-3)
-    )
+    assert charges.worst(CLIENTS, 1e-3) in [charges.history(CLIENTS, name).cost(1e-3) for name in ("a", "b")]
 
 
 def test_charges_of_another_relation_or_unit_are_not_added_up():
@@ -97,7 +38,6 @@ def test_charges_of_another_relation_or_unit_are_not_added_up():
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"which": (1,)}, "which: has 1 places"),
         ({"which": (-1,)}, "which: has 1 places"),
         ({"events": (GaussianDpEvent(2.0),) * 2}, "which: has 0 places of events for 1 owners"),
         ({"owners": ("a", "a")}, "charges nobody twice at once"),

@@ -2,21 +2,17 @@
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
+from dp_accounting import GaussianDpEvent, SampledWithoutReplacementDpEvent
 from flwr.app import Array
-from flwr.common.serde import message_to_proto
-from scipy import special, stats
+from scipy import stats
 from torch import nn
 
-from flower_dp.clients import DPFedPAQRecipe, FlatModel, ScaffoldRecipe, TensorRecords, model_arrays
-from flower_dp.clients.reply.pipeline import Job
-from flower_dp.core.compression import Payload, decode, qsgd_bytes, qsgd_variance
+from flower_dp.clients import DPFedPAQRecipe, TensorRecords, model_arrays
+from flower_dp.core.compression import qsgd_bytes
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import (
@@ -27,11 +23,11 @@ from flower_dp.privacy.dp_fedpaq import (
     update_terms,
     violated_conditions,
 )
-from flower_dp.strategies import DPFedPAQ, Scaffold
+from flower_dp.strategies import DPFedPAQ
 from flower_dp.wire import KEY
-from tests.local_grids import NAMES, grid_of, records, start
+from tests.closed_forms import assert_std
+from tests.local_grids import NAMES, grid_of, models_of, records, start
 
-FALSE_ALARM = 1e-6
 STEPS: dict[str, Any] = {"learning_rate": 0.5, "num_local_steps": 2, "batch_size": 2, "clip_norm": 0.5, "decay_iterations": 4.0}
 OWN = {"per-step": {}, "clip-update": {"update_clip_norm": 0.2}, "convex-glm": {"smoothness": 4.0}}
 FOUR = {name: records(name) for name in NAMES[:4]}
@@ -86,106 +82,31 @@ def still_records(outputs: int) -> TensorRecords:
 @pytest.mark.parametrize("sensitivity", SENSITIVITIES)
 def test_the_noise_of_every_round_is_what_its_sensitivity_asks(sensitivity):
     """Rounds 1 and 3; E b of n is 4 of 8. The second source of the multiplier is the accountant's own answer for its event."""
-    loss = nn.functional.cross_entropy
-    strategy, recipe = pair(steps_of(sensitivity), server={"num_clients": 1}, quantization_levels=None, loss=loss)
+    strategy, recipe = pair(steps_of(sensitivity), server={"num_clients": 1}, quantization_levels=None)
     grid = grid_of(recipe, {"c0": still_records(2)}, model=lambda: still(2))
-    models: list[np.ndarray] = []
-
-    def keep(server_round: int, arrays: Any) -> None:
-        models.append(np.concatenate([array.numpy().ravel() for array in arrays.values()]).astype(np.float64))
-
-    strategy.start(grid, model_arrays(still(2)), num_rounds=3, evaluate_fn=keep)
+    models = models_of(strategy, grid, model_arrays(still(2)), 3)
     multiplier = strategy.rules.books.terms["c0"].release.mechanism.noise_multiplier
     event = accounting.repeated(SampledWithoutReplacementDpEvent(8, 4, GaussianDpEvent(multiplier)), 3)
     assert accounting.epsilon(event, delta=1e-5, relation="replace-one").epsilon == pytest.approx(2.0, rel=1e-3)
     base = {"per-step": 0.75, "clip-update": 0.4, "convex-glm": 0.25}[sensitivity]
     for server_round, shrink in ((1, 1.0), (3, 0.5)):
-        noise = models[server_round] - models[server_round - 1]
-        std = multiplier * base / 2 * shrink
-        low, high = stats.chi2.interval(1 - FALSE_ALARM, noise.size)
-        assert low < np.sum(noise**2) / std**2 < high
-        assert not low < np.sum(noise**2) / (1.05 * std) ** 2 < high
-        assert not low < np.sum(noise**2) / (0.95 * std) ** 2 < high
-
-
-# Amplification by the client's own choice of records
-
-
-def wang_epsilon(multiplier: float, gamma: float, count: int, delta: float) -> float:
-    """Wang, Balle and Kasiviswanathan 2019, Theorem 9, for a Gaussian with noise std `multiplier` x clip norm and sensitivity 2 C.
-
-    Integer orders, ternary |chi|^a terms left out: a second source that is an upper bound of the library's and near it.
-    """
-
-    def plain(order: float) -> float:
-        return order / (2 * (multiplier / 2) ** 2)
-
-    best = math.inf
-    for order in range(2, 257):
-        logs = [0.0]
-        second = min(math.log(4) + math.log(math.expm1(plain(2))), plain(2) + math.log(2))
-        logs.append(2 * math.log(gamma) + math.log(special.comb(order, 2)) + second)
-        for j in range(3, order + 1):
-            binomial = special.gammaln(order + 1) - special.gammaln(j + 1) - special.gammaln(order - j + 1)
-            logs.append(j * math.log(gamma) + binomial + (j - 1) * plain(j) + math.log(2))
-        renyi = count * special.logsumexp(logs) / (order - 1)
-        best = min(best, renyi + math.log((order - 1) / order) - (math.log(delta) + math.log(order)) / (order - 1))
-    return best
-
-
-@pytest.mark.exact
-@pytest.mark.slow
-@pytest.mark.parametrize(("multiplier", "size", "count"), [(4.0, 80, 10), (6.0, 40, 3), (8.0, 400, 100)])
-def test_the_bound_without_replacement_has_sensitivity_two_clip_norms(multiplier, size, count):
-    event = accounting.repeated(FixedSizeSampling(cohort_size=8).event(GaussianDpEvent(multiplier), 1, size), count)
-    cost = accounting.epsilon(event, delta=1e-5, relation="replace-one").epsilon
-    wang = wang_epsilon(multiplier, 8 / size, count, 1e-5)
-    by_renyi = accounting.rdp_epsilon(event, delta=1e-5, relation="replace-one")
-    assert 0.2 * wang < cost <= by_renyi <= wang
-    # Never below the losses of a pair that can happen: all other records pull one way, and one is turned around.
-    pair = accounting.repeated(PoissonSampledDpEvent(8 / size, GaussianDpEvent(multiplier / 2)), count)
-    assert cost >= accounting.epsilon(pair, delta=1e-5, relation="add-or-remove-one").epsilon * (1 - 1e-4)
-    # With noise std / C where noise std / (2 C) belongs it would be far less.
-    wrong = accounting.repeated(FixedSizeSampling(cohort_size=8).event(GaussianDpEvent(2 * multiplier), 1, size), count)
-    assert accounting.epsilon(wrong, delta=1e-5, relation="replace-one").epsilon < 0.6 * cost
+        assert_std(models[server_round] - models[server_round - 1], multiplier * base / 2 * shrink)
 
 
 @pytest.mark.slow
-def test_terms_take_the_whole_choice_of_records():
-    terms = update_terms(steps=steps_of(), epsilon=2.0, delta=1e-5, num_replies=3, num_records=8)
-    multiplier = terms.release.mechanism.noise_multiplier
-    assert terms.event == SampledWithoutReplacementDpEvent(8, 4, GaussianDpEvent(multiplier))
-    assert terms.release.relation == "replace-one"
-    assert terms.release.unit == "record"
-    whole = update_terms(steps=steps_of(), epsilon=2.0, delta=1e-5, num_replies=3, num_records=4)
-    assert whole.event == GaussianDpEvent(whole.release.mechanism.noise_multiplier)
-    # All of a client's records: golden, 9.997256 for z = 1 under replace-one at 1e-5.
-    golden = update_terms(steps=steps_of(), epsilon=9.997256, delta=1e-5, num_replies=1, num_records=4)
-    assert golden.release.mechanism.noise_multiplier == pytest.approx(1.0, rel=2e-4)
-
-
-@pytest.mark.slow
-def test_a_client_whose_data_size_is_not_the_public_one_does_not_reply():
-    strategy, recipe = pair(server={"num_records": 9}, calibration="paper")
-    with pytest.raises(RuntimeError, match="are not this client's own"):
-        start(strategy, grid_of(recipe, FOUR), 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [{"clip_norm": 0.4}, {"num_local_steps": 3}, {"batch_size": 1}])
-def test_a_client_with_other_steps_does_not_reply(arguments):
-    strategy, _ = pair(calibration="paper")
-    _, recipe = pair(steps_of(**arguments), calibration="paper")
-    with pytest.raises(RuntimeError, match="this client's own"):
-        start(strategy, grid_of(recipe, FOUR), 1)
-
-
-@pytest.mark.slow
-def test_a_client_never_works_by_the_servers_noise():
-    strategy, _ = pair(epsilon=2.0)
-    _, recipe = pair(epsilon=8.0)
-    with pytest.raises(RuntimeError, match="by this client's own budget"):
-        start(strategy, grid_of(recipe, FOUR), 1)
+@pytest.mark.parametrize(
+    ("server", "client", "message"),
+    [
+        ({"server": {"num_records": 9}, "calibration": "paper"}, {"calibration": "paper"}, "are not this client's own"),
+        ({"calibration": "paper"}, {"steps": steps_of(num_local_steps=3), "calibration": "paper"}, "this client's own"),
+        ({}, {"epsilon": 8.0}, "by this client's own budget"),
+        ({"epsilon": 8.0}, {"epsilon": 8.0, "calibration": "paper"}, "by this client's own budget"),
+    ],
+    ids=["data size", "steps", "budget", "calibration"],
+)
+def test_a_client_with_other_terms_or_less_noise_than_the_server_states_does_not_reply(server, client, message):
+    with pytest.raises(RuntimeError, match=message):
+        start(pair(**server)[0], grid_of(pair(**client)[1], FOUR), 1)
 
 
 # Bits
@@ -203,23 +124,6 @@ def images(name: str) -> TensorRecords:
 
 
 IMAGES = {name: images(name) for name in NAMES[:4]}
-
-
-@pytest.mark.parametrize(("levels", "bits"), [(1, 1.7), (10, 4.5)])
-def test_messages_are_as_small_as_they_must_be(levels, bits):
-    """What Flower serialises of a client's reply: 7,850 coordinates, and 200 bytes."""
-    most = bits * 7850 / 8 + 200
-    strategy, recipe = pair(quantization_levels=levels)
-    grid = grid_of(recipe, IMAGES, model=logistic)
-    start(strategy, grid, 2, model=logistic)
-    assert len(grid.received) == 8
-    for reply in grid.received:
-        sent = message_to_proto(reply)
-        assert sum(array.data.__len__() for record in reply.content.array_records.values() for array in record.values()) < most
-        assert sent.content.ByteSize() < most
-    for report in strategy.rounds:
-        assert report.public()["bytes-per-client"] < bits * 7850 / 8
-        assert report.bytes_per_client <= report.bytes_up / 4
 
 
 def answers(grid: Any) -> list[Any]:
@@ -243,38 +147,6 @@ def test_bytes_per_client_are_told_whatever_the_hosting():
         torch.testing.assert_close(model, answer[0][1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_quantised_messages_have_the_noise_of_the_row_and_no_bias():
-    """Over 100 seeds the mean of the decoded messages is that of the row before it was quantised.
-
-    Nor do they draw a row out or in: a row's part in its message has a std of 2 % over all seeds.
-    """
-    _, recipe = pair(quantization_levels=3)
-    flat_recipe = replace(recipe, quantization_levels=None)
-    model = FlatModel(nn.Linear(50, 2, bias=False))
-    small = TensorRecords(inputs=torch.zeros(8, 50), targets=torch.zeros(8, dtype=torch.int64))
-    release = recipe.terms("c0", small).release
-    start_vector = model.vector.clone()
-
-    def row(own: DPFedPAQRecipe, seed: int) -> torch.Tensor:
-        job = Job(name="", records=small, seed=0, secret=lambda rng=np.random.default_rng(seed): rng)  # noqa: B008 (one generator a row)
-        (reply,) = own.pipeline(release, model=model, server_round=1).replies(start_vector, [job])
-        return reply.row.to(torch.float64)
-
-    gaps, norms, drawn = [], [], []
-    for seed in range(100):
-        plain, coarse = row(flat_recipe, seed), row(recipe, seed)
-        gaps.append((coarse - plain).numpy())
-        norms.append(float(plain @ plain))
-        drawn.append(float((coarse - plain) @ plain))
-    mean = np.mean(gaps, axis=0)
-    errors = np.sum(np.square(gaps), axis=1)
-    assert np.max(np.abs(mean) / (np.std(gaps, axis=0) / 10)) < stats.norm.isf(FALSE_ALARM / 100)
-    assert abs(np.sum(drawn) / np.sum(norms)) < 0.1
-    assert np.mean(errors) <= qsgd_variance(100, 3) * np.mean(norms)
-    assert np.mean(errors) > 0.1 * qsgd_variance(100, 3) * np.mean(norms)
-
-
 def test_the_quantisers_draws_are_secret():
     """Without noise, and with one public seed, two runs differ: all that is drawn at random is drawn anew."""
     models = []
@@ -294,25 +166,13 @@ def test_an_honest_quantised_row_is_never_refused_and_a_longer_one_is():
         record = next(iter(reply.content.array_records.values()))
         (name,) = record
         coded = record[name].numpy().copy()
-        coded[:4] = np.frombuffer((100 * np.frombuffer(coded[:4].tobytes(), "<f4")).astype("<f4").tobytes(), np.uint8)
+        coded[:4].view("<f4")[:] *= 100  # the scale of its levels
         record[name] = Array(coded)
         return [reply]
 
     other, recipe = pair(quantization_levels=1)
     with pytest.raises(RuntimeError, match="more than 2 times that of any honest one"):
         start(other, grid_of(recipe, IMAGES, model=logistic, tamper=inflate), 1, model=logistic)
-
-
-def test_a_message_that_is_alone_is_the_quantised_row():
-    strategy, recipe = pair(quantization_levels=2, server={"num_clients": 1})
-    grid = grid_of(recipe, {"c0": FOUR["c0"]})
-    before = start(pair(server={"num_clients": 1})[0], grid_of(recipe, {"c0": FOUR["c0"]}), 0)
-    model = start(strategy, grid, 1)
-    (reply,) = grid.received
-    (array,) = next(iter(reply.content.array_records.values())).values()
-    header = json.loads(answers(grid)[0][KEY])["payload"]
-    row = decode(Payload(arrays=(array.numpy(),), header=header), 18)
-    torch.testing.assert_close(model - before, torch.from_numpy(row), rtol=1e-5, atol=1e-6)
 
 
 # Who takes part, how often
@@ -325,19 +185,6 @@ def test_replies_that_a_budget_pays_for():
     replies = expected_replies(100, 10, 100, at_random=True)
     assert stats.binom.sf(replies, 100, 0.1) <= 0.01 < stats.binom.sf(replies - 1, 100, 0.1)
     assert expected_replies(0, 10, 100, at_random=True) == 1
-
-
-@pytest.mark.slow
-def test_a_client_whose_budget_is_spent_is_not_asked_and_the_mean_is_over_who_came():
-    strategy, recipe = pair(num_replies=1, server={"sampling": FixedSizeSampling(cohort_size=3)})
-    start(strategy, grid_of(recipe, FOUR), 4)
-    # Nobody twice; that one of the four is drawn in no round has a probability of 1/64.
-    charges = [ledger.num_charges for ledger in strategy.rules.ledgers(strategy.charges).values()]
-    assert sum(report.cohort_size for report in strategy.rounds) == sum(charges)
-    assert set(charges) <= {0, 1}
-    assert sum(charges) >= 3
-    assert any("was not asked" in line for line in strategy.statement.incidents)
-    assert strategy.statement.epsilon <= 2.0 + 1e-6
 
 
 @pytest.mark.slow
@@ -356,30 +203,12 @@ def test_the_number_of_replies_follows_the_rounds(sampling):
 
 @pytest.mark.parametrize("sensitivity", SENSITIVITIES)
 def test_the_statement_names_the_sensitivity(sensitivity):
-    loss = nn.functional.cross_entropy
-    steps = steps_of(sensitivity)
-    strategy, recipe = pair(steps, loss=loss)
-    two = {name: TensorRecords(inputs=data.inputs, targets=data.targets % 2) for name, data in FOUR.items()}
-    start(strategy, grid_of(recipe, two, model=lambda: nn.Linear(6, 2, bias=False)), 1, model=lambda: nn.Linear(6, 2, bias=False))
+    strategy, _ = pair(steps_of(sensitivity))
     text = str(strategy.statement)
     assert f"sensitivity of an update by {sensitivity!r}" in text
     assert not any(other in text for other in set(SENSITIVITIES) - {sensitivity})
     assert "4 records at random, without replacement" in text
-    assert strategy.statement.noise["update_sensitivity_of_round_1"] == steps.update_sensitivity(1)
-    assert strategy.statement.epsilon < 2.0
-
-
-def test_the_papers_epsilon_is_that_of_a_round_added_up():
-    """gamma 1/2, 3 replies: eq. 17 solved for epsilon by hand, with a third of delta each."""
-    strategy, recipe = pair()
-    start(strategy, grid_of(recipe, FOUR), 3)
-    multiplier = strategy.rules.books.terms["c0"].release.mechanism.noise_multiplier
-    each = 2 * 0.5 * 2 * math.sqrt(2 * math.log(1.25 * 0.5 / (1e-5 / 3))) / multiplier
-    paper = strategy.statement.paper
-    assert paper.epsilon == pytest.approx(3 * each)
-    assert "added up over 3 replies: the paper composes nothing" in paper.reason
-    assert not paper.valid
-    assert "needs a base epsilon < 1" in paper.reason
+    assert strategy.statement.noise["update_sensitivity_of_round_1"] == steps_of(sensitivity).update_sensitivity(1)
 
 
 # The paper's noise
@@ -405,50 +234,19 @@ def test_the_papers_noise_is_that_of_its_equation(sensitivity):
             update_terms(**both | nonsense)
 
 
-@pytest.mark.parametrize(("strategy_type", "recipe_type"), [(DPFedPAQ, DPFedPAQRecipe), (Scaffold, ScaffoldRecipe)])
-def test_the_statement_of_the_papers_noise_is_what_all_replies_cost(strategy_type, recipe_type):
+def test_the_statement_of_the_papers_noise_is_what_all_replies_cost():
     """Epsilon 10 of a reply is 18 for three."""
-    both: dict[str, Any] = {"steps": steps_of(), "epsilon": 10.0, "delta": 1e-5, "num_replies": 3, "calibration": "paper"}
-    both["quantization_levels"] = None
-    strategy = strategy_type(**both, sampling=FullSampling(), num_clients=4, num_records=8)
-    start(strategy, grid_of(recipe_type(**both), FOUR), 3)
+    strategy, recipe = pair(epsilon=10.0, calibration="paper", quantization_levels=None)
+    start(strategy, grid_of(recipe, FOUR), 3)
     multiplier = 2 * 2 * 0.5 * math.sqrt(2 * math.log(1.25 * 0.5 / 1e-5)) / 10.0
     event = accounting.repeated(SampledWithoutReplacementDpEvent(8, 4, GaussianDpEvent(multiplier)), 3)
     cost = accounting.epsilon(event, delta=1e-5, relation="replace-one").epsilon
     statement = strategy.statement
     assert statement.epsilon == pytest.approx(cost, rel=2e-3)
     assert statement.epsilon == statement.clients.maximum > 17
-    assert strategy.rounds[-1].epsilon >= statement.epsilon * (1 - 1e-6)
     assert strategy.epsilon >= statement.epsilon * (1 - 1e-6)
     assert not statement.paper.valid
-    assert statement.paper.epsilon > 30
     assert "was made by this formula for epsilon 10, delta 1e-05 of each reply, which is no budget" in statement.paper.reason
-    assert "calibration" not in str(pair()[0].statement)
-
-
-def test_a_client_with_the_papers_noise_does_not_reply_where_the_server_states_a_budget():
-    strategy, budget = pair(epsilon=8.0)
-    _, recipe = pair(epsilon=8.0, calibration="paper")
-    noise, enough = (one.terms("c0", FOUR["c0"]).release.noise_scale for one in (recipe, budget))
-    assert noise < 0.9 * enough
-    with pytest.raises(RuntimeError, match="by this client's own budget"):
-        start(strategy, grid_of(recipe, FOUR), 1)
-
-
-def test_a_client_with_a_budget_adds_its_own_noise_where_the_server_has_the_papers():
-    """20,000 coordinates of one client; the server states the larger epsilon, of the noise that it knows."""
-    strategy, _ = pair(epsilon=8.0, quantization_levels=None, calibration="paper", server={"num_clients": 1})
-    _, recipe = pair(epsilon=8.0, quantization_levels=None)
-    grid = grid_of(recipe, {"c0": still_records(2)}, model=lambda: still(2))
-    noise = start(strategy, grid, 1, model=lambda: still(2)).numpy().astype(np.float64)
-    own, papers = recipe.terms("c0", still_records(2)).release, strategy.rules.books.terms["c0"].release
-    std = own.noise_scale * STEPS["learning_rate"] / STEPS["batch_size"]
-    low, high = stats.chi2.interval(1 - FALSE_ALARM, noise.size)
-    assert low < np.sum(noise**2) / std**2 < high
-    assert papers.noise_scale < 0.8 * own.noise_scale
-    event = SampledWithoutReplacementDpEvent(8, 4, GaussianDpEvent(papers.mechanism.noise_multiplier))
-    stated = accounting.epsilon(event, delta=1e-5, relation="replace-one").epsilon
-    assert strategy.statement.epsilon == pytest.approx(stated, rel=2e-3)
 
 
 def test_an_account_of_one_calibration_does_not_pay_for_the_other():
@@ -476,9 +274,7 @@ def test_the_papers_formula_and_its_limits():
     ("arguments", "says"),
     [
         ({"learning_rate": 0}, "learning_rate=0"),
-        ({"num_local_steps": 0}, "num_local_steps=0"),
         ({"batch_size": 1.5}, "batch_size=1.5"),
-        ({"clip_norm": math.inf}, "clip_norm=inf"),
         ({"sensitivity": "convex"}, "must be one of clip-update, per-step, convex-glm"),
         ({"sensitivity": "clip-update"}, "update_clip_norm=None"),
         ({"sensitivity": "convex-glm"}, "smoothness=None"),
@@ -497,22 +293,16 @@ def test_steps_that_make_no_sense_are_refused(arguments, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"sampling": PoissonSampling(sampling_rate=0.5)}, "sampling="),
-        ({"num_records": 3}, "num_records=3: a round takes"),
-        ({"num_clients": 0}, "num_clients=0"),
+        ({"server": {"sampling": PoissonSampling(sampling_rate=0.5)}}, "sampling="),
+        ({"server": {"num_records": 3}}, "num_records=3: a round takes"),
+        ({"quantization_levels": 0}, "quantization_levels=0"),
+        ({"delta": 0.0}, "delta=0"),
+        ({"epsilon": -1.0}, "epsilon=-1"),
     ],
 )
-def test_strategies_that_make_no_sense_are_refused(arguments, says):
-    with pytest.raises(ValueError, match=says):
-        pair(server=arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [({"quantization_levels": 0}, "quantization_levels=0"), ({"delta": 0.0}, "delta=0"), ({"epsilon": -1.0}, "epsilon=-1")],
-)
-def test_settings_of_both_sides_that_make_no_sense_are_refused(arguments, says):
+def test_settings_that_make_no_sense_are_refused_on_both_sides(arguments, says):
     with pytest.raises(ValueError, match=says):
         pair(**arguments)
-    with pytest.raises(ValueError, match=says):
-        DPFedPAQRecipe(**{"steps": steps_of(), "epsilon": 2.0, "delta": 1e-5, "num_replies": 3} | arguments)
+    if "server" not in arguments:
+        with pytest.raises(ValueError, match=says):
+            DPFedPAQRecipe(**{"steps": steps_of(), "epsilon": 2.0, "delta": 1e-5, "num_replies": 3} | arguments)

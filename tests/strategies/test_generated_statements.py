@@ -7,32 +7,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from dp_accounting import (
-    ComposedDpEvent,
-    DpEvent,
-    GaussianDpEvent,
-    PoissonSampledDpEvent,
-    SampledWithoutReplacementDpEvent,
-)
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flower_dp import strategies as methods
 from flower_dp.clients import DPClient, DPFedPAQRecipe, DPPASGDRecipe, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, Training
+from flower_dp.core import dp
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.strategies import (
-    DPPASGD,
-    DPFedAvg,
-    DPFedPAQ,
-    DPFedSAM,
-    EvaluationBudget,
-    FedSGDDPC,
-    LocalEvaluation,
-    NbAFL,
-    PrivateEvaluation,
-    writer,
-)
+from flower_dp.strategies import writer
+from flower_dp.strategies.forecast import forecast
 from tests.closed_forms import gaussian_epsilon, gaussian_multiplier
 from tests.gaps import ROUNDS, GappyRun, Gaps, gaps, quickly, run
 
@@ -78,17 +63,17 @@ def sum_cases(draw: Any) -> dict[str, Any]:
     }
 
 
-def sum_event(case: dict[str, Any], sampling: Any, multiplier: float, number: int, *, lossy: bool) -> DpEvent | None:
+def sum_event(case: dict[str, Any], sampling: Any, multiplier: float, number: int, *, lossy: bool) -> dp.DpEvent | None:
     """What the release of a number costs a client that is in the draw, with this noise; None for nothing."""
-    many, one = len(case["gaps"].sizes), GaussianDpEvent(multiplier)
+    many, one = len(case["gaps"].sizes), dp.GaussianDpEvent(multiplier)
     if isinstance(sampling, RoundRobinSampling):
         turns = [math.ceil(rounds * (many - 1) / many) for rounds in (number - 1, number)]
         return one if turns[1] > turns[0] else None
     if lossy or case["placement"] == "untrusted" or isinstance(sampling, FullSampling):
         return one  # adversaries know who takes part
     if isinstance(sampling, PoissonSampling):
-        return PoissonSampledDpEvent(0.6, one)
-    return SampledWithoutReplacementDpEvent(many, many - 1, one)
+        return dp.PoissonSampledDpEvent(0.6, one)
+    return dp.SampledWithoutReplacementDpEvent(many, many - 1, one)
 
 
 def shares_of(case: dict[str, Any], sampling: Any, drawn: int, *, lossy: bool) -> int:
@@ -111,28 +96,25 @@ def left_of(case: dict[str, Any], sampling: Any, multiplier: float, drawn: int, 
     return multiplier * math.sqrt((shares - known) / shares)
 
 
-def cost_of(events: list[DpEvent | None], case: dict[str, Any]) -> Any:
+def cost_of(events: list[dp.DpEvent | None], case: dict[str, Any]) -> Any:
     """The cost of releases: in closed form, where all are plain; else by the accountant."""
     found = [event for event in events if event is not None]
-    if all(isinstance(event, GaussianDpEvent) for event in found):
+    if all(isinstance(event, dp.GaussianDpEvent) for event in found):
         return gaussian_epsilon([event.noise_multiplier for event in found], case["relation"], case["delta"])
-    return accounting.epsilon(ComposedDpEvent(found), delta=case["delta"], relation=case["relation"]).epsilon
+    return accounting.epsilon(dp.ComposedDpEvent(found), delta=case["delta"], relation=case["relation"]).epsilon
 
 
 def sum_strategy(case: dict[str, Any], **options: Any) -> Any:
-    kinds = {
-        "central": (DPFedAvg, {}),
-        "trusted": (DPFedAvg, {"placement": "distributed"}),
-        "untrusted": (
-            DPFedAvg,
-            {"placement": "distributed", "trusted_server": False, "min_reply_ratio": case["ratio"]},
-        ),
-        "lossy": (DPFedSAM, {"placement": "distributed", "keep_ratio": 0.5}),
-    }
-    cls, own = kinds[case["placement"]]
+    distributed = {"placement": "distributed"}
+    cls, own = {
+        "central": (methods.DPFedAvg, {}),
+        "trusted": (methods.DPFedAvg, distributed),
+        "untrusted": (methods.DPFedAvg, distributed | {"trusted_server": False, "min_reply_ratio": case["ratio"]}),
+        "lossy": (methods.DPFedSAM, distributed | {"keep_ratio": 0.5}),
+    }[case["placement"]]
     evaluation = None
     if case["every"]:
-        evaluation = PrivateEvaluation(
+        evaluation = methods.PrivateEvaluation(
             noise_multiplier=case["multipliers"][1], sampling=case["evaluating"], every=case["every"], metrics={"loss": 4.0}
         )
     common = {"clip_norm": case["clip_norm"], "noise_multiplier": case["multipliers"][0], "sampling": case["sampling"]}
@@ -168,7 +150,7 @@ def test_the_statement_of_a_noised_sum_is_that_of_its_rounds_by_hand(case):
         costs["participants"] += [sum_event(case, sampling, z, number, lossy=lossy) for number, z in enumerate(inside, start=1)]
         costs["outsiders"] += [sum_event(case, sampling, z, number, lossy=lossy) for number, z in enumerate(outside, start=1)]
         most = shares_of(case, sampling, len(there.sizes), lossy=lossy)
-        costs["the server"] += [GaussianDpEvent(multiplier / math.sqrt(most))] * len(due)
+        costs["the server"] += [dp.GaussianDpEvent(multiplier / math.sqrt(most))] * len(due)
     assert told["participants"].epsilon == pytest.approx(cost_of(costs["participants"], case), rel=1e-6, abs=1e-9)
     assert told["outsiders"].epsilon == pytest.approx(cost_of(costs["outsiders"], case), rel=1e-6, abs=1e-9)
     assert statement.epsilon == told["participants"].epsilon
@@ -214,10 +196,10 @@ def nbafl_words(case: dict[str, Any]) -> dict[str, Any]:
     return {"clip_norm": case["clip_norm"], "delta": 1e-3, "num_replies": case["replies"], **noise}
 
 
-def nbafl_strategy(case: dict[str, Any]) -> NbAFL:
+def nbafl_strategy(case: dict[str, Any]) -> methods.NbAFL:
     sizes = case["gaps"].sizes
     words = {"num_clients": len(sizes), "num_records": list(sizes)}
-    return NbAFL(**words, aggregation="uniform" if case["uniform"] else "data-size", **nbafl_words(case))
+    return methods.NbAFL(**words, aggregation="uniform" if case["uniform"] else "data-size", **nbafl_words(case))
 
 
 @quickly(12)
@@ -230,11 +212,8 @@ def test_the_statement_of_nbafl_is_that_of_its_broadcasts_by_hand(case):
         found = run(there, lambda: nbafl_strategy(case), lambda **node: LocalDPClient(recipe=recipe, **node), Path(folder, "run"))
     # Wei et al. 2020: sigma_U = c L (2 C / m) / epsilon, sigma_D = c (2 C / (m N)) sqrt(T^2 - L^2 N) / epsilon; else what is proved.
     unit = math.sqrt(2 * math.log(1.25 / 1e-3)) * 2 * bound / least / case["epsilon"]
-    up = (
-        unit * case["exposures"]
-        if case["paper"]
-        else 2 * bound * math.sqrt(case["replies"]) * gaussian_multiplier(case["epsilon"], 1e-3)
-    )
+    proved = 2 * bound * math.sqrt(case["replies"]) * gaussian_multiplier(case["epsilon"], 1e-3)
+    up = unit * case["exposures"] if case["paper"] else proved
     down = unit / many * math.sqrt(max(0, ROUNDS**2 - case["exposures"] ** 2 * many)) if case["paper"] else 0.0
     full = math.sqrt(down**2 + up**2 / many)
     sizes = [1] * many if case["uniform"] else there.sizes
@@ -265,6 +244,8 @@ def test_the_statement_of_nbafl_is_that_of_its_broadcasts_by_hand(case):
     assert told["the server"].epsilon == pytest.approx(server, rel=1e-3)
     assert told["the server"].noise_std == pytest.approx(up * min(shares), rel=1e-3)
     assert found.strategy.statement.epsilon == max(one.epsilon for one in told.values())
+    ahead = by_name(forecast(nbafl_strategy(case), num_rounds=ROUNDS, names=there.names))
+    assert all(told[name].epsilon <= ahead[name].epsilon * (1 + 1e-6) for name in told)
     assert found.strategy.statement.clients.each == pytest.approx(dict.fromkeys(there.names, server), rel=1e-3)
     if case["paper"]:
         assert told["the server"].paper.valid == (replies <= case["exposures"] and case["epsilon"] / case["exposures"] < 1)
@@ -315,12 +296,14 @@ def fedsgd(case: dict[str, Any]) -> tuple[Any, Any]:
     }
     budget = None
     if case["evaluations"]:
-        budget = EvaluationBudget(epsilon=case["evaluation_epsilons"], num_evaluations=case["evaluations"])
+        budget = methods.EvaluationBudget(epsilon=case["evaluation_epsilons"], num_evaluations=case["evaluations"])
 
-    def strategy() -> FedSGDDPC:
-        evaluation = None if budget is None else LocalEvaluation(budget=budget, every=case["every"], metrics=case["metrics"])
+    def strategy() -> methods.FedSGDDPC:
+        evaluation = (
+            None if budget is None else methods.LocalEvaluation(budget=budget, every=case["every"], metrics=case["metrics"])
+        )
         own = {"num_clients": len(sizes), "cohort_size": case["cohort"], "learning_rate": 0.1, "evaluation": evaluation}
-        return FedSGDDPC(**common, **own, aggregation="uniform" if case["uniform"] else "data-size")
+        return methods.FedSGDDPC(**common, **own, aggregation="uniform" if case["uniform"] else "data-size")
 
     recipe = FedSGDDPCRecipe(**common)
     return strategy, lambda **node: LocalDPClient(recipe=recipe, evaluation=budget, **node)
@@ -377,8 +360,8 @@ def test_the_statement_of_clients_with_their_own_budgets_is_that_of_their_replie
                 assert multiplier == pytest.approx(sensitivity * math.sqrt(most) * gaussian_multiplier(budget, 1e-3), rel=1e-3)
                 trained = gaussian_epsilon([multiplier] * count, case["relation"], 1e-3)
             else:
-                event = PoissonSampledDpEvent(case["rate"], GaussianDpEvent(multiplier))
-                trained = accounting.epsilon(ComposedDpEvent([event] * count), delta=1e-3, relation=case["relation"]).epsilon
+                event = dp.PoissonSampledDpEvent(case["rate"], dp.GaussianDpEvent(multiplier))
+                trained = accounting.epsilon(dp.ComposedDpEvent([event] * count), delta=1e-3, relation=case["relation"]).epsilon
             assert trained * (1 - 1e-6) <= statement.clients.each[name] <= (trained + alone) * (1 + 1e-6)
             assert alone or statement.clients.each[name] == pytest.approx(trained, rel=1e-6)
             assert trained <= budget * 1.02
@@ -411,12 +394,10 @@ def assert_errors(case: dict[str, Any], found: GappyRun) -> None:
         weights = [1 if case["uniform"] else there.sizes[one] for one in heard]
         parts = [weight / sum(weights) for weight in weights]
         half = len(case["metrics"]) / 2  # of a metric, a contribution of L1 norm 1 is two parts of so many
-        variance = sum(
-            2
-            * (part * half * sensitivity * case["evaluations"] / case["evaluation_epsilons"][there.names[one]] / there.sizes[one])
-            ** 2
-            for one, part in zip(heard, parts, strict=True)
-        )
+        scales = [
+            sensitivity * case["evaluations"] / case["evaluation_epsilons"][there.names[one]] / there.sizes[one] for one in heard
+        ]
+        variance = sum(2 * (part * half * scale) ** 2 for part, scale in zip(parts, scales, strict=True))
         chosen = sum(part**2 for part in parts) if len(heard) < len(there.sizes) else 0.0
         for name, bound in case["metrics"].items():
             value = metrics[name] / bound
@@ -460,7 +441,7 @@ def step_methods(case: dict[str, Any]) -> tuple[Any, Any]:
         common |= {"steps": steps, "num_replies": case["replies"]}
         server = {"sampling": FullSampling(), "num_clients": many, "num_records": sizes}
         recipe: Any = DPFedPAQRecipe(**common)
-        return lambda: DPFedPAQ(**common, **server), lambda **node: LocalDPClient(recipe=recipe, **node)
+        return lambda: methods.DPFedPAQ(**common, **server), lambda **node: LocalDPClient(recipe=recipe, **node)
     common |= {
         "batch_size": case["batch"],
         "clip_norm": case["bound"],
@@ -473,7 +454,7 @@ def step_methods(case: dict[str, Any]) -> tuple[Any, Any]:
     recipe = DPPASGDRecipe(**common)
     costs = {"cost_per_aggregation": 7.0, "cost_per_step": 1.0, "max_cost": case["max_cost"]}
     return (
-        lambda: DPPASGD(num_clients=many, num_records=sizes, **common, **costs),
+        lambda: methods.DPPASGD(num_clients=many, num_records=sizes, **common, **costs),
         lambda **node: LocalDPClient(recipe=recipe, **node),
     )
 
@@ -503,9 +484,9 @@ def test_the_statement_of_local_steps_is_that_of_the_least_noise_of_any_round_by
             multiplier = rules.books.terms[name].release.mechanism.noise_multiplier
             full = 2 * math.sqrt(case["replies"]) * gaussian_multiplier(one, 1e-3)
             assert multiplier == pytest.approx(full, rel=1e-3) if taken == size else multiplier < full * (1 + 1e-3)
-            event: DpEvent = GaussianDpEvent(multiplier)
-            event = event if taken == size else SampledWithoutReplacementDpEvent(size, taken, event)
-            cost = accounting.epsilon(ComposedDpEvent([event] * rounds), delta=1e-3, relation=REPLACE).epsilon
+            event: dp.DpEvent = dp.GaussianDpEvent(multiplier)
+            event = event if taken == size else dp.SampledWithoutReplacementDpEvent(size, taken, event)
+            cost = accounting.epsilon(dp.ComposedDpEvent([event] * rounds), delta=1e-3, relation=REPLACE).epsilon
             each = [
                 case["rate"] / (1 + (n - 1) * case["steps"] / (4 * case["decay"])) if case["decay"] else case["rate"]
                 for n in range(1, rounds + 1)

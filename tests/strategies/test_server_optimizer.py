@@ -5,18 +5,8 @@ import logging
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord
-from flwr.serverapp.strategy import (
-    FedAdagrad,
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedMedian,
-    FedProx,
-    FedTrimmedAvg,
-    FedYogi,
-    Krum,
-    QFedAvg,
-)
+from flwr.serverapp import strategy as flowers
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedProx, QFedAvg
 
 from flower_dp.core.sampling import FullSampling
 from flower_dp.core.vectors import Layout
@@ -38,44 +28,11 @@ def steps(optimizer, moves):
     return vector
 
 
-def test_plain_averaging_changes_nothing():
-    np.testing.assert_array_equal(steps(ServerOptimizer(FedAvg()), [1, -3]), START - 2)
-
-
-def test_momentum_by_hand():
-    # v_1 = 1, v_2 = 0.9 + 1; Flower's learning rate is 1.
-    optimizer = ServerOptimizer(FedAvgM(server_learning_rate=1.0, server_momentum=0.9))
-    np.testing.assert_allclose(steps(optimizer, [1, 1]), START + 1 + 1.9, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("kind", "second"),
-    [(FedAdagrad, lambda v, g: v + g**2), (FedYogi, lambda v, g: v - 0.01 * g**2 * np.sign(v - g**2))],
-)
-def test_adaptive_optimisers_by_hand(kind, second):
-    settings = {"eta": 0.5, "tau": 1e-3} | ({"beta_1": 0.0, "beta_2": 0.99} if kind is FedYogi else {})
-    moves = [np.array([1, 2, -3, 0.5, 4]), np.array([-1, 1, 2, 3, 0.25])]
-    vector, v = START.astype(np.float64), np.zeros(5)
-    for move in moves:
-        v = second(v, move)
-        vector = vector + 0.5 * move / (np.sqrt(v) + 1e-3)
-    np.testing.assert_allclose(steps(ServerOptimizer(kind(**settings)), moves), vector, rtol=1e-5)
-
-
-def test_a_run_with_adam_costs_what_a_run_without_costs_and_starts_anew():
-    def run(strategy):
-        grid = LocalGrid(stock_app(shifted(lambda node: 0.25)), 2)
-        return strategy.start(grid, arrays(w=np.zeros(4, np.float32)), num_rounds=3).arrays["w"].numpy()
-
-    plain = DPFedAvg(**WORDS)
-    adam = DPFedAvg(**WORDS, server_optimizer=FedAdam(eta=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3))
-    run(plain)
-    first = run(adam)
-    assert adam.statement.epsilon == plain.statement.epsilon
-    # The first step of Adam is near eta whatever the size of the update; Flower's has no bias correction in the first moment only.
-    assert 0.05 < first[0] < 0.75
-    assert first[0] != pytest.approx(0.75)
-    np.testing.assert_allclose(run(adam), first, rtol=1e-3)  # no momentum of the last run
+def test_a_second_run_starts_with_a_fresh_optimiser():
+    strategy = DPFedAvg(**WORDS, server_optimizer=FedAdam(eta=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3))
+    grid, zeros = LocalGrid(stock_app(shifted(lambda node: 0.25)), 2), arrays(w=np.zeros(4, np.float32))
+    first, second = (strategy.start(grid, zeros, num_rounds=3).arrays["w"].numpy() for _ in range(2))
+    np.testing.assert_allclose(first, second, rtol=1e-3)
 
 
 def test_the_noise_reaches_the_optimiser_and_not_the_raw_mean():
@@ -84,15 +41,6 @@ def test_the_noise_reaches_the_optimiser_and_not_the_raw_mean():
     result = strategy.start(grid, arrays(w=np.zeros(4000, np.float32)), num_rounds=1)
     # 50 / 2 clients; a chi-square of 4,000 degrees of freedom leaves 6 % about its mean with probability below 1e-6.
     assert 25 * 0.94 < result.arrays["w"].numpy().std() < 25 * 1.06
-
-
-def test_frozen_arrays_do_not_reach_the_optimiser():
-    strategy = DPFedAvg(**WORDS, frozen_arrays=["mask"], server_optimizer=FedAdam(eta=0.1))
-    grid = LocalGrid(stock_app(lambda node, named: {**named, "w": named["w"] + 1}), 2)
-    initial = arrays(mask=np.array([-np.inf, 0.0], np.float32), w=np.zeros(3, np.float32))
-    result = strategy.start(grid, initial, num_rounds=2)
-    assert np.isfinite(result.arrays["w"].numpy()).all()
-    assert result.arrays["mask"].numpy()[0] == -np.inf
 
 
 class Telling(FedAvg):
@@ -130,24 +78,9 @@ def test_a_strategy_that_speaks_to_clients_or_needs_more_of_them_is_refused_befo
     assert strategy.epsilon == 0
 
 
-def test_flowers_lines_on_the_pseudo_client_are_left_out_and_a_users_own_are_not(caplog):
-    """Each round logged "Sampled 1 nodes (out of 1)" and "Received 1 results", whatever the cohort was."""
-
-    class Own(FedAdam):
-        def aggregate_train(self, server_round, replies):
-            logging.getLogger("flwr").info("my own line")
-            return super().aggregate_train(server_round, replies)
-
-    caplog.set_level(logging.INFO, "flwr")
-    steps(ServerOptimizer(Own()), [1, -3])
-    assert [record.getMessage() for record in caplog.records] == ["my own line", "my own line"]
-    FedAvg().summary()
-    assert len(caplog.records) > 2
-
-
-@pytest.mark.parametrize("kind", [FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedMedian, FedTrimmedAvg, Krum])
+@pytest.mark.parametrize("kind", ["FedAvg", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "FedMedian", "FedTrimmedAvg", "Krum"])
 def test_flowers_strategies_that_only_aggregate_are_not_refused(kind):
-    ServerOptimizer(kind()).check(LAYOUT, START)
+    ServerOptimizer(getattr(flowers, kind)()).check(LAYOUT, START)
 
 
 def test_what_is_no_strategy_is_refused():
@@ -176,9 +109,8 @@ def test_after_a_round_that_is_left_out_the_optimiser_goes_on_as_if_it_had_not_b
             return result, metrics
 
     strategy = DPFedAvg(**WORDS, server_optimizer=Bursting(server_learning_rate=1.0, server_momentum=0.5))
-    model = strategy.start(
-        LocalGrid(stock_app(shifted(lambda node: 1.0)), 2), arrays(w=np.zeros(4, np.float32)), num_rounds=4
-    ).arrays["w"]
+    grid = LocalGrid(stock_app(shifted(lambda node: 1.0)), 2)
+    model = strategy.start(grid, arrays(w=np.zeros(4, np.float32)), num_rounds=4).arrays["w"]
     # Steps of 1, 0 (left out), 1 + 1/2, 1 + 3/4.
     np.testing.assert_allclose(model.numpy(), 1 + 1.5 + 1.75, rtol=1e-2)
     assert len(strategy.incidents) == 1

@@ -9,12 +9,8 @@ import flower_dp.strategies
 from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg, DPStrategy
 
-STRATEGIES = [
-    one
-    for one in vars(flower_dp.strategies).values()
-    if inspect.isclass(one) and issubclass(one, DPStrategy) and one is not DPStrategy
-]
-WORDS = {"clip_norm": 0.5, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 10}
+STRATEGIES = [one for one in vars(flower_dp.strategies).values() if inspect.isclass(one) and issubclass(one, DPStrategy)]
+STRATEGIES.remove(DPStrategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.__name__)
@@ -28,15 +24,6 @@ def test_a_strategy_spells_out_its_arguments_and_documents_each(strategy):
     assert re.findall(r"^ {4}(\w+):", text, re.MULTILINE) == [*(one.name for one in own), rest.name]
 
 
-def test_there_is_a_strategy_a_method():
-    assert len(STRATEGIES) >= 8
-
-
-def test_a_missing_argument_is_the_strategys_own():
-    with pytest.raises(TypeError, match=r"DPFedAvg\.__init__\(\) missing 1 required keyword-only argument: 'delta'"):
-        DPFedAvg(**WORDS)
-
-
 def test_an_argument_that_no_strategy_has_is_refused():
     with pytest.raises(TypeError, match="DPFedAvg: unexpected keyword argument 'noise_sed'"):
-        DPFedAvg(**WORDS, delta=1e-3, noise_sed=1)
+        DPFedAvg(clip_norm=0.5, noise_multiplier=1.0, sampling=FullSampling(), num_clients=10, delta=1e-3, noise_sed=1)

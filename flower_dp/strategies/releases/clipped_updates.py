@@ -51,29 +51,25 @@ class ClippedUpdates:
         checks.integer("num_clients", self.num_clients, at_least=1)
         checks.one_of("placement", self.placement, tuple(_SEEN_BY))
         checks.number("keep_ratio", self.keep_ratio, above=0, at_most=1)
+        checks.flag("trusted_server", self.trusted_server)
         if self.quantization_levels is not None:
             compression.check_levels(self.quantization_levels)
-        if self.quantization_levels is not None and self.placement == "central":
-            raise checks.refusal(
-                "quantization_levels",
-                self.quantization_levels,
-                "is read with placement='distributed' only; under 'central' "
-                "clients send updates without noise, and what is made of them is not private",
-            )
-        checks.flag("trusted_server", self.trusted_server)
         if self.min_reply_ratio is not None:
-            if self.trusted_server or self.placement == "central":
-                raise checks.refusal(
-                    "min_reply_ratio",
-                    self.min_reply_ratio,
-                    "is read with placement='distributed' and trusted_server=False "
-                    "only; else the server adds the noise of clients that do not answer",
-                )
             checks.number("min_reply_ratio", self.min_reply_ratio, above=0, at_most=1)
-        if not self.trusted_server and self.placement == "central":
-            raise checks.refusal(
-                "trusted_server", False, "is read with placement='distributed' only; under 'central' the server is trusted"
-            )
+        central = self.placement == "central"
+        unsent = "under 'central' clients send updates without noise, and what is made of them is not private"
+        topped = (
+            "placement='distributed' and trusted_server=False only; else the server adds the noise of clients that do not answer"
+        )
+        for name, unread, why in (
+            ("quantization_levels", central, f"placement='distributed' only; {unsent}"),
+            ("min_reply_ratio", central or self.trusted_server, topped),
+        ):
+            if unread and (value := getattr(self, name)) is not None:
+                raise checks.refusal(name, value, f"is read with {why}")
+        if central and not self.trusted_server:
+            why = "is read with placement='distributed' only; under 'central' the server is trusted"
+            raise checks.refusal("trusted_server", False, why)
         if isinstance(self.clip_norm, AdaptiveClip) and self.lossy_messages:
             raise checks.refusal(
                 "clip_norm",

@@ -2,32 +2,12 @@
 
 import secrets
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from flower_dp.core import checks
 from flower_dp.core.compression import num_kept, top_k_indices
 from flower_dp.wire import PublicMask, RoundMask, SentMask
-
-
-class Masks(Protocol):
-    """Makes the mask of every round.
-
-    Attributes:
-        keep_ratio: part of the coordinates that every mask keeps.
-    """
-
-    @property
-    def keep_ratio(self) -> float: ...  # noqa: D102
-
-    def mask(self, length: int, released: np.ndarray | None) -> PublicMask:
-        """Return the mask of a round.
-
-        Args:
-            length: of the vector.
-            released: the noised mean [length] that was released last; None before any was. No other number of clients' data.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +24,12 @@ class RandomMasks:
         checks.number("keep_ratio", self.keep_ratio, above=0, at_most=1)
 
     def mask(self, length: int, released: np.ndarray | None) -> RoundMask:
-        """Return a mask drawn from a new seed."""
+        """Return a mask drawn from a new seed.
+
+        Args:
+            length: of the vector.
+            released: the noised mean [length] that was released last; None before any was. No other number of clients' data.
+        """
         return RoundMask(seed=secrets.randbits(63), keep_ratio=self.keep_ratio)
 
 
@@ -86,3 +71,6 @@ class LargestMasks:
         others = np.setdiff1d(np.arange(length), largest, assume_unique=True)
         drawn = np.random.default_rng(secrets.randbits(128)).choice(others, count_random, replace=False)
         return SentMask.of(np.concatenate([largest, drawn]), length=length)
+
+
+Masks = RandomMasks | LargestMasks

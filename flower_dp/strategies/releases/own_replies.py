@@ -29,11 +29,6 @@ VectorsOf = Callable[[Any, int], Mapping[str, np.ndarray]]
 _AT_ONCE = 1000
 
 
-def no_vectors(own: Any, length: int) -> dict[str, np.ndarray]:
-    """Return that no vector is sent with the model."""
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnReplies:
     """One reply a round of every client that is asked, each with noise by the client's own terms.
@@ -60,7 +55,7 @@ class OwnReplies:
     relation: Relation
     weight_of: Callable[[str], float]
     longest: Longest
-    vectors_of: VectorsOf = no_vectors
+    vectors_of: VectorsOf = lambda own, length: {}
     metrics: MetricBounds | None = None
     terms: Mapping[str, Terms] = field(default_factory=dict)
     secret_cohort: bool = False
