@@ -51,36 +51,14 @@ from tests.pretended import device as pretend
 from tests.pretended.device import DEVICE, Pretend
 from tests.pretended.helpers import moved, on, pretended, seeded, without_float64  # noqa: F401 (fixtures)
 
-# The device itself: what raises on a GPU raises here
-
-
-def test_what_mixes_devices_raises_and_all_else_has_the_bits_of_the_cpu() -> None:
-    here, there = torch.randn(4, 3), torch.randn(4, 3).to(DEVICE)
-    for mixed in (
-        lambda: here + there,
-        lambda: there @ here.T,
-        lambda: there.index_select(0, torch.tensor([1])),
-        lambda: there.normal_(generator=torch.Generator()),
-        lambda: torch.where(there > 0, here, there),
-        there.numpy,
-    ):
-        with pytest.raises((RuntimeError, TypeError), match=r"same device|generator of the tensor's device|numpy"):
-            mixed()
-    rows = there[torch.tensor([1, 2])]  # torch takes an index from the CPU
-    assert rows.device == DEVICE
-    assert torch.equal((rows @ there.T).cpu(), there.cpu()[1:3] @ there.cpu().T)
-
-
 # Engines
 
 
 def images(num_records: int, seed: int) -> TensorRecords:
     rng = torch.Generator().manual_seed(seed)
-    inputs = torch.randint(256, (40, 2, 6, 6), generator=rng, dtype=torch.uint8)
+    inputs, targets = torch.randint(256, (40, 2, 6, 6), generator=rng, dtype=torch.uint8), torch.randint(3, (40,), generator=rng)
     rows = torch.randperm(40, generator=rng)[:num_records]
-    return TensorRecords(
-        inputs=inputs, targets=torch.randint(3, (40,), generator=rng), indices=rows, transform=lambda raw: raw.float() / 255 - 0.5
-    )
+    return TensorRecords(inputs=inputs, targets=targets, indices=rows, transform=lambda raw: raw.float() / 255 - 0.5)
 
 
 def convolutions() -> nn.Module:
@@ -110,12 +88,7 @@ class LoRA(nn.Module):
 
 
 RECIPE = Training(
-    learning_rate=0.1,
-    batch_size=3,
-    num_local_epochs=2,
-    momentum=0.5,
-    sam_radius=0.05,
-    weight_decay=0.01,
+    **{"learning_rate": 0.1, "batch_size": 3, "num_local_epochs": 2, "momentum": 0.5, "sam_radius": 0.05, "weight_decay": 0.01},
     regularizers=(ProximalTerm(strength=0.5),),
 )
 
@@ -151,37 +124,32 @@ def test_one_lookup_serves_all_clients_that_share_their_tensors() -> None:
     own = images(9, 1)
     clients = [replace(own, indices=torch.arange(first, first + 6)) for first in (0, 8, 30)]
     expected = rows_of(convolutions(), clients, "cpu", "batched")
-    for there in (clients, [replace(one, inputs=here.inputs, targets=here.targets) for here in [moved(own)] for one in clients]):
-        Pretend.counted.clear()
-        for row, other in zip(rows_of(convolutions(), there, DEVICE, "batched"), expected, strict=True):
-            assert torch.equal(row, other)
+    here = moved(own)
+    for there in (clients, [replace(one, inputs=here.inputs, targets=here.targets) for one in clients]):
+        assert all(map(torch.equal, rows_of(convolutions(), there, DEVICE, "batched"), expected))
     broken = [*there[:2], replace(there[2], indices=torch.tensor([3, 40]))]  # 40 is no row
     model = FlatModel(convolutions(), DEVICE)
     arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [0, 1, 2], "engine": "batched"}
     first, second, error = local_updates(model.vector.clone(), broken, RECIPE, **arguments)
     assert isinstance(error, IndexError)
-    assert torch.equal(first.cpu(), expected[0])
-    assert torch.equal(second.cpu(), expected[1])
+    assert all(map(torch.equal, (first.cpu(), second.cpu()), expected))
+
+
+class Doubled(TensorRecords):
+    """A class of a user's own, which reads its records itself."""
+
+    def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        inputs, targets = super().batch(positions, device)
+        return 2 * inputs, targets
 
 
 def test_clients_with_tensors_of_their_own_are_read_from_these() -> None:
     clients = [images(6, 1), replace(images(6, 2), targets=images(6, 1).targets), images(6, 3)]
     shared = [replace(clients[0], indices=one.indices) for one in clients]
-    for own in (clients, shared, [*shared[:2], clients[2]]):
+    doubled = Doubled(**{field: getattr(clients[0], field) for field in ("inputs", "targets", "indices", "transform")})
+    for own in (clients, [*shared[:2], clients[2]], [*shared, doubled]):
         expected = rows_of(convolutions(), own, "cpu", "batched")
-        assert all(itertools.starmap(torch.equal, zip(rows_of(convolutions(), own, DEVICE, "batched"), expected, strict=True)))
-
-
-def test_a_class_of_records_of_ones_own_reads_them_itself() -> None:
-    class Doubled(TensorRecords):
-        def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-            inputs, targets = super().batch(positions, device)
-            return 2 * inputs, targets
-
-    own = flat(9, 1)
-    clients = [own, Doubled(inputs=own.inputs, targets=own.targets)]
-    expected = rows_of(Wide(), clients, "cpu", "batched")
-    assert all(itertools.starmap(torch.equal, zip(rows_of(Wide(), clients, DEVICE, "batched"), expected, strict=True)))
+        assert all(map(torch.equal, rows_of(convolutions(), own, DEVICE, "batched"), expected))
 
 
 def test_the_size_of_a_group_is_the_same_for_any_cohort(monkeypatch: Any) -> None:
@@ -207,39 +175,25 @@ def test_what_a_round_costs_does_not_grow_with_the_clients_of_a_group() -> None:
     """A GPU waits for each number that is read from it; each operation takes microseconds to start."""
     own = moved(replace(images(9, 1), transform=None))
     own = replace(own, inputs=(own.inputs.float() / 255).flatten(1))
-    counts = []
+    training, counts = Training(learning_rate=0.1, batch_size=4), []
     for number in (4, 24):
         clients = {f"c{index}": replace(own, indices=torch.arange(index, index + 12)) for index in range(number)}
-        client = DPClient(
-            model=nn.Linear(72, 3),
-            clients=clients,
-            training=Training(learning_rate=0.1, batch_size=4),
-            device=DEVICE,
-            engine="batched",
-            group_size=24,
-        )
-        counts.append(cost_of_a_round(client, number))
+        node: dict[str, Any] = {"device": DEVICE, "engine": "batched", "group_size": 24}
+        client = DPClient(model=nn.Linear(72, 3), clients=clients, training=training, **node)
+        strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=1.0, sampling=FullSampling(), num_clients=number, delta=1e-3)
+
+        def client_fn(context: Context, client: DPClient = client) -> DPClient:
+            Pretend.counted.clear()  # what is left at the end is of the last round
+            return client
+
+        strategy.start(LocalGrid(client_app(client_fn), 1), model_arrays(client.model.module), num_rounds=3)
+        assert [report.replies for report in strategy.rounds] == [number] * 3
+        last = Counter(Pretend.counted)
+        counts.append((last["to the CPU"], sum(count for name, count in last.items() if name not in ("to the CPU", "views"))))
     (reads, few), (more_reads, many) = counts
     assert max(reads, more_reads) < 12
     # For each client: its records and their targets are cut from those of all, its row from those of the group, and added up.
     assert (many - few) / 20 <= 4
-
-
-def cost_of_a_round(client: DPClient, number: int) -> tuple[int, int]:
-    """Numbers that are read from the device, and operations on it, in the second round of a client."""
-    strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=1.0, sampling=FullSampling(), num_clients=number, delta=1e-3)
-    counted: list[Counter[str]] = []
-
-    def client_fn(context: Context) -> DPClient:
-        counted.append(Counter(Pretend.counted))
-        Pretend.counted.clear()
-        return client
-
-    grid = LocalGrid(client_app(client_fn), 1)
-    strategy.start(grid, model_arrays(client.model.module), num_rounds=3)
-    assert [report.replies for report in strategy.rounds] == [number] * 3
-    last = Counter(Pretend.counted)
-    return last["to the CPU"], sum(count for name, count in last.items() if name not in ("to the CPU", "views"))
 
 
 # The clip of several rows at once
@@ -309,18 +263,6 @@ def test_no_neighbour_changes_a_bit_of_a_row_that_is_clipped_with_others(asked: 
             lost = isinstance(one, Exception) or not bool(one.isfinite().all())
             assert isinstance(reply, Refusal) == lost
     assert "clipped at once" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("engine", "device", "together"), [("batched", DEVICE, 8), ("one_by_one", DEVICE, 1), ("batched", "cpu", 1)]
-)
-def test_rows_are_clipped_together_by_the_batched_engine_alone(engine: str, device: Any, together: int) -> None:
-    """And by no device that has one client: it would clip rows that nobody has."""
-    from flower_dp.clients.reply.updates import TrainedUpdates
-
-    model, training = FlatModel(linear(), torch.device(device)), Training(learning_rate=0.1)
-    updates = TrainedUpdates(training=training, model=model, server_round=1, engine=engine, group_size=7)
-    assert updates.rows_together == together
 
 
 def test_rows_are_clipped_in_one_shape_for_any_number_of_them(monkeypatch: Any) -> None:
@@ -493,13 +435,8 @@ def test_no_sum_over_a_row_is_in_an_order_that_follows_from_its_place() -> None:
         made_of = pipeline(made(size=length, **asked), train=train, length=length)
         assert all(isinstance(reply, Reply) for reply in made_of.replies(torch.zeros(length).to(DEVICE), jobs))
     training = replace(RECIPE, batch_size=13)
-    rows_of(
-        nn.Sequential(nn.Flatten(), nn.Linear(72, 3), nn.GroupNorm(1, 3), nn.Linear(3, 45)),
-        [images(30, 1)],
-        DEVICE,
-        "batched",
-        training,
-    )
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 3), nn.GroupNorm(1, 3), nn.Linear(3, 45))
+    rows_of(model, [images(30, 1)], DEVICE, "batched", training)
     assert not Pretend.counted["sums whose order follows from the place"]
 
 
@@ -521,15 +458,16 @@ def test_a_transform_gets_rows_in_memory_of_the_clients_own() -> None:
 # What is drawn
 
 
-@pytest.mark.parametrize("engine", ["one_by_one"])
-def test_dropout_on_it_follows_the_clients_own_seed_alone(engine: str) -> None:
+def test_dropout_on_it_follows_the_clients_own_seed_alone() -> None:
     state = pretend._Module.default_generators[0].get_state()
     first, second = images(6, 1), images(6, 2)
-    together = rows_of(dropping(), [first, second], DEVICE, engine)
+    together = rows_of(dropping(), [first, second], DEVICE, "one_by_one")
     assert torch.equal(pretend._Module.default_generators[0].get_state(), state)
     pretend._Module.default_generators[0].manual_seed(123)
-    assert all(torch.equal(*pair) for pair in zip(together, rows_of(dropping(), [first, second], DEVICE, engine), strict=True))
-    (other,) = rows_of(dropping(), [first], DEVICE, engine)
+    assert all(
+        torch.equal(*pair) for pair in zip(together, rows_of(dropping(), [first, second], DEVICE, "one_by_one"), strict=True)
+    )
+    (other,) = rows_of(dropping(), [first], DEVICE, "one_by_one")
     assert torch.equal(other, together[0])
 
 
@@ -542,34 +480,22 @@ def test_what_a_transform_draws_follows_from_its_clients_own_seed() -> None:
     assert torch.equal(both[0], alone)
 
 
+@pytest.mark.parametrize("lists", [True, False], ids=["lists its generators", "as MPS"])
 @pytest.mark.parametrize("device", [DEVICE, torch.device(pretend.NAME)], ids=str)
-def test_draws_on_it_resume_where_they_stopped(device: torch.device) -> None:
-    """Also on a device without an index."""
-    draws, expected = OwnDraws(device, 7), torch.Generator(device).manual_seed(7)
+def test_draws_on_it_resume_where_they_stopped(device: torch.device, lists: bool, monkeypatch: Any) -> None:
+    (own,) = pretend._Module.default_generators
+    if not lists:
+        monkeypatch.setattr(pretend._Module, "default_generators", ())
+        with pytest.raises(RuntimeError, match=f"device {device}: its random generator can't be found"):
+            OwnDraws(device, 7)
+        functions = {"get_rng_state": own.get_state, "set_rng_state": own.set_state, "manual_seed": own.manual_seed}
+        for name, function in functions.items():
+            monkeypatch.setattr(pretend._Module, name, staticmethod(function), raising=False)
+    before, draws, expected = own.get_state(), OwnDraws(device, 7), torch.Generator(device).manual_seed(7)
     for _ in range(3):
         with draws:
-            drawn = torch.rand(5, device=DEVICE)
-        assert torch.equal(drawn.cpu(), torch.rand(5, device=DEVICE, generator=expected).cpu())
-
-
-def test_a_device_whose_generator_cannot_be_found_is_refused(monkeypatch: Any) -> None:
-    monkeypatch.setattr(pretend._Module, "default_generators", ())
-    with pytest.raises(RuntimeError, match="device pretend:0: its random generator can't be found"):
-        OwnDraws(DEVICE, 7)
-
-
-def test_a_device_that_lists_no_generators_is_seeded_by_its_functions(monkeypatch: Any) -> None:
-    """As MPS."""
-    (own,) = pretend._Module.default_generators
-    monkeypatch.setattr(pretend._Module, "default_generators", ())
-    for name, function in (("get_rng_state", own.get_state), ("set_rng_state", own.set_state), ("manual_seed", own.manual_seed)):
-        monkeypatch.setattr(pretend._Module, name, staticmethod(function), raising=False)
-    before, draws = own.get_state(), OwnDraws(DEVICE, 7)
-    for _ in range(2):
-        with draws:
             drawn = torch.rand(5, device=DEVICE, generator=own)
-    expected = torch.rand(10, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(7))
-    assert torch.equal(drawn.cpu(), expected.cpu()[5:])
+        assert torch.equal(drawn.cpu(), torch.rand(5, device=DEVICE, generator=expected).cpu())
     assert torch.equal(own.get_state(), before)
 
 
@@ -666,33 +592,6 @@ def test_the_hash_of_a_frozen_base_is_the_same_on_it() -> None:
     assert base_hash(LoRA().to(DEVICE)) == base_hash(LoRA()) != ""
 
 
-# Why nothing trains
-
-
-class Broken(nn.Module):
-    """Makes a tensor on the CPU, wherever its inputs are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.layer(inputs + torch.ones(6))
-        return outputs
-
-
-def test_the_log_of_a_node_says_why_no_client_trains(caplog: Any) -> None:
-    """In one line, and with a traceback in lines of their own; once, though there are several clients."""
-    hosted = {name: records(name, 8) for name in ("c0", "c1")}
-    client = DPClient(model=Broken(), clients=hosted, training=Training(learning_rate=0.1), device=DEVICE)
-    assert client.why_unable() is not None
-    (told,) = [record.getMessage() for record in caplog.records if "first cause" in record.getMessage()]
-    first, *trace = told.splitlines()
-    assert "Expected all tensors to be on the same device" in first
-    assert any("in forward" in line for line in trace)
-    assert all(line.startswith("traceback | ") for line in trace)
-
-
 # Precision
 
 
@@ -765,27 +664,10 @@ assert torch.backends.{switch} == "ieee"
 @pytest.mark.usefixtures("without_float64")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_metrics_of_clients_are_told_without_float64(engine: str) -> None:
-    clients = {f"c{index}": records(f"c{index}", 8) for index in range(2)}
-    client = DPClient(
-        model=linear(),
-        clients=clients,
-        training=Training(learning_rate=0.1),
-        policy=ClientPolicy(allow_metrics=True),
-        device=DEVICE,
-        engine=engine,
-    )
-    sampling = FullSampling()
-    strategy = DPFedAvg(
-        clip_norm=0.5, noise_multiplier=1.0, sampling=sampling, num_clients=2, delta=1e-3, report_client_metrics=True
-    )
+    clients, policy = {f"c{index}": records(f"c{index}", 8) for index in range(2)}, ClientPolicy(allow_metrics=True)
+    node: dict[str, Any] = {"policy": policy, "device": DEVICE, "engine": engine}
+    client = DPClient(model=linear(), clients=clients, training=Training(learning_rate=0.1), **node)
+    terms: dict[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 2}
+    strategy = DPFedAvg(**terms, delta=1e-3, report_client_metrics=True)
     strategy.start(LocalGrid(client_app(lambda _: client), 1), model_arrays(linear()), num_rounds=2)
     assert [report.replies for report in strategy.rounds] == [2, 2]
-
-
-def test_an_error_that_is_its_own_cause_ends_the_search_for_the_first(caplog: Any) -> None:
-    from flower_dp.clients.training.dry_run import _log_cause
-
-    error = RuntimeError("of itself")
-    error.__cause__ = error
-    _log_cause("a step", error)
-    assert "first cause: a step fails: RuntimeError: of itself" in caplog.text
