@@ -12,24 +12,9 @@ from flwr.app import ConfigRecord, Context, RecordDict
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flower_dp import clients as dp
 from flower_dp import wire
-from flower_dp.clients import (
-    DatasetRecords,
-    DPClient,
-    DPFedPAQRecipe,
-    FedSGDDPCRecipe,
-    FlatModel,
-    LocalDPClient,
-    NbAFLRecipe,
-    ProximalTerm,
-    TensorRecords,
-    Training,
-    app,
-    as_records,
-    client_app,
-    model_arrays,
-    reasons,
-)
+from flower_dp.clients import DatasetRecords, FedSGDDPCRecipe, TensorRecords, Training, reasons
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.record_clipping import clipped_sum
@@ -172,6 +157,17 @@ BROKEN: dict[str, tuple[Any, Any, Training, str]] = {
         PLAIN,
         reasons.TRANSFORM,
     ),
+    "reentrant checkpointing": (lambda: Partial("last", use_reentrant=True), tensors(floats(4)), PLAIN, reasons.REENTRANT),
+    "of all layers": (lambda: Partial("first", "last", use_reentrant=True), tensors(floats(4)), PLAIN, reasons.REENTRANT),
+    **{
+        f"{loss} with the targets of others": (
+            lambda: nn.Linear(4, 1),
+            tensors(floats(4), torch.arange(8) + 0.5),
+            Training(learning_rate=0.1, loss=loss),
+            reasons.BROADCAST,
+        )
+        for loss in (nn.HuberLoss(), nn.functional.mse_loss)
+    },
 }
 BY_NAME = tensors({"ids": LABELS[:, None].repeat(1, 5), "mask": torch.ones(8, 5)})
 HONEST: dict[str, tuple[Any, Any, Training]] = {
@@ -182,13 +178,20 @@ HONEST: dict[str, tuple[Any, Any, Training]] = {
         tensors(torch.zeros(8, 2, dtype=torch.int64)),
         Training(learning_rate=0.1, optimizer="adam"),
     ),
-    "LoRA": (Adapted, tensors(floats(4)), Training(learning_rate=0.1, regularizers=(ProximalTerm(strength=0.1),))),
+    "LoRA": (Adapted, tensors(floats(4)), Training(learning_rate=0.1, regularizers=(dp.ProximalTerm(strength=0.1),))),
     "uint8 with a transform": (convolution, tensors(in_bytes(1, 4, 4), transform=half), PLAIN),
     "a GRU": (lambda: Recurrent(nn.GRU), tensors(floats(6, 4)), PLAIN),
     "a loss that takes other targets": (linear, tensors(floats(4), LABELS + 1995), Training(learning_rate=0.1, loss=one_based)),
     "no batch of one": (lambda: Centred(4, CLASSES), tensors(floats(4)), Training(learning_rate=0.1, batch_size=4)),
     "a batch in a list": (linear, Listed(), PLAIN),
     "without records": (linear, DatasetRecords(dataset=[]), PLAIN),
+    "one of two that fits": (linear, {"a": tensors(floats(5)), "b": tensors(floats(4))}, PLAIN),
+    "checkpointing": (lambda: Partial("first", "last", use_reentrant=False), tensors(floats(4)), PLAIN),
+    "outputs without a dimension": (
+        lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)),
+        tensors(floats(4), torch.arange(8) + 0.5),
+        Training(learning_rate=0.1, loss=nn.HuberLoss()),
+    ),
 }
 SINGLE: dict[str, tuple[Any, Any, str]] = {
     "a GRU": (lambda: Recurrent(nn.GRU), tensors(floats(6, 4)), reasons.RECURRENT),
@@ -229,27 +232,28 @@ def context_of(node: int = 1, **node_config: Any) -> Context:
     return Context(run_id=1, node_id=node, node_config=node_config, state=RecordDict(), run_config={})
 
 
-def client_of(build: Any, records: Any, training: Training, engine: str = "one_by_one") -> DPClient:
+def client_of(build: Any, records: Any, training: Training, engine: str = "one_by_one") -> dp.DPClient:
     clients = records if isinstance(records, Mapping) else {"a": records}
-    return DPClient(model=build(), clients=clients, training=training, engine=engine, device="cpu")
+    return dp.DPClient(model=build(), clients=clients, training=training, engine=engine, device="cpu")
 
 
-def local_client(build: Any, records: Any, recipe: Any) -> LocalDPClient:
-    return LocalDPClient(model=build(), clients={"a": records}, recipe=recipe, context=context_of(), device="cpu")
+def local_client(build: Any, records: Any, recipe: Any) -> dp.LocalDPClient:
+    return dp.LocalDPClient(model=build(), clients={"a": records}, recipe=recipe, context=context_of(), device="cpu")
 
 
-def nbafl(training: Training) -> NbAFLRecipe:
-    return NbAFLRecipe(training=training, clip_norm=2.0, paper_epsilon=8.0, delta=1e-3, uplink_exposures=5, min_records=8)
+def nbafl(training: Training) -> dp.NbAFLRecipe:
+    return dp.NbAFLRecipe(training=training, clip_norm=2.0, paper_epsilon=8.0, delta=1e-3, uplink_exposures=5, min_records=8)
 
 
 def grid_of(clients: list[Any]) -> LocalGrid:
     """One client a node."""
-    return LocalGrid(client_app(lambda context: clients[int(context.node_config["partition-id"])]), len(clients))
+    return LocalGrid(dp.client_app(lambda context: clients[int(context.node_config["partition-id"])]), len(clients))
 
 
 # What a client says
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size", "ignore:None of the inputs")
 @engines
 @pytest.mark.parametrize("what", BROKEN)
 def test_the_answer_has_fixed_words_alone(what, engine):
@@ -295,7 +299,7 @@ def test_records_of_no_known_kind_with_such_a_loss_count_as_zero(caplog):
     """Without an example nobody can say so before round 1: the node's log does, and nothing is trained wrongly."""
     records = DatasetRecords(dataset=[(torch.ones(4), 1)] * 3)
     clip = RecordClip(clip_norm=1.0, step=2.0**-30)
-    total, _ = clipped_sum(FlatModel(linear()), records, torch.arange(3), clip=clip, loss=WEIGHTED, seed=0)
+    total, _ = clipped_sum(dp.FlatModel(linear()), records, torch.arange(3), clip=clip, loss=WEIGHTED, seed=0)
     assert not total.any()
     assert "UnfitLossError" in caplog.text
 
@@ -331,15 +335,6 @@ def test_a_forward_that_fails_for_another_reason_is_told_by_the_nodes_log_with_i
     assert f"fails: {words} (test_dry_run.py:{line})" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs")
-@pytest.mark.parametrize("again", [("last",), ("first", "last")])
-def test_reentrant_checkpointing_is_named_as_the_cause(again):
-    """By its error, or by the loss without any gradient."""
-    for use_reentrant, reason in ((True, reasons.REENTRANT), (False, None)):
-        build = lambda use=use_reentrant: Partial(*again, use_reentrant=use)  # noqa: E731
-        assert client_of(build, tensors(floats(4)), PLAIN).why_unable() == reason
-
-
 class Old(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor) -> Tensor:
@@ -356,30 +351,13 @@ class Doubled(nn.Linear):
         return outputs
 
 
-@pytest.mark.parametrize(
-    ("outputs", "num_features", "loss", "fits"),
-    [(1, 4, nn.functional.mse_loss, True), (1, 5, nn.functional.mse_loss, False), (1, 4, nn.functional.l1_loss, False)],
-    ids=["fits", "another shape", "another loss"],
-)
-def test_what_convex_glm_is_not_proved_for_is_found_before_round_1(outputs, num_features, loss, fits):
+@pytest.mark.parametrize(("num_features", "loss", "fits"), [(4, "mse", True), (5, "mse", False), (4, "l1", False)])
+def test_what_convex_glm_is_not_proved_for_is_found_before_round_1(num_features, loss, fits):
     sizes = {"learning_rate": 0.01, "num_local_steps": 2, "batch_size": 4, "clip_norm": 1.0}
     steps = FedPAQSteps(**sizes, sensitivity="convex-glm", smoothness=100.0)
-    recipe = DPFedPAQRecipe(steps=steps, epsilon=1.0, delta=1e-5, num_replies=1, loss=loss)
-    client = local_client(lambda: nn.Linear(num_features, outputs), tensors(floats(4), torch.rand(8)), recipe)
+    recipe = dp.DPFedPAQRecipe(steps=steps, epsilon=1.0, delta=1e-5, num_replies=1, loss=getattr(nn.functional, f"{loss}_loss"))
+    client = local_client(lambda: nn.Linear(num_features, 1), tensors(floats(4), torch.rand(8)), recipe)
     assert client.why_unable() == (None if fits else f"{reasons.UNFIT}: {reasons.CONVEX}")
-
-
-@pytest.mark.filterwarnings("ignore:Using a target size")
-@engines
-@pytest.mark.parametrize("loss", [nn.HuberLoss(), nn.functional.mse_loss], ids=["Huber", "square"])
-def test_outputs_that_meet_the_targets_of_other_records_are_refused(loss, engine, caplog):
-    dry_run._log_once.cache_clear()
-    records = tensors(floats(4), torch.arange(8) + 0.5)
-    training = Training(learning_rate=0.1, loss=loss)
-    assert client_of(lambda: nn.Linear(4, 1), records, training, engine).why_unable() == reasons.BROADCAST
-    assert "compares outputs of shape (2, 1) with targets of shape (2,)" in caplog.text
-    flat = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
-    assert client_of(lambda: flat, records, training, engine).why_unable() is None
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about sparse tensors
@@ -429,12 +407,12 @@ class Read(dict):
     """Clients whose data are read when they are needed, as in an app."""
 
     def __getitem__(self, name):
-        return as_records(super().__getitem__(name))
+        return dp.as_records(super().__getitem__(name))
 
 
 def test_a_data_frame_is_refused_in_words_that_the_server_learns():
     clients = Read(a=Frame(), b=Frame())
-    client = DPClient(model=linear(), clients=clients, training=PLAIN, device="cpu")
+    client = dp.DPClient(model=linear(), clients=clients, training=PLAIN, device="cpu")
     assert json.loads(client.get_properties({})[wire.KEY])["unable"] == reasons.TABLE
 
 
@@ -483,24 +461,11 @@ def test_a_dry_run_leaves_model_buffers_and_generators_as_they_are():
     assert float(client.model.module.count) == 0
 
 
-def test_one_client_that_can_train_is_enough_and_no_other_is_read():
-    read: list[str] = []
-
-    class Clients(dict):
-        def __getitem__(self, name: str) -> Any:
-            read.append(name)
-            return super().__getitem__(name)
-
-    clients = Clients(a=tensors(floats(5)), b=tensors(floats(4)), c=tensors(floats(4)))
-    assert client_of(linear, clients, PLAIN).why_unable() is None
-    assert read == ["a", "b"]
-
-
 def test_one_dry_run_a_process_is_enough(monkeypatch):
     calls: list[int] = []
     monkeypatch.setattr(dry_run, "of_training", lambda *args, **keywords: calls.append(1))
     clients = [client_of(linear, {f"c{i}": tensors(floats(4))}, PLAIN) for i in range(NUM)]
-    strategy(DPFedAvg, {}).start(grid_of(clients), model_arrays(linear()), num_rounds=1)
+    strategy(DPFedAvg, {}).start(grid_of(clients), dp.model_arrays(linear()), num_rounds=1)
     assert calls == [1]
 
 
@@ -521,7 +486,7 @@ def test_a_run_in_which_nobody_can_train_ends_before_anything_is_charged():
     made = strategy(DPFedAvg, {})
     grid = grid_of(nodes_of("xxxx"))
     with pytest.raises(RuntimeError, match="no client can train: the model's forward fails on made-up inputs"):
-        made.start(grid, model_arrays(linear()), num_rounds=3)
+        made.start(grid, dp.model_arrays(linear()), num_rounds=3)
     assert made.epsilon == 0
     assert not made.rounds
     assert not [message for message in grid.sent if message.metadata.message_type == "train"]
@@ -530,7 +495,7 @@ def test_a_run_in_which_nobody_can_train_ends_before_anything_is_charged():
 def test_clients_that_cannot_train_decide_nothing_for_the_others(caplog):
     """The population, and so the cost and the denominator, are as if they could."""
     made, all_fit = strategy(DPFedAvg, {}), strategy(DPFedAvg, {})
-    arrays = model_arrays(linear())
+    arrays = dp.model_arrays(linear())
     with caplog.at_level(logging.WARNING, logger="flwr"):
         made.start(grid_of(nodes_of("xxxf")), arrays, num_rounds=2)
     all_fit.start(grid_of(nodes_of("ffff")), arrays, num_rounds=2)
@@ -554,13 +519,13 @@ def test_a_client_that_cannot_train_pays_nothing_on_its_own_account(method, monk
     monkeypatch.setattr("flower_dp.clients.local.client.charged", lambda account, due, instruction: charged.append(due) or {})
     arguments: dict[str, Any] = {"recipe": recipe, "device": "cpu"}
     hosted = [{f"c{i}": tensors(floats(4))} for i in range(NUM)]
-    clients = [LocalDPClient(model=nn.Linear(5, CLASSES), clients=own, **arguments) for own in hosted]
-    arrays = model_arrays(nn.Linear(5, CLASSES))
+    clients = [dp.LocalDPClient(model=nn.Linear(5, CLASSES), clients=own, **arguments) for own in hosted]
+    arrays = dp.model_arrays(nn.Linear(5, CLASSES))
     with pytest.raises(RuntimeError, match=reasons.UNFIT):
         made.start(grid_of(clients), arrays, num_rounds=2)
     assert not charged
     assert made.epsilon == 0
-    monkeypatch.setattr(LocalDPClient, "why_unable", lambda self: None)
+    monkeypatch.setattr(dp.LocalDPClient, "why_unable", lambda self: None)
     with pytest.raises(RuntimeError, match="no client has sent a usable update"):
         made.start(grid_of(clients), arrays, num_rounds=1)
     assert charged
@@ -569,7 +534,7 @@ def test_a_client_that_cannot_train_pays_nothing_on_its_own_account(method, monk
 
 @pytest.mark.parametrize(("kept", "seconds", "words"), [(False, 0.0, 1), (True, 0.0, 0), (False, 1e9, 0)])
 def test_clients_that_are_made_anew_for_each_message_are_told_of_once(kept, seconds, words, monkeypatch, caplog):
-    monkeypatch.setattr(app, "_LONG", seconds)
+    monkeypatch.setattr(dp.app, "_LONG", seconds)
     made = []
 
     def client_fn(context: Context) -> Any:
@@ -579,7 +544,7 @@ def test_clients_that_are_made_anew_for_each_message_are_told_of_once(kept, seco
         return made[-1]
 
     strategy = FedSGDDPC(num_clients=1, cohort_size=1, num_records=8, learning_rate=0.1, **LOCAL)
-    strategy.start(LocalGrid(client_app(client_fn), 1), model_arrays(linear()), num_rounds=3)
+    strategy.start(LocalGrid(dp.client_app(client_fn), 1), dp.model_arrays(linear()), num_rounds=3)
     assert made[-1].dry_run_seconds > 0
     assert len(made) == 1 if kept else len(made) > 3
     assert caplog.text.count("client_fn has made a new client") == words
