@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flower_dp.clients.training.losses import checked, cross_entropy, hinge, record_cross_entropy
+from flower_dp.clients.training.losses import cross_entropy, hinge, record_cross_entropy
 
 
 def _value_and_gradient(loss, outputs, targets):
@@ -47,13 +47,9 @@ def test_a_target_that_is_no_class_counts_as_if_ignored(label):
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close(gradient[kept], expected_gradient)
     assert not gradient[4].any()
-
-
-@pytest.mark.parametrize("label", [5, -1, -100])
-def test_without_any_class_the_gradient_is_zero(label):
-    value, gradient = _value_and_gradient(cross_entropy, torch.randn(3, 5), torch.full((3,), label))
+    value, gradient = _value_and_gradient(cross_entropy, outputs, torch.full((9,), label))
     assert value == 0
-    assert gradient.tolist() == torch.zeros(3, 5).tolist()
+    assert not gradient.any()
 
 
 @pytest.mark.parametrize("label", [5, -1, 2**40])
@@ -72,27 +68,6 @@ def test_a_record_has_torchs_loss_and_gradient(targets):
     expected, expected_gradient = _value_and_gradient(nn.functional.cross_entropy, outputs, targets)
     torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "targets"),
-    [
-        (torch.zeros(1, 5, 4), torch.zeros(1, 3, dtype=torch.int64)),  # fewer targets than places
-        (torch.zeros(1, 5), torch.zeros(1, 1, dtype=torch.int64)),
-    ],
-)
-def test_targets_that_do_not_fit_are_refused_as_torch_refuses_them(outputs, targets):
-    for loss in (record_cross_entropy, nn.functional.cross_entropy):
-        with pytest.raises((RuntimeError, ValueError)):
-            loss(outputs, targets)
-
-
-def test_only_torchs_own_is_replaced():
-    def own(outputs, targets):
-        return outputs.mean()
-
-    assert checked(nn.functional.cross_entropy) is cross_entropy
-    assert checked(own) is own
 
 
 @pytest.mark.parametrize("no_label", [0, 2**40])
