@@ -38,33 +38,9 @@ class Weights(nn.Parameter):
     """Might do anything as well."""
 
 
-def hooked() -> nn.Module:
+def changed(change: Callable[[Any], object]) -> nn.Module:
     model = stack()
-    model[1].register_forward_hook(lambda *_: None)
-    return model
-
-
-def overridden() -> nn.Module:
-    model = stack()
-    model[1].forward = lambda inputs: inputs
-    return model
-
-
-def frozen() -> nn.Module:
-    model = stack()
-    model[0].weight.requires_grad = False
-    return model
-
-
-def with_a_note(note: Any) -> nn.Module:
-    model = stack()
-    model[1].note = note
-    return model
-
-
-def of_another_kind() -> nn.Module:
-    model = stack()
-    model[0].weight = Weights(model[0].weight.detach())
+    change(model)
     return model
 
 
@@ -78,15 +54,14 @@ def test_models_that_differ_in_their_weights_alone_are_alike() -> None:
     "other",
     [
         lambda: stack(nn.Tanh()),
-        frozen,
-        lambda: with_a_note(3),
+        lambda: changed(lambda model: model[0].weight.requires_grad_(False)),
+        lambda: changed(lambda model: setattr(model[1], "note", 3)),
         lambda: stack().eval(),
     ],
     ids=["layer", "frozen", "option", "evaluates"],
 )
 def test_other_layers_and_options_are_another_model(other: Callable[[], nn.Module]) -> None:
-    found = known(stack())
-    assert known(other()) is not found
+    assert known(other()) is not known(stack())
     assert known(other()) is known(other())
 
 
@@ -95,10 +70,10 @@ def test_other_layers_and_options_are_another_model(other: Callable[[], nn.Modul
     [
         lambda: stack(Own()),
         lambda: stack(nn.Dropout(0.5)),
-        overridden,
-        hooked,
-        lambda: with_a_note([1]),
-        of_another_kind,
+        lambda: changed(lambda model: setattr(model[1], "forward", lambda inputs: inputs)),
+        lambda: changed(lambda model: model[1].register_forward_hook(lambda *_: None)),
+        lambda: changed(lambda model: setattr(model[1], "note", [1])),
+        lambda: changed(lambda model: setattr(model[0], "weight", Weights(model[0].weight.detach()))),
         lambda: nn.Sequential(*[nn.Linear(3, 3)] * 2),
     ],
     ids=["subclass", "draws", "forward", "hook", "list", "parameter", "layer twice"],
