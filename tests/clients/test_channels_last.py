@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from flower_dp.apps.tasks.models import make
 from flower_dp.clients import FlatModel, TensorRecords, Training, local_updates
 from flower_dp.clients.training.channels_last import Convolutions
+from tests.clients.test_engines import _drawn, _images
 
 RECIPE = Training(learning_rate=0.1, batch_size=4, num_local_epochs=2, momentum=0.5, sam_radius=0.05)
 
@@ -40,13 +41,6 @@ class Layouts:
         self.seen: list[bool] = []
 
 
-def images(seed: int, num_records: int = 10, shape: tuple[int, ...] = (3, 8, 8)) -> TensorRecords:
-    rng = torch.Generator().manual_seed(seed)
-    return TensorRecords(
-        inputs=torch.randn(num_records, *shape, generator=rng), targets=torch.randint(5, (num_records,), generator=rng)
-    )
-
-
 def rows_of(model: FlatModel, clients: list[Any], seeds: list[int]) -> list[Any]:
     start = torch.randn(model.layout.size, generator=torch.Generator().manual_seed(1)) / 10
     return list(local_updates(start, clients, RECIPE, model=model, server_round=1, seeds=seeds))
@@ -63,10 +57,8 @@ def usual_row(module: nn.Module, client: TensorRecords, seed: int, monkeypatch: 
 @pytest.mark.parametrize("name", ["own forward", "cnn-small"])
 def test_channels_last_is_the_same_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last batch of an epoch is smaller; with one channel both layouts have the same order, but not the same strides."""
-    shape = (784,) if name == "cnn-small" else (3, 8, 8)
-
     build = partial(make, "cnn-small", seed=0) if name == "cnn-small" else Net
-    model, client = FlatModel(build()), images(2, shape=shape)
+    model, client = FlatModel(build()), (_drawn(784, classes=5) if name == "cnn-small" else _images)(10, 2)
     vector, layout = model.vector.clone(), model.layout
     turned: list[bool] = []
     convolution = next(layer for layer in model.module.modules() if isinstance(layer, nn.Conv2d))
@@ -87,7 +79,7 @@ def test_channels_last_is_the_same_function(name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("options", [{"view": True}, {"dropout": True}], ids=["view", "dropout"])
 def test_a_model_that_is_another_function_keeps_its_layout(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """`view` fails with channels last; dropout would drop other units."""
-    module, client = Net(**options), images(2)
+    module, client = Net(**options), _images(10, 2)
     (row,) = rows_of(FlatModel(module), [client], [7])
     assert torch.equal(row, usual_row(Net(**options), client, 7, monkeypatch))
     assert not any(module.layouts.seen[2:])  # after the trial
@@ -95,7 +87,7 @@ def test_a_model_that_is_another_function_keeps_its_layout(options: dict[str, bo
 
 def test_no_other_client_changes_a_bit() -> None:
     """The trial is made once: a client that comes after it has the row that it has alone, with all that the model keeps."""
-    own, other = images(2), images(3, 6)
+    own, other = _images(10, 2), _images(6, 3)
     for options in ({"counts": True}, {"dropout": True, "view": True}):
         (alone,) = rows_of(FlatModel(Net(**options)), [own], [7])
         first, _ = rows_of(FlatModel(Net(**options)), [own, other], [7, 8])
@@ -106,16 +98,16 @@ def test_no_other_client_changes_a_bit() -> None:
 
 def test_no_value_of_a_record_chooses_the_layout() -> None:
     model = FlatModel(Net())
-    broken = TensorRecords(inputs=images(2).inputs * torch.nan, targets=torch.full((10,), 77))
-    _, row = rows_of(model, [broken, images(2)], [6, 7])
-    (alone,) = rows_of(FlatModel(Net()), [images(2)], [7])
+    broken = TensorRecords(inputs=_images(10, 2).inputs * torch.nan, targets=torch.full((10,), 77))
+    _, row = rows_of(model, [broken, _images(10, 2)], [6, 7])
+    (alone,) = rows_of(FlatModel(Net()), [_images(10, 2)], [7])
     assert torch.equal(row, alone)
     assert model.module.layouts.seen[1:] == [True] * (len(model.module.layouts.seen) - 1)
 
 
 def test_where_nothing_is_to_be_chosen() -> None:
     """A device that is no processor, a model without convolutions, and inputs by name."""
-    batch = images(1).inputs, images(1).targets
+    batch = _images(10, 1).inputs, _images(10, 1).targets
     assert Convolutions(Net(), torch.device("cuda")).kind_of(*batch) is None
     assert Convolutions(nn.Conv1d(3, 1, 1), torch.device("cpu")).kind_of(*batch) is None
     assert Convolutions(Net(), torch.device("cpu")).kind_of({"pixels": batch[0]}, batch[1]) is None
