@@ -6,6 +6,7 @@ other contribution as it is, bit for bit.
 
 import math
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from flower_dp.clients import (
     DatasetRecords,
     DPFedPAQRecipe,
     DPPASGDRecipe,
-    EvaluationBudget,
     FedSGDDPCRecipe,
     FlatModel,
     NbAFLRecipe,
@@ -30,12 +30,11 @@ from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.reply.pipeline import Job, Reply
 from flower_dp.clients.training import record_clipping
 from flower_dp.clients.training.record_clipping import clipped_sum
-from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from tests.adversaries.fuzzing import THOROUGH
-from tests.local_grids import evaluated_row
+from tests.local_grids import evaluated_alone
 
+evaluated = partial(evaluated_alone, bound=2.0)
 SIZE, FEATURES, CLASSES = 12, 6, 3
 # So fine that rounding hides no difference of float32 rows, and so coarse that sums are exact in any order.
 STEP = 2.0**-40
@@ -524,14 +523,6 @@ def test_a_record_less_leaves_the_metrics_of_others_as_they_are():
 
 
 # Evaluation
-
-
-def evaluated(flat: FlatModel, records: Any, metrics: RecordMetrics, relation: Any = "replace-one") -> np.ndarray:
-    arguments = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 1.0, "delta": 0.0, "num_replies": 3, "relation": relation}
-    training = gradient_terms(**arguments, num_records=len(records))
-    release = EvaluationBudget(epsilon=1.0, num_evaluations=1).terms("a", training).release
-    bounds = MetricBounds(bounds={"first": 2.0})
-    return evaluated_row(flat, records, metrics, bounds=bounds, release=release, rng=np.random.default_rng(0))
 
 
 def first_output(outputs: Tensor, target: Tensor) -> dict[str, float]:
