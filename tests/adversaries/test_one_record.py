@@ -121,10 +121,7 @@ def made(build: Any) -> FlatModel:
 STEPS = {"learning_rate": 0.1, "num_local_steps": 2, "batch_size": 6, "clip_norm": 1.0}
 RECIPES: dict[str, tuple[Any, int]] = {
     "fedsgd-dpc": (FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=9), CLASSES),
-    "dp-pasgd": (
-        DPPASGDRecipe(**STEPS | {"batch_size": SIZE}, epsilon=4.0, delta=1e-3, num_steps=4),
-        CLASSES,
-    ),
+    "dp-pasgd": (DPPASGDRecipe(**STEPS | {"batch_size": SIZE}, epsilon=4.0, delta=1e-3, num_steps=4), CLASSES),
     "dp-fedpaq": (
         DPFedPAQRecipe(steps=FedPAQSteps(**STEPS, sensitivity="per-step"), epsilon=4.0, delta=1e-3, num_replies=2),
         CLASSES,

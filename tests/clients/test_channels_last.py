@@ -30,8 +30,7 @@ class Net(nn.Module):
         self.layouts.seen.append(hidden.is_contiguous(memory_format=torch.channels_last))
         hidden = nn.functional.dropout(hidden) if self.dropout else hidden
         hidden = self.second(hidden) * (self.passes if self.counts else 1)
-        outputs: Tensor = self.last(hidden.view(len(hidden), -1) if self.view else hidden.flatten(1))
-        return outputs
+        return self.last(hidden.view(len(hidden), -1) if self.view else hidden.flatten(1))
 
 
 class Layouts:

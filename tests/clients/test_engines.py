@@ -76,8 +76,7 @@ class Own(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(inputs / 2)) + inputs
-        outputs: Tensor = self.last(nn.functional.gelu(self.second(hidden)))
-        return outputs
+        return self.last(nn.functional.gelu(self.second(hidden)))
 
 
 class Chained(nn.Module):
@@ -102,16 +101,7 @@ STEPS = Training(learning_rate=0.7, batch_size=8, num_local_steps=40)
 EPOCHS = replace(STEPS, num_local_steps=None)
 
 
-def rows_of(
-    make: Callable[[], nn.Module] | FlatModel,
-    clients: list[Any],
-    training: Training,
-    *,
-    engine: str,
-    seeds: list[int] | None = None,
-    losses: list[Tensor] | None = None,
-    device: str = "cpu",
-) -> list[Any]:
+def rows_of(make, clients, training, *, engine, seeds=None, losses=None, device="cpu"):
     """The rows of these clients; a model that is there already keeps the programs of earlier calls, and its weights."""
     model = make if isinstance(make, FlatModel) else FlatModel(make(), torch.device(device))
     start = model.vector.clone()
@@ -143,8 +133,7 @@ class Adapted(nn.Module):
         self.register_buffer("shift", torch.ones(4))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.trained(torch.relu(self.frozen(inputs + self.shift)))
-        return outputs
+        return self.trained(torch.relu(self.frozen(inputs + self.shift)))
 
 
 def _squares(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -298,9 +287,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     [(_deep, _wide, STEPS), (_convolutions, _images, replace(EVERYTHING, num_local_steps=10))],
     ids=["linear layers of odd sizes", "convolutions"],
 )
-def test_no_bit_depends_on_slot_or_number(
-    make: Callable[[], nn.Module], records: Any, training: Training, device: str, groups: list[tuple[int, int]]
-) -> None:
+def test_no_bit_depends_on_slot_or_number(make, records, training, device, groups):
     """A client alone, beside one other, in groups that a processor gives few slots, last of a full one, and in a second one."""
     model = FlatModel(make(), torch.device(device))
     own, full = records(20, 1), batched.num_slots(model.layout.size, model.device)
@@ -314,9 +301,7 @@ def test_no_bit_depends_on_slot_or_number(
         assert [torch.equal(row, alone) for row in rows] == [place in places for place in range(number)]
 
 
-def test_a_number_of_slots_that_gives_other_bits_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, groups: list[tuple[int, int]]
-) -> None:
+def test_a_number_of_slots_that_gives_other_bits_is_not_used(monkeypatch, groups):
     """As where a library computes the products of few matrices in another way."""
 
     def uneven(self: Program, weights: list[Tensor]) -> tuple[Tensor, list[Any]]:
@@ -394,16 +379,14 @@ class Replacing(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.seen = self.seen + 1
-        outputs: Tensor = self.linear(inputs + self.seen)
-        return outputs
+        return self.linear(inputs + self.seen)
 
 
 class Mixing(Replacing):
     """Takes the mean of the batch out, which padding would be in."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.linear(inputs - inputs.mean(0))
-        return outputs
+        return self.linear(inputs - inputs.mean(0))
 
 
 class Words(Replacing):
@@ -412,8 +395,7 @@ class Words(Replacing):
         self.table = nn.Embedding(3, 4)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.linear(self.table((inputs[:, 0] > 0).long()))
-        return outputs
+        return self.linear(self.table((inputs[:, 0] > 0).long()))
 
 
 def _dropping() -> nn.Module:
@@ -434,9 +416,7 @@ def _dropping() -> nn.Module:
     ],
     ids=["dropout", "replaced buffer", "batch mean", "embedding", "sum", "weights of classes", "an ignored class"],
 )
-def test_falls_back_and_says_so_once(
-    make: Callable[[], nn.Module], training: Training, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_falls_back_and_says_so_once(make, training, reason, caplog):
     model = FlatModel(make())
     start = model.vector.clone()
     state = torch.get_rng_state()
@@ -453,9 +433,7 @@ def test_falls_back_and_says_so_once(
 
 
 @pytest.mark.parametrize("batch_size", [8, 5, 40], ids=["full", "partial", "one small"])
-def test_targets_that_only_records_have_fall_back_for_this_client_alone(
-    batch_size: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_targets_that_only_records_have_fall_back_for_this_client_alone(batch_size, caplog):
     """Class 2 is left out of the mean; made-up targets have classes 0 and 1."""
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -503,9 +481,7 @@ def test_records_of_two_shapes_falls_back_for_this_client_alone() -> None:
     torch.testing.assert_close(rows[1], alone[1], atol=1e-5, rtol=1e-4)
 
 
-def test_a_model_whose_bits_depend_on_the_slot_falls_back(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_whose_bits_depend_on_the_slot_falls_back(monkeypatch, caplog):
     def uneven(self: Program, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         losses, gradients = real(self, weights)
         gradients[1][-1] *= 1 + 1e-6

@@ -40,9 +40,7 @@ def recipe_of(steps: FedPAQSteps, loss: Any) -> DPFedPAQRecipe:
     return DPFedPAQRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, quantization_levels=None, loss=loss)
 
 
-def update_of(
-    model: FlatModel, steps: FedPAQSteps, data: TensorRecords, loss: Any, *, seed: int, noise_multiplier: float = 1.0
-) -> Tensor:
+def update_of(model, steps, data, loss, *, seed, noise_multiplier=1.0):
     """The update of one client without its noise, by the clip and the after-noise part of the real pipeline."""
     release = release_of(steps, len(data), noise_multiplier)
     pipeline = recipe_of(steps, loss).pipeline(release, model=model, server_round=1)
@@ -57,9 +55,7 @@ def update_of(
     return pipeline.after_noise(clipped).to(torch.float64)
 
 
-def distance(
-    model: FlatModel, steps: FedPAQSteps, records: tuple[TensorRecords, TensorRecords], loss: Any, seed: int = 0
-) -> float:
+def distance(model, steps, records, loss, seed=0):
     one, other = (update_of(model, steps, own, loss, seed=seed) for own in records)
     return float(torch.linalg.vector_norm(one - other))
 

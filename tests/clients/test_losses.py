@@ -20,12 +20,7 @@ def _targets(*shape):
 
 @pytest.mark.parametrize(
     "targets",
-    [
-        _targets(9),
-        _targets(9, 4, 4),
-        _targets(9).where(torch.arange(9) % 3 > 0, -100),
-        torch.full((9, 5), 0.2),
-    ],
+    [_targets(9), _targets(9, 4, 4), _targets(9).where(torch.arange(9) % 3 > 0, -100), torch.full((9, 5), 0.2)],
     ids=["classes", "a class for every pixel", "ignored", "probabilities"],
 )
 def test_is_torchs_to_the_bit_where_torch_has_one(targets):

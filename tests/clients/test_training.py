@@ -46,9 +46,7 @@ def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def update(
-    module: nn.Module, data: Any, training: Training, server_round: int = 1, seed: int = 0, engine: str = "one_by_one"
-) -> np.ndarray:
+def update(module, data, training, server_round=1, seed=0, engine="one_by_one"):
     model = FlatModel(module)
     start = model.vector.clone()
     (row,) = local_updates(start, [data], training, model=model, server_round=server_round, seeds=[seed], engine=engine)
@@ -195,8 +193,7 @@ class Rotary(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         pairs = torch.view_as_complex(self.linear(inputs).view(-1, 2, 2)) * self.turns
         turned = torch.view_as_real(pairs).flatten(1)
-        outputs: Tensor = torch.fft.irfft(torch.fft.rfft(turned) * self.filter, n=4)
-        return outputs
+        return torch.fft.irfft(torch.fft.rfft(turned) * self.filter, n=4)
 
 
 @pytest.mark.filterwarnings("error")
@@ -222,8 +219,7 @@ class Scaled(nn.Module):
         self.scale, self.linear = nn.Parameter(torch.full(shape, 1.5)), nn.Linear(4, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.linear(inputs) * self.scale
-        return outputs
+        return self.linear(inputs) * self.scale
 
 
 NAN, INF = math.nan, math.inf
@@ -293,8 +289,7 @@ class Pair(nn.Module):
 
     def forward(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
         values, mask = (values[:, 0], values[:, 1]) if mask is None else (values, mask)
-        out: Tensor = self.linear(values * mask)
-        return out
+        return self.linear(values * mask)
 
 
 VALUES, MASK = torch.randn(9, 3, generator=torch.Generator().manual_seed(5)), (torch.arange(27) % 2).float().view(9, 3)

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 from flwr.app import Context
 
-from flower_dp.clients import (
-    DPClient,
-    FedSGDDPCRecipe,
-    LocalDPClient,
-    Training,
-    client_app,
-    model_arrays,
-)
+from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, Training, client_app, model_arrays
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.strategies import DPFedAvg, FedSGDDPC, LocalEvaluation, PrivateEvaluation
@@ -121,13 +114,7 @@ class Evaluated:
         def client(hosted: Any, context: Context) -> LocalDPClient:
             recipe = FedSGDDPCRecipe(**common, num_replies=3)
             return LocalDPClient(
-                model=linear(),
-                clients=hosted,
-                recipe=recipe,
-                context=context,
-                evaluation=budget,
-                device=device,
-                noise_seed=SEED,
+                model=linear(), clients=hosted, recipe=recipe, context=context, evaluation=budget, device=device, noise_seed=SEED
             )
 
         return evaluations(strategy, client, here)

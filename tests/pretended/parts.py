@@ -83,8 +83,7 @@ class LoRA(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         flat = inputs.flatten(1)
-        outputs: Tensor = (self.base(flat) + self.up(self.down(flat))) * self.scale
-        return outputs
+        return (self.base(flat) + self.up(self.down(flat))) * self.scale
 
 
 RECIPE = Training(
@@ -381,8 +380,7 @@ class Wide(nn.Module):
         self.layer = nn.Linear(8, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.layer(inputs[:, :8])
-        return outputs
+        return self.layer(inputs[:, :8])
 
 
 def test_clients_with_other_records_that_do_not_fit_change_nothing_for_others(monkeypatch: Any) -> None:
@@ -509,8 +507,7 @@ class Named(nn.Module):
         self.table, self.output = nn.Embedding(9, 4), nn.Linear(4, 3)
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        outputs: Tensor = self.output((self.table(tokens) * mask[..., None]).sum(1))
-        return outputs
+        return self.output((self.table(tokens) * mask[..., None]).sum(1))
 
 
 def texts() -> TensorRecords:
