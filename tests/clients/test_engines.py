@@ -523,15 +523,6 @@ def test_dropout_of_a_client_does_not_depend_on_who_trained_before(training: Tra
 # Words that make no sense, and a choice
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [({"seeds": [0], "engine": "one_by_one"}, "seeds: 1 for 2 clients"), ({"engine": "fast"}, "engine='fast': must be one of")],
-)
-def test_words_that_make_no_sense_are_refused(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        rows_of(_perceptron, [_classes(5, 1)] * 2, PLAIN, **arguments)
-
-
 def test_convolutions_on_a_processor_are_quicker_one_by_one() -> None:
     convolutions = nn.Sequential(nn.Identity(), nn.Sequential(nn.ConvTranspose2d(1, 1, 1)))
     assert quicker_engine(nn.Linear(2, 2), torch.device("cpu")) == "batched"

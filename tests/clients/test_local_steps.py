@@ -30,29 +30,22 @@ def steps_of(sensitivity: str, **arguments: Any) -> FedPAQSteps:
 
 
 @lru_cache
-def release_of(steps: FedPAQSteps, size: int, noise_multiplier: float) -> Release:
+def release_of(steps: FedPAQSteps, size: int) -> Release:
     """The release of a client, with some noise: its lattice rounds what leaves."""
     release = update_terms(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, num_records=size).release
-    return replace(release, mechanism=Gaussian(noise_multiplier=noise_multiplier))
+    return replace(release, mechanism=Gaussian(noise_multiplier=1.0))
 
 
-def recipe_of(steps: FedPAQSteps, loss: Any) -> DPFedPAQRecipe:
-    return DPFedPAQRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, quantization_levels=None, loss=loss)
-
-
-def update_of(model, steps, data, loss, *, seed, noise_multiplier=1.0):
+def update_of(model: FlatModel, steps: FedPAQSteps, data: TensorRecords, loss: Any, *, seed: int) -> Tensor:
     """The update of one client without its noise, by the clip and the after-noise part of the real pipeline."""
-    release = release_of(steps, len(data), noise_multiplier)
-    pipeline = recipe_of(steps, loss).pipeline(release, model=model, server_round=1)
-    start = model.vector.clone()
-    rng = np.random.default_rng(seed)
+    recipe = DPFedPAQRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, quantization_levels=None, loss=loss)
+    pipeline = recipe.pipeline(release_of(steps, len(data)), model=model, server_round=1)
+    start, rng = model.vector.clone(), np.random.default_rng(seed)
     (trained,) = pipeline.train.rows(start, [Job(name="", records=data, seed=0, secret=lambda: rng)])
     model.vector.copy_(start)
     if isinstance(trained, Exception):
         raise trained
-    clipped = pipeline.clip(trained[0])
-    assert pipeline.after_noise is not None
-    return pipeline.after_noise(clipped).to(torch.float64)
+    return pipeline.after_noise(pipeline.clip(trained[0])).to(torch.float64)
 
 
 def distance(model, steps, records, loss, seed=0):
@@ -70,12 +63,6 @@ def neighbours(rng: torch.Generator) -> tuple[TensorRecords, TensorRecords]:
     others, labels, place = inputs.clone(), targets.clone(), int(torch.randint(4, (1,), generator=rng))
     others[place], labels[place] = torch.randn(3, generator=rng) * scale(1), 1 - targets[place]
     return TensorRecords(inputs=inputs, targets=targets), TensorRecords(inputs=others, targets=labels)
-
-
-def mlp(seed: int) -> FlatModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return FlatModel(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)))
 
 
 # Where the bound is tight, a smaller one is found out
@@ -257,22 +244,18 @@ def test_convex_gradients_are_those_of_autograd(loss, outputs, bias):
 
 
 def test_convex_gradients_are_clipped_and_bad_records_count_as_zero():
-    class Broken:
-        def __len__(self) -> int:
-            return 4
-
+    class Broken(TensorRecords):
         def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
             if 1 in positions:
                 raise OSError("unreadable")
-            inputs = torch.tensor([[3.0, 4.0], [0, 0], [math.nan, 1.0], [3.0, 4.0]])
-            return inputs[positions], torch.tensor([0, 0, 0, 7])[positions]
+            return super().batch(positions, device)
 
+    inputs, targets = torch.tensor([[3.0, 4.0], [0, 0], [math.nan, 1.0], [3.0, 4.0]]), torch.tensor([0, 0, 0, 7])
     steps = convex(smoothness=1000.0, learning_rate=1e-3, clip_norm=0.1)
     model = FlatModel(nn.Linear(2, 2, bias=False))
     nn.init.zeros_(model.module.weight)
-    summed, _ = ConvexModel.of(model, nn.functional.cross_entropy, steps).clipped_sum(
-        torch.zeros(4, dtype=torch.float64), Broken(), torch.arange(4), seed=0
-    )
+    convex_model, weights = ConvexModel.of(model, nn.functional.cross_entropy, steps), torch.zeros(4, dtype=torch.float64)
+    summed, _ = convex_model.clipped_sum(weights, Broken(inputs=inputs, targets=targets), torch.arange(4), seed=0)
     # Of record 0 alone: (p - y) x is (-, +) 0.5 (3, 4), clipped to 0.1.
     expected = torch.tensor([-3.0, -4.0, 3.0, 4.0], dtype=torch.float64)
     torch.testing.assert_close(summed, expected * 0.1 / torch.linalg.vector_norm(expected))
@@ -281,45 +264,25 @@ def test_convex_gradients_are_clipped_and_bad_records_count_as_zero():
 # The steps themselves
 
 
-def test_steps_are_those_of_plain_sgd_where_nothing_is_clipped():
-    steps = steps_of("per-step", num_local_steps=3, batch_size=4, clip_norm=1e6, learning_rate=0.3)
-    rng = torch.Generator().manual_seed(0)
-    data = TensorRecords(inputs=torch.randn(20, 4, generator=rng), targets=torch.randint(2, (20,), generator=rng))
-    model, other = mlp(0), mlp(0)
-    made = update_of(model, steps, data, nn.functional.cross_entropy, seed=5, noise_multiplier=0.0)
-    order = np.random.default_rng(5).permutation(20)[:12]
-    for step in range(3):
-        batch = torch.from_numpy(order[4 * step : 4 * step + 4])
-        loss = nn.functional.cross_entropy(other.module(data.inputs[batch]), data.targets[batch])
-        gradients = torch.autograd.grad(loss, other.parameters)
-        with torch.no_grad():
-            for parameter, gradient in zip(other.parameters, gradients, strict=True):
-                parameter.sub_(0.3 * gradient)
-    torch.testing.assert_close(made.to(torch.float32), other.vector - mlp(0).vector, rtol=1e-3, atol=1e-5)
-
-
 def test_records_are_drawn_without_replacement_anew_for_every_reply():
-    class Spy:
-        def __init__(self) -> None:
-            self.seen: list[int] = []
+    class Spy(TensorRecords):
+        def batch(self, positions: Tensor, device: torch.device) -> Any:
+            seen.extend(positions.tolist())
+            raise OSError
 
-        def __len__(self) -> int:
-            return 12
-
-        def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-            self.seen += positions.tolist()
-            return torch.zeros(len(positions), 3), torch.zeros(len(positions))
-
-    model, clip = logistic(), RecordClip(clip_norm=0.25, step=0.0)
-    steps = convex(num_local_steps=3, batch_size=2)
+    model, steps, spy = (
+        logistic(),
+        convex(num_local_steps=3, batch_size=2),
+        Spy(inputs=torch.zeros(12, 3), targets=torch.zeros(12)),
+    )
+    clip = RecordClip(clip_norm=0.25, step=0.0)
     train = ClippedSteps(model=model, steps=steps, record_clip=clip, step_size=0.1, loss=BINARY)
     drawn = []
     for _ in range(100):
-        spy = Spy()
-        job = Job(name="", records=spy, seed=0, secret=np.random.default_rng)
-        list(train.rows(model.vector, [job]))
-        assert len(spy.seen) == len(set(spy.seen)) == 6
-        drawn.append(tuple(spy.seen))
+        seen: list[int] = []
+        list(train.rows(model.vector, [Job(name="", records=spy, seed=0, secret=np.random.default_rng)]))
+        assert len(seen) == len(set(seen)) == 6
+        drawn.append(tuple(seen))
     assert len(set(drawn)) > 95
     # Every record with probability 1/2, and every step's place alike: 5 sigma of a binomial over 100 draws.
     counts = np.zeros((12, 3))
@@ -327,23 +290,3 @@ def test_records_are_drawn_without_replacement_anew_for_every_reply():
         for place, record in enumerate(seen):
             counts[record, place // 2] += 1
     assert np.abs(counts - 100 / 6).max() < 5 * math.sqrt(100 / 6 * 5 / 6)
-
-
-def test_drift_is_added_to_every_step_and_to_the_update():
-    steps = steps_of("per-step", num_local_steps=3, batch_size=2, learning_rate=0.2)
-    model = mlp(0)
-    start = model.vector.clone()
-    data = TensorRecords(inputs=torch.zeros(6, 4), targets=torch.zeros(6, dtype=torch.int64))
-    drift = torch.linspace(-1, 1, model.layout.size)
-    visited = []
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        visited.append(None)
-        return 0 * outputs.sum()
-
-    release = update_terms(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, num_records=6).release
-    pipeline = recipe_of(steps, loss).pipeline(release, model=model, server_round=1, drift=drift)
-    (made,) = pipeline.replies(start, [Job(name="", records=data, seed=0, secret=np.random.default_rng)])
-    assert visited
-    torch.testing.assert_close(made.row, -3 * 0.2 * drift)
-    torch.testing.assert_close(model.vector, start - 2 * 0.2 * drift)  # where the last gradient was taken

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,19 +17,8 @@ import torch
 from flwr.app import Context
 from torch import Tensor, nn
 
-from flower_dp.clients import (
-    ClientPolicy,
-    DatasetRecords,
-    DPClient,
-    FlatModel,
-    ProximalTerm,
-    TensorRecords,
-    Training,
-    as_records,
-    client_app,
-    local_updates,
-    model_arrays,
-)
+from flower_dp import clients as dp
+from flower_dp.clients import DPClient, FlatModel, TensorRecords, Training, local_updates
 from flower_dp.clients.reply.client_level import pipeline
 from flower_dp.clients.reply.pipeline import Job, Refusal, Reply
 from flower_dp.clients.training import devices
@@ -66,11 +56,6 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
 
 
-def dropping() -> nn.Module:
-    torch.default_generator.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(72, 3))
-
-
 class LoRA(nn.Module):
     """A frozen layer with a trained product of two small matrices beside it, and a table of constants."""
 
@@ -88,7 +73,7 @@ class LoRA(nn.Module):
 
 RECIPE = Training(
     **{"learning_rate": 0.1, "batch_size": 3, "num_local_epochs": 2, "momentum": 0.5, "sam_radius": 0.05, "weight_decay": 0.01},
-    regularizers=(ProximalTerm(strength=0.5),),
+    regularizers=(dp.ProximalTerm(strength=0.5),),
 )
 
 
@@ -185,7 +170,7 @@ def test_what_a_round_costs_does_not_grow_with_the_clients_of_a_group() -> None:
             Pretend.counted.clear()  # what is left at the end is of the last round
             return client
 
-        strategy.start(LocalGrid(client_app(client_fn), 1), model_arrays(client.model.module), num_rounds=3)
+        strategy.start(LocalGrid(dp.client_app(client_fn), 1), dp.model_arrays(client.model.module), num_rounds=3)
         assert [report.replies for report in strategy.rounds] == [number] * 3
         last = Counter(Pretend.counted)
         counts.append((last["to the CPU"], sum(count for name, count in last.items() if name not in ("to the CPU", "views"))))
@@ -297,20 +282,20 @@ NO_MEMORY = (
 )
 
 
-def limited(monkeypatch: Any, fits: Callable[[Any], bool], error: Any = NO_MEMORY[0]) -> list[int]:
-    """Let steps of programs run out of memory unless they fit; return the sizes of groups that were tried."""
+def limited(monkeypatch: Any, fits: Callable[[Any], bool]) -> list[tuple[int, int]]:
+    """Let steps of programs run out of memory unless they fit; return the widths of records and sizes of groups that were tried."""
     from flower_dp.clients.training.engines import program
 
-    stage, sizes = program.Program._stage, []
+    stage, tried = program.Program._stage, []
 
-    def tried(self: Any, batches: Any) -> None:
-        sizes.append(self.num_slots)
+    def staged(self: Any, batches: Any) -> None:
+        tried.append((self._inputs.shape[-1], self.num_slots))
         if not fits(self):
-            raise error
+            raise torch.OutOfMemoryError("out of memory")
         stage(self, batches)
 
-    monkeypatch.setattr(program.Program, "_stage", tried)
-    return sizes
+    monkeypatch.setattr(program.Program, "_stage", staged)
+    return tried
 
 
 def rounds_of(model: FlatModel, clients: list[Any], number: int) -> list[list[Any]]:
@@ -318,15 +303,6 @@ def rounds_of(model: FlatModel, clients: list[Any], number: int) -> list[list[An
     start = model.vector.clone()
     seeds = list(range(len(clients)))
     return [list(local_updates(start, clients, RECIPE, seeds=seeds, **arguments)) for _ in range(number)]
-
-
-def test_a_group_that_does_not_fit_into_memory_is_halved(caplog: Any, monkeypatch: Any) -> None:
-    sizes = limited(monkeypatch, lambda program: program.num_slots <= 4)
-    first, *others = rounds_of(FlatModel(convolutions(), DEVICE), [images(6, seed) for seed in range(3)], 3)
-    assert list(dict.fromkeys(sizes)) == [16, 8, 4]
-    assert caplog.text.count("do not fit into memory") == 2
-    for rows in others:
-        torch.testing.assert_close([row.cpu() for row in rows], [row.cpu() for row in first], atol=1e-5, rtol=1e-4)
 
 
 def test_a_lack_of_memory_is_told_from_other_errors() -> None:
@@ -383,18 +359,18 @@ class Wide(nn.Module):
         return self.layer(inputs[:, :8])
 
 
-def test_clients_with_other_records_that_do_not_fit_change_nothing_for_others(monkeypatch: Any) -> None:
-    """Neither in the round in which memory ends, nor later: only the size of their own groups changes."""
-    sizes = limited(monkeypatch, lambda program: program._inputs.shape[-1] < 100)
+def test_a_group_that_does_not_fit_into_memory_is_halved_and_other_records_change_nothing(monkeypatch: Any, caplog: Any) -> None:
+    """Neither in the round in which memory ends, nor later: only the size of the groups of records of one kind changes."""
     clients, model = [flat(6, 1), flat(9, 2), flat(12, 3)], FlatModel(Wide(), DEVICE)
-    expected = rounds_of(FlatModel(Wide(), DEVICE), clients, 2)
-    found = rounds_of(model, [*clients, flat(6, 4, width=100)], 2)
+    expected = rounds_of(FlatModel(Wide(), DEVICE), clients, 3)
+    tried = limited(monkeypatch, lambda program: program._inputs.shape[-1] < 100 or program.num_slots <= 4)
+    found = rounds_of(model, [*clients, flat(6, 4, width=100)], 3)
+    assert list(dict.fromkeys(slots for width, slots in tried if width == 100)) == [16, 8, 4]
+    assert {slots for width, slots in tried if width < 100} == {16}
+    assert caplog.text.count("do not fit into memory") == 2
     for rows, others in zip(found, expected, strict=True):
         assert isinstance(rows[3], Tensor)
         assert all(torch.equal(row.cpu(), other.cpu()) for row, other in zip(rows[:3], others, strict=True))
-    sizes.clear()
-    rounds_of(model, clients, 1)
-    assert set(sizes) == {16}
 
 
 @pytest.mark.parametrize("read", ["first", "later"])
@@ -456,19 +432,6 @@ def test_a_transform_gets_rows_in_memory_of_the_clients_own() -> None:
 # What is drawn
 
 
-def test_dropout_on_it_follows_the_clients_own_seed_alone() -> None:
-    state = pretend._Module.default_generators[0].get_state()
-    first, second = images(6, 1), images(6, 2)
-    together = rows_of(dropping(), [first, second], DEVICE, "one_by_one")
-    assert torch.equal(pretend._Module.default_generators[0].get_state(), state)
-    pretend._Module.default_generators[0].manual_seed(123)
-    assert all(
-        torch.equal(*pair) for pair in zip(together, rows_of(dropping(), [first, second], DEVICE, "one_by_one"), strict=True)
-    )
-    (other,) = rows_of(dropping(), [first], DEVICE, "one_by_one")
-    assert torch.equal(other, together[0])
-
-
 def test_what_a_transform_draws_follows_from_its_clients_own_seed() -> None:
     """Also where the records of all clients are read with one lookup."""
     own = replace(images(9, 1), transform=lambda raw: raw.float() / 255 + torch.rand(raw.shape, device=raw.device))
@@ -500,44 +463,10 @@ def test_draws_on_it_resume_where_they_stopped(device: torch.device, lists: bool
 # Records
 
 
-class Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(0)
-        self.table, self.output = nn.Embedding(9, 4), nn.Linear(4, 3)
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        return self.output((self.table(tokens) * mask[..., None]).sum(1))
-
-
-def texts() -> TensorRecords:
-    rng = torch.Generator().manual_seed(1)
-    inputs = {"tokens": torch.randint(9, (8, 5), generator=rng), "mask": torch.ones(8, 5)}
-    return TensorRecords(inputs=inputs, targets=torch.randint(3, (8,), generator=rng))
-
-
-def test_named_inputs_train_on_it() -> None:
-    """And have the gradients of single records that they have on the CPU."""
-    from flower_dp.clients.training.per_record import record_gradients
-
-    own = texts()
-    here = replace(own, inputs={name: value.to(DEVICE) for name, value in own.inputs.items()}, targets=own.targets.to(DEVICE))
-    (expected,) = rows_of(Named(), [own], "cpu", "one_by_one")
-    for there in (own, here):
-        assert torch.equal(rows_of(Named(), [there], DEVICE, "one_by_one")[0], expected)
-    found = []
-    for device in ("cpu", DEVICE):
-        flat = FlatModel(Named(), torch.device(device))
-        inputs, targets = own.batch(torch.arange(8), flat.device)
-        rows, losses = record_gradients(flat, inputs, targets, loss=nn.functional.cross_entropy, engine="torch.func")
-        found.append((rows.cpu(), losses.cpu()))
-    torch.testing.assert_close(*found)
-
-
 @pytest.mark.parametrize("device", ["cpu", DEVICE], ids=str)
 def test_records_of_a_data_set_may_be_anywhere(device: Any) -> None:
     pairs = [(torch.full((3,), float(index)).to(device), index % 2) for index in range(6)]
-    own = DatasetRecords(dataset=pairs, example=(torch.zeros(3), 0))
+    own = dp.DatasetRecords(dataset=pairs, example=(torch.zeros(3), 0))
     inputs, targets = own.batch(torch.tensor([4, 1]), DEVICE)
     assert inputs.device == targets.device == DEVICE
     assert (inputs.tolist(), targets.tolist()) == ([[4.0] * 3, [1.0] * 3], [0, 1])
@@ -552,6 +481,8 @@ def test_a_row_that_does_not_exist_is_refused_before_the_device_is_asked(rows: l
 
 def test_records_that_fit_are_kept_on_it_and_others_stay_where_they_are(monkeypatch: Any) -> None:
     own, other = images(9, 1), images(9, 2)
+    named = OnDevice(DEVICE)(replace(own, inputs={"a": own.inputs, "b": own.inputs}))
+    assert {value.device for value in named.inputs.values()} == {DEVICE}
     size = own.inputs.nbytes + own.targets.nbytes
     for free, moves in ((16 * size, [True, True]), (16 * size - 1, [True, False]), (8 * size - 1, [False, False])):
         monkeypatch.setattr(pretend._Module, "mem_get_info", lambda *_, free=free: (free, 2**32))
@@ -560,14 +491,11 @@ def test_records_that_fit_are_kept_on_it_and_others_stay_where_they_are(monkeypa
         assert [one.inputs.device == one.targets.device == DEVICE for one in kept] == moves  # all of them have one limit
         assert kept[0].indices is own.indices  # whether a row exists is asked on the CPU
         assert torch.equal(kept[0].inputs.cpu(), own.inputs)
-    named = OnDevice(DEVICE)(texts())
-    assert {value.device for value in named.inputs.values()} == {DEVICE}
     assert OnDevice(torch.device("cpu"))(own) is own
-
-    class Own(TensorRecords):
-        """A class that may read anything in its own way."""
-
-    for others in (DatasetRecords(dataset=[]), Own(inputs=own.inputs, targets=own.targets)):
+    for others in (
+        dp.DatasetRecords(dataset=[]),
+        Doubled(inputs=own.inputs, targets=own.targets),
+    ):  # which may read in their own way
         assert OnDevice(DEVICE)(others) is others
 
 
@@ -575,10 +503,10 @@ def test_tensors_that_clients_share_are_moved_once() -> None:
     """Also where each client wraps the same array anew."""
     inputs, targets = np.zeros((9, 4), np.float32), np.zeros(9, np.int64)
     keep = OnDevice(DEVICE)
-    first, second = (keep(as_records((inputs, targets))) for _ in range(2))
+    first, second = (keep(dp.as_records((inputs, targets))) for _ in range(2))
     assert first.inputs is second.inputs
     assert first.targets is second.targets
-    apart = keep(as_records((inputs.copy(), targets)))
+    apart = keep(dp.as_records((inputs.copy(), targets)))
     assert apart.inputs is not first.inputs
 
 
@@ -614,12 +542,9 @@ def test_convolutions_on_cuda_are_deterministic_and_without_tf32_unless_asked(mo
 
 def test_all_that_a_client_computes_is_in_that_context(monkeypatch: Any) -> None:
     """Training by either engine, gradients of single records, evaluation, and the dry run."""
-    from contextlib import contextmanager
-
     from flower_dp.clients import node_client
 
-    inside: list[bool] = [False]
-    seen: list[bool] = []
+    inside, seen = [False], []
 
     @contextmanager
     def context(device: Any) -> Iterator[None]:
@@ -640,31 +565,28 @@ def test_all_that_a_client_computes_is_in_that_context(monkeypatch: Any) -> None
     assert all(seen)
 
 
-def test_the_newer_switches_of_torch_end_nothing() -> None:
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="an older torch")
+@pytest.mark.parametrize("switch", ["fp32_precision", "cudnn.fp32_precision", "cudnn.conv.fp32_precision"])
+def test_the_newer_switches_of_torch_end_nothing(switch: str) -> None:
     """In a process of its own: torch keeps them."""
-    code = """
+    code = f"""
 import torch
 from flower_dp.clients.training.devices import reproducible
 torch.backends.{switch} = "ieee"
 with reproducible(torch.device("cuda")), reproducible(torch.device("cuda")):
-    assert torch.backends.cudnn.deterministic
-    assert torch.backends.{switch} == "ieee"
-assert not torch.backends.cudnn.deterministic
-assert torch.backends.{switch} == "ieee"
+    assert (torch.backends.cudnn.deterministic, torch.backends.{switch}) == (True, "ieee")
+assert (torch.backends.cudnn.deterministic, torch.backends.{switch}) == (False, "ieee")
 """
-    if not hasattr(torch.backends, "fp32_precision"):
-        pytest.skip("an older torch")
-    for switch in ("fp32_precision", "cudnn.fp32_precision", "cudnn.conv.fp32_precision"):
-        subprocess.run([sys.executable, "-c", code.format(switch=switch)], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.usefixtures("without_float64")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_metrics_of_clients_are_told_without_float64(engine: str) -> None:
-    clients, policy = {f"c{index}": records(f"c{index}", 8) for index in range(2)}, ClientPolicy(allow_metrics=True)
+    clients, policy = {f"c{index}": records(f"c{index}", 8) for index in range(2)}, dp.ClientPolicy(allow_metrics=True)
     node: dict[str, Any] = {"policy": policy, "device": DEVICE, "engine": engine}
     client = DPClient(model=linear(), clients=clients, training=Training(learning_rate=0.1), **node)
     terms: dict[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 2}
     strategy = DPFedAvg(**terms, delta=1e-3, report_client_metrics=True)
-    strategy.start(LocalGrid(client_app(lambda _: client), 1), model_arrays(linear()), num_rounds=2)
+    strategy.start(LocalGrid(dp.client_app(lambda _: client), 1), dp.model_arrays(linear()), num_rounds=2)
     assert [report.replies for report in strategy.rounds] == [2, 2]
