@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from flower_dp.clients.training.record_clipping import clipped_sum
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPFedAvg, FedSGDDPC, NbAFL
+from tests.clients.test_engines import LoRA
 from tests.grids import LocalGrid
+from tests.local_grids import context_of
 
 NUM, CLASSES = 4, 3
 LABELS = torch.zeros(8, dtype=torch.int64)
@@ -29,13 +32,13 @@ LOCAL: dict[str, Any] = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 1.
 NAME = "Jane Doe"
 
 
-class Recurrent(nn.Module):
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.layer, self.out = layer(4, 5, batch_first=True), nn.Linear(5, CLASSES)
+class Last(nn.Module):
+    def forward(self, outputs: tuple[Tensor, Tensor]) -> Tensor:
+        return outputs[0][:, -1]
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.out(self.layer(inputs)[0][:, -1])
+
+def gru() -> nn.Module:
+    return nn.Sequential(nn.GRU(4, CLASSES, batch_first=True), Last())
 
 
 class Named(nn.Module):
@@ -56,18 +59,6 @@ class Lengths(Named):
         return super().forward(ids, mask)
 
 
-class Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter (LoRA)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(4, CLASSES).requires_grad_(False)
-        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, CLASSES, bias=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.base(inputs) + self.up(self.down(inputs))
-
-
 class Detached(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs).detach()
@@ -78,17 +69,6 @@ class Centred(nn.Linear):
         if len(inputs) < 2:
             raise ValueError("a batch of one")
         return super().forward(inputs)
-
-
-class Rows:
-    def __init__(self, row: Any) -> None:
-        self.row = row
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, position: int) -> Any:
-        return self.row
 
 
 class Listed:
@@ -116,10 +96,6 @@ def tensors(inputs: Any, targets: Tensor = LABELS, **more: Any) -> TensorRecords
     return TensorRecords(inputs=inputs, targets=targets, **more)
 
 
-def in_bytes(*shape: int) -> Tensor:
-    return torch.zeros(8, *shape, dtype=torch.uint8)
-
-
 def convolution() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, CLASSES))
 
@@ -128,92 +104,65 @@ def linear() -> nn.Module:
     return nn.Linear(4, CLASSES)
 
 
-def half(batch: Tensor) -> Tensor:
-    return batch.float() / 255
+def one_output() -> nn.Module:
+    return nn.Linear(4, 1)
+
+
+def table(**options: Any) -> nn.Module:
+    return nn.Sequential(nn.Embedding(5, CLASSES, **options), nn.Flatten())
+
+
+def rows(row: Any, **more: Any) -> DatasetRecords:
+    return DatasetRecords(dataset=[row] * 8, **more)
 
 
 PLAIN = Training(learning_rate=0.1)
+FOUR, FIVE, HALVES = tensors(floats(4)), tensors(floats(5)), tensors(floats(4), torch.arange(8) + 0.5)
+BYTES = torch.zeros(8, 1, 4, 4, dtype=torch.uint8)
+NO_NUMBER, BINARY, SQUARE = (
+    replace(PLAIN, loss=loss)
+    for loss in (nn.CrossEntropyLoss(reduction="none"), nn.functional.binary_cross_entropy_with_logits, nn.functional.mse_loss)
+)
+HUBER = replace(PLAIN, loss=nn.HuberLoss())
 BROKEN: dict[str, tuple[Any, Any, Training, str]] = {
-    "uint8": (convolution, tensors(in_bytes(1, 4, 4)), PLAIN, reasons.WHOLE_NUMBERS),
-    "dict rows": (linear, DatasetRecords(dataset=Rows({"image": torch.ones(4), "label": NAME})), PLAIN, reasons.ROWS),
-    "another shape": (linear, tensors(floats(5)), PLAIN, reasons.MODEL),
-    "a row of another shape": (linear, DatasetRecords(dataset=Rows((torch.ones(5), 1))), PLAIN, reasons.MODEL),
-    "another loss": (
-        lambda: nn.Linear(4, 1),
-        tensors(floats(4), torch.rand(8)),
-        Training(learning_rate=0.1, loss=nn.functional.binary_cross_entropy_with_logits),
-        reasons.LOSS,
-    ),
-    "no number": (
-        convolution,
-        tensors(floats(1, 4, 4)),
-        Training(learning_rate=0.1, batch_size=1, loss=nn.CrossEntropyLoss(reduction="none")),
-        reasons.LOSS_SHAPE,
-    ),
-    "no gradient": (lambda: Detached(4, CLASSES), tensors(floats(4)), PLAIN, reasons.GRADIENT),
-    "a transform of other shapes": (
-        linear,
-        tensors(floats(4), transform=lambda batch: batch @ torch.ones(7, 7)),
-        PLAIN,
-        reasons.TRANSFORM,
-    ),
-    "reentrant checkpointing": (lambda: Partial("last", use_reentrant=True), tensors(floats(4)), PLAIN, reasons.REENTRANT),
-    "of all layers": (lambda: Partial("first", "last", use_reentrant=True), tensors(floats(4)), PLAIN, reasons.REENTRANT),
-    **{
-        f"{loss} with the targets of others": (
-            lambda: nn.Linear(4, 1),
-            tensors(floats(4), torch.arange(8) + 0.5),
-            Training(learning_rate=0.1, loss=loss),
-            reasons.BROADCAST,
-        )
-        for loss in (nn.HuberLoss(), nn.functional.mse_loss)
-    },
+    "uint8": (convolution, tensors(BYTES), PLAIN, reasons.WHOLE_NUMBERS),
+    "dict rows": (linear, rows({"image": torch.ones(4), "label": NAME}), PLAIN, reasons.ROWS),
+    "another shape": (linear, FIVE, PLAIN, reasons.MODEL),
+    "a row of another shape": (linear, rows((torch.ones(5), 1)), PLAIN, reasons.MODEL),
+    "another loss": (one_output, tensors(floats(4), torch.rand(8)), BINARY, reasons.LOSS),
+    "no number": (convolution, tensors(floats(1, 4, 4)), replace(NO_NUMBER, batch_size=1), reasons.LOSS_SHAPE),
+    "no gradient": (lambda: Detached(4, CLASSES), FOUR, PLAIN, reasons.GRADIENT),
+    "a transform of other shapes": (linear, replace(FOUR, transform=lambda one: one @ FIVE.inputs), PLAIN, reasons.TRANSFORM),
+    "reentrant checkpointing": (lambda: Partial("last", use_reentrant=True), FOUR, PLAIN, reasons.REENTRANT),
+    "of all layers": (lambda: Partial("first", "last", use_reentrant=True), FOUR, PLAIN, reasons.REENTRANT),
+    "the targets of others": (one_output, HALVES, HUBER, reasons.BROADCAST),
+    "the targets of others in a function": (one_output, HALVES, SQUARE, reasons.BROADCAST),
 }
 BY_NAME = tensors({"ids": LABELS[:, None].repeat(1, 5), "mask": torch.ones(8, 5)})
 HONEST: dict[str, tuple[Any, Any, Training]] = {
-    "inputs by name": (Named, BY_NAME, Training(learning_rate=0.1, batch_size=3)),
+    "inputs by name": (Named, BY_NAME, replace(PLAIN, batch_size=3)),
     "no zeros": (Lengths, BY_NAME, PLAIN),
-    "tokens": (
-        lambda: nn.Sequential(nn.Embedding(1, 4), nn.Flatten(), nn.Linear(8, CLASSES)),
-        tensors(torch.zeros(8, 2, dtype=torch.int64)),
-        Training(learning_rate=0.1, optimizer="adam"),
-    ),
-    "LoRA": (Adapted, tensors(floats(4)), Training(learning_rate=0.1, regularizers=(dp.ProximalTerm(strength=0.1),))),
-    "uint8 with a transform": (convolution, tensors(in_bytes(1, 4, 4), transform=half), PLAIN),
-    "a GRU": (lambda: Recurrent(nn.GRU), tensors(floats(6, 4)), PLAIN),
-    "a loss that takes other targets": (linear, tensors(floats(4), LABELS + 1995), Training(learning_rate=0.1, loss=one_based)),
-    "no batch of one": (lambda: Centred(4, CLASSES), tensors(floats(4)), Training(learning_rate=0.1, batch_size=4)),
+    "tokens": (table, tensors(LABELS[:, None]), replace(PLAIN, optimizer="adam")),
+    "LoRA": (lambda: LoRA(4), FOUR, replace(PLAIN, regularizers=(dp.ProximalTerm(strength=0.1),))),
+    "uint8 with a transform": (convolution, tensors(BYTES, transform=lambda one: one.float() / 255), PLAIN),
+    "a GRU": (gru, tensors(floats(6, 4)), PLAIN),
+    "a loss that takes other targets": (linear, tensors(floats(4), LABELS + 1995), replace(PLAIN, loss=one_based)),
+    "no batch of one": (lambda: Centred(4, CLASSES), FOUR, replace(PLAIN, batch_size=4)),
     "a batch in a list": (linear, Listed(), PLAIN),
     "without records": (linear, DatasetRecords(dataset=[]), PLAIN),
-    "one of two that fits": (linear, {"a": tensors(floats(5)), "b": tensors(floats(4))}, PLAIN),
-    "checkpointing": (lambda: Partial("first", "last", use_reentrant=False), tensors(floats(4)), PLAIN),
-    "outputs without a dimension": (
-        lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)),
-        tensors(floats(4), torch.arange(8) + 0.5),
-        Training(learning_rate=0.1, loss=nn.HuberLoss()),
-    ),
+    "one of two that fits": (linear, {"a": FIVE, "b": FOUR}, PLAIN),
+    "checkpointing": (lambda: Partial("first", "last", use_reentrant=False), FOUR, PLAIN),
+    "outputs without a dimension": (lambda: nn.Sequential(one_output(), nn.Flatten(0)), HALVES, HUBER),
 }
 SINGLE: dict[str, tuple[Any, Any, str]] = {
-    "a GRU": (lambda: Recurrent(nn.GRU), tensors(floats(6, 4)), reasons.RECURRENT),
-    "another shape": (linear, tensors(floats(5)), reasons.MODEL),
-    "an example of another shape": (
-        linear,
-        DatasetRecords(dataset=Rows((torch.ones(4), 1)), example=(torch.zeros(5), 0)),
-        reasons.MODEL,
-    ),
+    "a GRU": (gru, tensors(floats(6, 4)), reasons.RECURRENT),
+    "another shape": (linear, FIVE, reasons.MODEL),
+    "an example of another shape": (linear, rows((torch.ones(4), 1), example=(torch.zeros(5), 0)), reasons.MODEL),
     "a branch on values": (Lengths, tensors({"ids": LABELS[:, None], "mask": torch.ones(8, 1)}), reasons.SINGLE_RECORD),
-    "checkpointing": (lambda: Partial("last", use_reentrant=False), tensors(floats(4)), reasons.CHECKPOINTING),
-    "an old function": (lambda: Doubled(4, CLASSES), tensors(floats(4)), reasons.OLD_FUNCTION),
-    "max_norm": (
-        lambda: nn.Sequential(nn.Embedding(5, CLASSES, max_norm=1.0), nn.Flatten()),
-        tensors(LABELS[:, None]),
-        reasons.MAX_NORM,
-    ),
-    "sparse": (
-        lambda: nn.Sequential(nn.Embedding(5, CLASSES, sparse=True), nn.Flatten()),
-        tensors(LABELS[:, None]),
-        reasons.SPARSE,
-    ),
+    "checkpointing": (lambda: Partial("last", use_reentrant=False), FOUR, reasons.CHECKPOINTING),
+    "an old function": (lambda: Doubled(4, CLASSES), FOUR, reasons.OLD_FUNCTION),
+    "max_norm": (lambda: table(max_norm=1.0), tensors(LABELS[:, None]), reasons.MAX_NORM),
+    "sparse": (lambda: table(sparse=True), tensors(LABELS[:, None]), reasons.SPARSE),
 }
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 20.0, 3.0]))
 # Losses, and why single records can't be trained with them; None if they can.
@@ -226,10 +175,6 @@ LOSSES: dict[str, tuple[Any, str | None]] = {
     "the square error": (lambda o, t: (o.softmax(1).gather(1, t[:, None]) - 1).square().mean(), None),
 }
 engines = pytest.mark.parametrize("engine", ["one_by_one", "batched"])
-
-
-def context_of(node: int = 1, **node_config: Any) -> Context:
-    return Context(run_id=1, node_id=node, node_config=node_config, state=RecordDict(), run_config={})
 
 
 def client_of(build: Any, records: Any, training: Training, engine: str = "one_by_one") -> dp.DPClient:
@@ -270,7 +215,7 @@ def test_an_odd_client_that_can_train_is_not_refused(what, engine):
     assert client_of(build, records, training, engine).why_unable() is None
 
 
-MODELS: dict[str, Any] = {"linear": (linear, floats(4)), "convolution": (convolution, floats(1, 4, 4))}
+MODELS: dict[str, Any] = {"linear": (linear, FOUR.inputs), "convolution": (convolution, floats(1, 4, 4))}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -329,7 +274,7 @@ class Partial(nn.Module):
 def test_a_forward_that_fails_for_another_reason_is_told_by_the_nodes_log_with_its_place(caplog):
     line = Forgetful.forward.__code__.co_firstlineno + 1
     dry_run._log_once.cache_clear()
-    told = client_of(lambda: Forgetful(4, CLASSES), tensors(floats(4)), PLAIN).why_unable()
+    told = client_of(lambda: Forgetful(4, CLASSES), FOUR, PLAIN).why_unable()
     assert told == reasons.MODEL
     words = "AttributeError: 'Forgetful' object has no attribute 'forgotten'"
     assert f"fails: {words} (test_dry_run.py:{line})" in caplog.text
@@ -382,7 +327,7 @@ def test_an_odd_client_of_single_records_is_not_refused(what):
 def test_where_single_records_are_protected_no_record_is_looked_at(recipe, row, caplog):
     """A row that does not fit is known to the node's own log alone; the example, or nothing, speaks for the others."""
     for example in (None, (torch.zeros(4), 0)):
-        client = local_client(linear, DatasetRecords(dataset=Rows(row), example=example), recipe)
+        client = local_client(linear, rows(row, example=example), recipe)
         with caplog.at_level(logging.ERROR, logger="flwr"):
             assert "unable" not in json.loads(client.get_properties({})[wire.KEY])
     said = [record for record in caplog.records if reasons.ROWS in record.getMessage()]
@@ -424,7 +369,7 @@ def test_values_of_records_change_nothing():
             seen.append(inputs.clone())
             raise ValueError(NAME)
 
-    for records in (tensors(torch.full((8, 4), 5.0)), DatasetRecords(dataset=Rows((torch.full((4,), 5.0), 2)))):
+    for records in (tensors(torch.full((8, 4), 5.0)), rows((torch.full((4,), 5.0), 2))):
         assert client_of(lambda: Seeing(4, CLASSES), records, PLAIN).why_unable() == reasons.MODEL
     assert {float(value) for inputs in seen for value in inputs.flatten()} == {0.0, 1.0}
 
@@ -451,7 +396,7 @@ def test_a_dry_run_leaves_model_buffers_and_generators_as_they_are():
             self.count += 1
             return nn.functional.dropout(super().forward(inputs), 0.5)
 
-    client = client_of(Counting, tensors(floats(4)), PLAIN)
+    client = client_of(Counting, FOUR, PLAIN)
     before, draws, others = client.model.vector.clone(), torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
     assert client.why_unable() is None
     assert torch.equal(client.model.vector, before)
@@ -463,7 +408,7 @@ def test_a_dry_run_leaves_model_buffers_and_generators_as_they_are():
 def test_one_dry_run_a_process_is_enough(monkeypatch):
     calls: list[int] = []
     monkeypatch.setattr(dry_run, "of_training", lambda *args, **keywords: calls.append(1))
-    clients = [client_of(linear, {f"c{i}": tensors(floats(4))}, PLAIN) for i in range(NUM)]
+    clients = [client_of(linear, {f"c{i}": FOUR}, PLAIN) for i in range(NUM)]
     strategy(DPFedAvg, {}).start(grid_of(clients), dp.model_arrays(linear()), num_rounds=1)
     assert calls == [1]
 
@@ -478,7 +423,7 @@ def strategy(method: Any, options: dict[str, Any]) -> Any:
 
 def nodes_of(kinds: str) -> list[Any]:
     """Nodes with one client each: `f`its, or is of another shape."""
-    return [client_of(linear, {f"c{i}": tensors(floats(4 if kind == "f" else 5))}, PLAIN) for i, kind in enumerate(kinds)]
+    return [client_of(linear, {f"c{i}": FOUR if kind == "f" else FIVE}, PLAIN) for i, kind in enumerate(kinds)]
 
 
 def test_a_run_in_which_nobody_can_train_ends_before_anything_is_charged():
@@ -517,7 +462,7 @@ def test_a_client_that_cannot_train_pays_nothing_on_its_own_account(method, monk
     charged: list[Any] = []
     monkeypatch.setattr("flower_dp.clients.local.client.charged", lambda account, due, instruction: charged.append(due) or {})
     arguments: dict[str, Any] = {"recipe": recipe, "device": "cpu"}
-    hosted = [{f"c{i}": tensors(floats(4))} for i in range(NUM)]
+    hosted = [{f"c{i}": FOUR} for i in range(NUM)]
     clients = [dp.LocalDPClient(model=nn.Linear(5, CLASSES), clients=own, **arguments) for own in hosted]
     arrays = dp.model_arrays(nn.Linear(5, CLASSES))
     with pytest.raises(RuntimeError, match=reasons.UNFIT):
@@ -539,7 +484,7 @@ def test_clients_that_are_made_anew_for_each_message_are_told_of_once(kept, seco
     def client_fn(context: Context) -> Any:
         if not kept or not made:
             recipe = FedSGDDPCRecipe(**LOCAL, num_replies=3)
-            made.append(local_client(linear, tensors(floats(4)), recipe))
+            made.append(local_client(linear, FOUR, recipe))
         return made[-1]
 
     strategy = FedSGDDPC(num_clients=1, cohort_size=1, num_records=8, learning_rate=0.1, **LOCAL)

@@ -121,19 +121,19 @@ def no_fallback(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
         pytest.fail("\n".join(said))
 
 
-class Adapted(nn.Module):
-    """A frozen layer and a buffer below a layer that is trained."""
+class LoRA(nn.Module):
+    """A frozen layer with a trained product of two small matrices beside it, and a table of constants."""
 
-    shift: Tensor
-
-    def __init__(self) -> None:
+    def __init__(self, num_features: int) -> None:
         super().__init__()
         torch.default_generator.manual_seed(0)
-        self.frozen, self.trained = nn.Linear(4, 5).requires_grad_(False), nn.Linear(5, 3)
-        self.register_buffer("shift", torch.ones(4))
+        self.base = nn.Linear(num_features, 3).requires_grad_(False)
+        self.down, self.up = nn.Linear(num_features, 2, bias=False), nn.Linear(2, 3, bias=False)
+        self.register_buffer("scale", torch.tensor([0.5, 1.0, 2.0]))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.trained(torch.relu(self.frozen(inputs + self.shift)))
+        flat = inputs.flatten(1)
+        return (self.base(flat) + self.up(self.down(flat))) * self.scale
 
 
 def _squares(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ AGREE: dict[str, tuple[Callable[[], nn.Module], list[TensorRecords], Training]] 
     "GroupNorm": (_net, [_classes(90, 1), _classes(40, 2)], replace(EVERYTHING, batch_size=40)),
     "module of one's own": (Own, [_classes(9, 1), _classes(5, 2)], EVERYTHING),
     "BLUR": (_net, [_classes(9, 1), _classes(4, 2)], replace(RECIPE, regularizers=(BLUR(strength=2.0, bound=0.02),))),
-    "frozen layer and buffer": (Adapted, [_classes(5, 1), _classes(6, 2)], RECIPE),
+    "frozen layer and buffer": (lambda: LoRA(4), [_classes(5, 1), _classes(6, 2)], RECIPE),
     "convolutions": (_convolutions, [_images(size, size) for size in (9, 4, 7)], EVERYTHING),
     "soft targets": (_net, _with([[1 / 3] * 3] * 8), replace(RECIPE, batch_size=5)),
     "ignored and unknown labels": (_net, _with([0, 1, 2, -100, 0, 7, 2, -100]), replace(RECIPE, batch_size=5)),

@@ -33,6 +33,7 @@ from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
 from flower_dp.wire import Indicator, RoundMask
 from tests.asks import ask as made
+from tests.clients.test_engines import LoRA
 from tests.contract_runs import SMALL, run_of
 from tests.contracts import METHODS, Words
 from tests.grids import LocalGrid
@@ -56,21 +57,6 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
 
 
-class LoRA(nn.Module):
-    """A frozen layer with a trained product of two small matrices beside it, and a table of constants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(0)
-        self.base = nn.Linear(72, 3).requires_grad_(False)
-        self.down, self.up = nn.Linear(72, 2, bias=False), nn.Linear(2, 3, bias=False)
-        self.register_buffer("scale", torch.tensor([0.5, 1.0, 2.0]))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        flat = inputs.flatten(1)
-        return (self.base(flat) + self.up(self.down(flat))) * self.scale
-
-
 RECIPE = Training(
     **{"learning_rate": 0.1, "batch_size": 3, "num_local_epochs": 2, "momentum": 0.5, "sam_radius": 0.05, "weight_decay": 0.01},
     regularizers=(dp.ProximalTerm(strength=0.5),),
@@ -92,7 +78,7 @@ def rows_of(model: nn.Module, clients: list[Any], device: Any, engine: str, trai
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("make", [convolutions, LoRA])
+@pytest.mark.parametrize("make", [convolutions, lambda: LoRA(72)], ids=["convolutions", "LoRA"])
 def test_an_engine_gives_the_bits_of_the_cpu(make: Callable[[], nn.Module], engine: str, monkeypatch: Any) -> None:
     # Of convolutions a processor alone computes with channels last, where last bits differ.
     monkeypatch.setattr(Convolutions, "suit", lambda self, inputs, targets, gradients, *, key: False)
@@ -514,7 +500,7 @@ def test_tensors_that_clients_share_are_moved_once() -> None:
 
 
 def test_the_hash_of_a_frozen_base_is_the_same_on_it() -> None:
-    assert base_hash(LoRA().to(DEVICE)) == base_hash(LoRA()) != ""
+    assert base_hash(LoRA(72).to(DEVICE)) == base_hash(LoRA(72)) != ""
 
 
 # Precision
