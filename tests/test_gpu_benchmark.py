@@ -44,21 +44,6 @@ def test_without_a_gpu_it_says_so(program, capsys):
     assert tuple(capsys.readouterr()) == ("nothing measured: torch finds no GPU here\n", "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["mlp", "mpl"], "['mpl']"),
-        (["--workers", "2", "0"], "--workers=2 0"),
-        (["--repeats", "0"], "--repeats=0"),
-        (["--rounds", "6"], "--rounds=6"),
-    ],
-)
-def test_arguments_that_measure_nothing_are_refused(program, capsys, arguments, named):
-    with pytest.raises(SystemExit) as ended:
-        program.main(arguments)
-    assert (ended.value.code, named in capsys.readouterr().err) == (2, True)
-
-
 @pytest.mark.usefixtures("tf32")
 def test_what_the_time_does_not_allow_is_named(program, capsys, tmp_path):
     program.main(["--device", "cpu", "--workers", "1", "--budget", "-1", "--json", str(tmp_path / "gpu.json")])

@@ -121,6 +121,34 @@ def no_fallback(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
         pytest.fail("\n".join(said))
 
 
+class Rotary(nn.Module):
+    """Turns pairs of numbers by angles in a complex table, as rotary embeddings do, and filters them in a table of frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("turns", torch.polar(torch.ones(2), torch.tensor([1.0, 2.5])))
+        self.filter = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 0.5j]), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(self.linear(inputs).view(-1, 2, 2)) * self.turns
+        turned = torch.view_as_real(pairs).flatten(1)
+        return torch.fft.irfft(torch.fft.rfft(turned) * self.filter, n=4)
+
+
+class Scaled(nn.Module):
+    """A temperature without dimensions beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.scale, self.linear = nn.Parameter(torch.tensor(1.5)), nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs) * self.scale
+
+
 class LoRA(nn.Module):
     """A frozen layer with a trained product of two small matrices beside it, and a table of constants."""
 
@@ -160,6 +188,8 @@ AGREE: dict[str, tuple[Callable[[], nn.Module], list[TensorRecords], Training]] 
     "everything": (_perceptron, [_classes(90, 1), _classes(1, 2), _classes(520, 3)], replace(EVERYTHING, batch_size=40)),
     "GroupNorm": (_net, [_classes(90, 1), _classes(40, 2)], replace(EVERYTHING, batch_size=40)),
     "module of one's own": (Own, [_classes(9, 1), _classes(5, 2)], EVERYTHING),
+    "complex tables": (Rotary, [_classes(9, 1)], PLAIN),
+    "a parameter without dimensions": (Scaled, [_classes(7, 1)], EVERYTHING),
     "BLUR": (_net, [_classes(9, 1), _classes(4, 2)], replace(RECIPE, regularizers=(BLUR(strength=2.0, bound=0.02),))),
     "frozen layer and buffer": (lambda: LoRA(4), [_classes(5, 1), _classes(6, 2)], RECIPE),
     "convolutions": (_convolutions, [_images(size, size) for size in (9, 4, 7)], EVERYTHING),

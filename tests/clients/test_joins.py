@@ -160,19 +160,6 @@ def test_joined_records_are_found(name: str) -> None:
     assert torch.equal(flat.vector, sent)
 
 
-def test_records_that_stay_apart_are_computed_together() -> None:
-    """Which is found out once."""
-    calls: list[int] = []
-    flat = made(Model(lambda _, hidden, __: hidden.relu()))
-
-    def rows(inputs: Any, targets: Tensor) -> Tensor:
-        calls.append(len(inputs))
-        return computed(flat, inputs, targets)
-
-    assert [one_alone(flat, *ZEROS, rows, "question") for _ in range(2)] == [False, False]
-    assert len(calls) == 6
-
-
 @pytest.mark.parametrize(
     "rows", [lambda one, _: 0 * one, lambda one, _: one / 0, lambda one, _: one[9]], ids=["0", "inf", "raises"]
 )

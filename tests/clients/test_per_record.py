@@ -12,6 +12,7 @@ from flower_dp.apps.tasks.models import make
 from flower_dp.clients import FlatModel
 from flower_dp.clients.training import per_record
 from flower_dp.clients.training.per_record import ENGINES, engine_of, record_gradients
+from tests.clients.test_engines import Rotary, Scaled
 
 CROSS_ENTROPY = nn.functional.cross_entropy
 EXPANDED, VMAP = "expanded-weights", "torch.func"
@@ -83,6 +84,15 @@ def test_stacks_that_expanded_weights_take(name, count):
     for engine in ENGINES:
         rows, _ = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY, engine=engine)
         torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("build", [Rotary, Scaled])
+def test_complex_tables_and_parameters_without_dimensions(build):
+    flat, inputs, targets = FlatModel(build().double()), torch.randn(6, 4), torch.randint(3, (6,))
+    assert build is Scaled or (flat.module.turns.is_complex() and flat.module.filter.is_complex())
+    rows, _ = record_gradients(flat, inputs, targets, loss=CROSS_ENTROPY)
+    torch.testing.assert_close(rows, one_at_a_time(flat, inputs, targets))
 
 
 # The choice
