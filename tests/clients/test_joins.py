@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients import DatasetRecords, FlatModel, RecordMetrics, TensorRecords, Training
-from flower_dp.clients.reasons import KEEPS
+from flower_dp.clients.reasons import KEEPS, UnfitModelError
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.training import dry_run, per_record
 from flower_dp.clients.training.engines import local_updates
 from flower_dp.clients.training.findings import findings_of
 from flower_dp.clients.training.joins import KeepsError, one_alone
-from flower_dp.clients.training.per_record import UnfitModelError, record_gradients
+from flower_dp.clients.training.per_record import record_gradients
 from flower_dp.clients.training.record_clipping import clipped_sum
 from tests.local_grids import evaluated_alone
 

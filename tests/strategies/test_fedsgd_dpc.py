@@ -10,9 +10,10 @@ from scipy import integrate, stats
 from torch import nn
 
 from flower_dp.clients import FedSGDDPCRecipe, FlatModel, TensorRecords
+from flower_dp.clients.reasons import UnfitModelError
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training import record_clipping
-from flower_dp.clients.training.per_record import UnfitModelError, record_gradients
+from flower_dp.clients.training.per_record import record_gradients
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.core.noise import lattice_step, noise_generator
 from flower_dp.privacy import accounting
