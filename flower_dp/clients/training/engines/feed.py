@@ -1,7 +1,7 @@
 """A client's records, one batch per step."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
