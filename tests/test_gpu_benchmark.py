@@ -99,19 +99,3 @@ def test_the_workers_of_a_plan_fit_on_one_gpu_and_take_it_whole(program, cores):
     assert [plan.gpus for plan in program.gpu_runs.plans([1, 2], cores, gpu=False)] == [0.0, 0.0]
 
 
-def test_a_run_is_measured_by_the_ends_of_its_rounds(program, monkeypatch):
-    """The runs' own lines have no times: their cohorts are secret."""
-    made = []
-
-    def simulated(app, *, run_config, output_dir, gpus_per_node, **_):
-        output_dir.mkdir()
-        (output_dir / "metrics.jsonl").write_text("{}\n" * (run_config["num-rounds"] + 1))
-        made.append((run_config["num-rounds"], run_config["cohort-size"], gpus_per_node))
-
-    used = iter([100, 130, 150])
-    monkeypatch.setattr(program.gpu_runs, "simulate", simulated)
-    monkeypatch.setattr(program.gpu_runs, "used_mib", lambda: next(used))
-    found = program.gpu_runs.measured(program.gpu_runs.plans([2], 2)[0], 40, program.COHORTS[1].config(40, ""))
-    assert made == [(10, 10, 0.5), (40, 10, 0.5)]
-    assert (found["memory_mib"], found["growth_mib"], len(found["repeats"])) == (50, 20, 35)
-    assert 0 <= found["seconds"] < 600

@@ -426,16 +426,6 @@ def nodes_of(kinds: str) -> list[Any]:
     return [client_of(linear, {f"c{i}": FOUR if kind == "f" else FIVE}, PLAIN) for i, kind in enumerate(kinds)]
 
 
-def test_a_run_in_which_nobody_can_train_ends_before_anything_is_charged():
-    made = strategy(DPFedAvg, {})
-    grid = grid_of(nodes_of("xxxx"))
-    with pytest.raises(RuntimeError, match="no client can train: the model's forward fails on made-up inputs"):
-        made.start(grid, dp.model_arrays(linear()), num_rounds=3)
-    assert made.epsilon == 0
-    assert not made.rounds
-    assert not [message for message in grid.sent if message.metadata.message_type == "train"]
-
-
 def test_clients_that_cannot_train_decide_nothing_for_the_others(caplog):
     """The population, and so the cost and the denominator, are as if they could."""
     made, all_fit = strategy(DPFedAvg, {}), strategy(DPFedAvg, {})

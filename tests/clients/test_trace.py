@@ -3,36 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, vmap
 
-from flower_dp.clients.training.engines.trace import LAYOUT, traced
+from flower_dp.clients.training.engines.trace import traced
 
 
 def draw(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def test_it_does_what_the_function_does_on_other_tensors():
-    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3))
-    names = [name for name, _ in module.named_parameters()]
-    frozen = draw(3)
-
-    def gradients(inputs, *weights):
-        leaves = [weight.detach().requires_grad_() for weight in weights]
-
-        def loss(own, records):
-            return (functional_call(module, dict(zip(names, own, strict=True)), (records,)) * frozen).square().sum()
-
-        losses = vmap(loss)(leaves, inputs)
-        return losses.detach(), list(torch.autograd.grad(losses.sum(), leaves))
-
-    shapes = [(5, 2, 1, 6, 6), *((5, *weight.shape) for weight in module.parameters())]
-    graph = traced(gradients, *(draw(*shape) for shape in shapes))
-    others = [draw(*shape) + 1 for shape in shapes]
-    (losses, found), (expected_losses, expected) = graph(*others), gradients(*others)
-    assert torch.equal(losses, expected_losses)
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    assert [node.meta[LAYOUT][0] for node in graph.graph.nodes if node.op == "get_attr"] == [(3,)]
 
 
 def test_what_it_makes_itself_it_may_change():
