@@ -14,10 +14,10 @@ from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
 from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.tracebacks import new_traceback_of
 from flower_dp.clients.training import dry_run
-from flower_dp.clients.training.batches import Inputs, outputs_of, repeated
+from flower_dp.clients.training.batches import Inputs, repeated
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.losses import checked
-from flower_dp.clients.training.recipe import FlatModel, Training
+from flower_dp.clients.training.recipe import FlatModel, Training, outputs_of
 from flower_dp.clients.training.records import Records, made_up
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
 from flower_dp.privacy.nbafl import check_epsilons, weights_terms

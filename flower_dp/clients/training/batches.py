@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # A model's inputs, one row per record: a tensor, or tensors by the names of the model's arguments.
 Inputs = Tensor | Mapping[str, Tensor]
@@ -48,12 +48,6 @@ def split(inputs: Inputs, size: int | list[int]) -> Iterator[Inputs]:
     else:
         for parts in zip(*(torch.split(value, size) for value in inputs.values()), strict=True):
             yield dict(zip(inputs, parts, strict=True))
-
-
-def outputs_of(module: nn.Module, inputs: Inputs) -> Tensor:
-    """Return the model's outputs; named tensors are its keyword arguments."""
-    outputs: Tensor = module(inputs) if isinstance(inputs, Tensor) else module(**inputs)
-    return outputs
 
 
 def repeated(inputs: Inputs, targets: Tensor, count: int) -> Batch:

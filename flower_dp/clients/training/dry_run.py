@@ -30,7 +30,7 @@ from flower_dp.clients.training.engines import local_updates
 from flower_dp.clients.training.findings import findings_of
 from flower_dp.clients.training.joins import KeepsError, Watch, differs
 from flower_dp.clients.training.losses import Loss, checked
-from flower_dp.clients.training.recipe import FlatModel, Training
+from flower_dp.clients.training.recipe import FlatModel, Training, outputs_of
 from flower_dp.clients.training.record_clipping import check_model
 from flower_dp.clients.training.records import DatasetRecords, Records, TensorRecords, made_up
 from flower_dp.core import checks
@@ -227,7 +227,7 @@ class _Trial:
             return next(local_updates(start, clients, brief, model=self._model, server_round=1, seeds=[0]))
 
     def _outputs(self, batch: Batch) -> Any:
-        return batches.outputs_of(self._model.module, batch[0])
+        return outputs_of(self._model.module, batch[0])
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of a batch."""

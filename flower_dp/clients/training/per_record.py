@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.training.batches import Inputs, each, outputs_of
+from flower_dp.clients.training.batches import Inputs, each
 from flower_dp.clients.training.losses import Loss, record_cross_entropy
-from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.recipe import FlatModel, outputs_of
 from flower_dp.core import checks
 from flower_dp.core.root_logger import untouched_root_logger
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flower_dp.clients import reasons
 from flower_dp.clients.training.attributes import Attributes, base_hash, fingerprint
-from flower_dp.clients.training.batches import Inputs, outputs_of, split
+from flower_dp.clients.training.batches import Inputs, split
 from flower_dp.clients.training.channels_last import Convolutions
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.losses import Loss, checked
@@ -275,6 +275,12 @@ class Training:
         _, uphill = self._gradients(model, inputs, targets)
         model.vector.copy_(here)
         return uphill
+
+
+def outputs_of(module: nn.Module, inputs: Inputs) -> Tensor:
+    """Return the model's outputs; named tensors are its keyword arguments."""
+    outputs: Tensor = module(inputs) if isinstance(inputs, Tensor) else module(**inputs)
+    return outputs
 
 
 def parts(vectors: Tensor, layout: Layout) -> list[Tensor]:
