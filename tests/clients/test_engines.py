@@ -16,6 +16,7 @@ from flower_dp.clients.training import engines
 from flower_dp.clients.training.channels_last import Convolutions
 from flower_dp.clients.training.engines import ENGINES, batched, quicker_engine
 from flower_dp.clients.training.engines.program import Program
+from flower_dp.clients.training.engines.trace import traced
 from flower_dp.clients.training.losses import hinge
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
@@ -661,3 +662,65 @@ def test_where_nothing_is_to_be_chosen() -> None:
     assert Convolutions(nn.Conv1d(3, 1, 1), torch.device("cpu")).kind_of(*batch) is None
     assert Convolutions(Net(), torch.device("cpu")).kind_of({"pixels": batch[0]}, batch[1]) is None
     assert Convolutions(Net(), torch.device("cpu")).kind_of(*batch) is not None
+
+
+# A traced function does again what the function does, and what it can't do again is refused.
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_what_it_makes_itself_it_may_change():
+    """And look up by numbers."""
+    numbers = torch.tensor([2, 0])
+
+    def function(given):
+        made = given * 2
+        part = made[0]
+        part += 1
+        made[1:].mul_(3)
+        return made, made.topk(2).values, given[numbers]
+
+    graph = traced(function, draw(3, 4))
+    other = draw(3, 4) - 1
+    assert all(torch.equal(*pair) for pair in zip(graph(other), function(other), strict=True))
+
+
+KEPT = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda given: KEPT.add_(given[0]),
+        lambda given: KEPT.view(2, 2)[0].mul_(2) + 0 * given[0, 0],
+        lambda given: torch.ops.aten._unsafe_view(KEPT, [2, 2]).mul_(2) + 0 * given[0, 0],
+        lambda given: torch.add(given[0], 1, out=KEPT),
+        lambda given: given.mul_(2),
+    ],
+    ids=["buffer", "view of a view", "unsafe view", "out", "input"],
+)
+def test_what_outlives_a_step_is_not_changed(change):
+    given = draw(3, 4)
+    with pytest.raises(RuntimeError, match=r"changes a tensor that outlives a step.*aten\."):
+        traced(change, given)
+    assert torch.equal(KEPT, torch.zeros(4))
+    assert torch.equal(given, draw(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda given: given if given.sum() > 0 else -given, "depend on data"),
+        (lambda given: given * given.max().item(), "depend on data"),
+        (lambda given: given[given > 0], "depend on data"),
+        (lambda given: given if torch.equal(given, given) else -given, "depend on data"),
+        (nn.functional.dropout, "draws random numbers"),
+        (lambda given: given.clone().normal_(), "draws random numbers"),
+    ],
+    ids=["branch", "number", "mask", "equal", "dropout", "in place"],
+)
+def test_what_other_data_would_do_otherwise_is_refused(function, reason):
+    with pytest.raises(RuntimeError, match=reason):
+        traced(function, draw(3, 4))
