@@ -97,5 +97,3 @@ def test_the_workers_of_a_plan_fit_on_one_gpu_and_take_it_whole(program, cores):
         assert fitting(machine, plan.cpus, plan.gpus) == plan.workers
         assert plan.workers * plan.gpus == pytest.approx(1.0, abs=1e-3)
     assert [plan.gpus for plan in program.gpu_runs.plans([1, 2], cores, gpu=False)] == [0.0, 0.0]
-
-
