@@ -16,6 +16,8 @@ from flower_dp.clients.local.evaluation import RecordContributions
 from flower_dp.clients.local.row import evaluation_pipeline
 from flower_dp.clients.reply.pipeline import Job, Pipeline, Refusal, Reply
 from flower_dp.core.metric_bounds import MetricBounds
+from flower_dp.privacy.evaluation_budget import EvaluationBudget
+from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.release import Release
 from tests.grids import LocalGrid
 
@@ -157,6 +159,17 @@ def evaluated_row(
     made = evaluation_pipeline(release, of=of, dimension=len(bounds.bounds))
     row: np.ndarray = reply_of(made, model.vector.clone(), Job(name="a", records=data, seed=0, secret=lambda: rng)).row.numpy()
     return row
+
+
+def evaluated_alone(
+    flat: FlatModel, data: Any, metrics: RecordMetrics, *, bound: float, relation: Any = "replace-one"
+) -> np.ndarray:
+    """Return what leaves a client that evaluates one metric, "first", under Laplace noise."""
+    arguments = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 1.0, "delta": 0.0, "num_replies": 3, "relation": relation}
+    training = gradient_terms(**arguments, num_records=len(data))
+    release = EvaluationBudget(epsilon=1.0, num_evaluations=1).terms("a", training).release
+    bounds = MetricBounds(bounds={"first": bound})
+    return evaluated_row(flat, data, metrics, bounds=bounds, release=release, rng=np.random.default_rng(0))
 
 
 def one_reply(

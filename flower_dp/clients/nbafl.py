@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.nbafl_weights import weights_pipeline
-from flower_dp.clients.reasons import contained
+from flower_dp.clients.reasons import UnfitModelError, contained
 from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
 from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.tracebacks import new_traceback_of
 from flower_dp.clients.training import dry_run
+from flower_dp.clients.training.batches import Inputs, repeated
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.losses import checked
-from flower_dp.clients.training.per_record import UnfitModelError
-from flower_dp.clients.training.recipe import FlatModel, Training
-from flower_dp.clients.training.records import Inputs, Records, made_up, outputs_of, repeated
+from flower_dp.clients.training.recipe import FlatModel, Training, outputs_of
+from flower_dp.clients.training.records import Records, made_up
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
 from flower_dp.privacy.nbafl import check_epsilons, weights_terms
 from flower_dp.privacy.release import Release

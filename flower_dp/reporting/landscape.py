@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flower_dp.clients.training.losses import Loss
-from flower_dp.clients.training.recipe import FlatModel
-from flower_dp.clients.training.records import Records, outputs_of
+from flower_dp.clients.training.recipe import FlatModel, outputs_of
+from flower_dp.clients.training.records import Records
 from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
 from flower_dp.reporting.labels import labels_of

@@ -6,6 +6,8 @@ other contribution as it is, bit for bit.
 
 import math
 import random
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,29 +15,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients import (
-    DatasetRecords,
-    DPFedPAQRecipe,
-    DPPASGDRecipe,
-    EvaluationBudget,
-    FedSGDDPCRecipe,
-    FlatModel,
-    NbAFLRecipe,
-    RecordMetrics,
-    TensorRecords,
-    Training,
-)
+from flower_dp import clients as dp
+from flower_dp.clients import DatasetRecords, FlatModel, RecordMetrics, TensorRecords
 from flower_dp.clients.reasons import UNFIT
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.reply.pipeline import Job, Reply
 from flower_dp.clients.training import record_clipping
 from flower_dp.clients.training.record_clipping import clipped_sum
-from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from tests.adversaries.fuzzing import THOROUGH
-from tests.local_grids import evaluated_row
+from tests.local_grids import evaluated_alone
 
+evaluated = partial(evaluated_alone, bound=2.0)
 SIZE, FEATURES, CLASSES = 12, 6, 3
 # So fine that rounding hides no difference of float32 rows, and so coarse that sums are exact in any order.
 STEP = 2.0**-40
@@ -111,6 +102,10 @@ def with_one(hostile: Any, place: int, items: list[Any]) -> DatasetRecords:
     return DatasetRecords(dataset=Items([*items[:place], hostile, *items[place + 1 :]]))
 
 
+def as_tensors(items: list[Any], **more: Any) -> TensorRecords:
+    return TensorRecords(inputs=torch.stack([one for one, _ in items]), targets=torch.tensor([one for _, one in items]), **more)
+
+
 def made(build: Any) -> FlatModel:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(4)
@@ -120,33 +115,15 @@ def made(build: Any) -> FlatModel:
 # Whether a client replies
 
 STEPS = {"learning_rate": 0.1, "num_local_steps": 2, "batch_size": 6, "clip_norm": 1.0}
+PER_STEP, CONVEX = {"sensitivity": "per-step"}, {"sensitivity": "convex-glm", "smoothness": 5.0}
+BUDGET = {"epsilon": 4.0, "delta": 1e-3}
+NBAFL = {"clip_norm": 2.0, "paper_epsilon": 8.0, "delta": 1e-3, "uplink_exposures": 5, "min_records": SIZE}
 RECIPES: dict[str, tuple[Any, int]] = {
-    "fedsgd-dpc": (FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=9), CLASSES),
-    "dp-pasgd": (
-        DPPASGDRecipe(**STEPS | {"batch_size": SIZE}, epsilon=4.0, delta=1e-3, num_steps=4),
-        CLASSES,
-    ),
-    "dp-fedpaq": (
-        DPFedPAQRecipe(steps=FedPAQSteps(**STEPS, sensitivity="per-step"), epsilon=4.0, delta=1e-3, num_replies=2),
-        CLASSES,
-    ),
-    "convex": (
-        DPFedPAQRecipe(
-            steps=FedPAQSteps(**STEPS, sensitivity="convex-glm", smoothness=5.0), epsilon=4.0, delta=1e-3, num_replies=2
-        ),
-        2,
-    ),
-    "nbafl": (
-        NbAFLRecipe(
-            training=Training(learning_rate=0.1, batch_size=4),
-            clip_norm=2.0,
-            paper_epsilon=8.0,
-            delta=1e-3,
-            uplink_exposures=5,
-            min_records=SIZE,
-        ),
-        CLASSES,
-    ),
+    "fedsgd-dpc": (dp.FedSGDDPCRecipe(mechanism="laplace", clip_norm=1.0, epsilon=1.0, num_replies=9), CLASSES),
+    "dp-pasgd": (dp.DPPASGDRecipe(**STEPS | {"batch_size": SIZE}, **BUDGET, num_steps=4), CLASSES),
+    "dp-fedpaq": (dp.DPFedPAQRecipe(steps=FedPAQSteps(**STEPS, **PER_STEP), **BUDGET, num_replies=2), CLASSES),
+    "convex": (dp.DPFedPAQRecipe(steps=FedPAQSteps(**STEPS, **CONVEX), **BUDGET, num_replies=2), 2),
+    "nbafl": (dp.NbAFLRecipe(training=dp.Training(learning_rate=0.1, batch_size=4), **NBAFL), CLASSES),
 }
 
 
@@ -213,16 +190,11 @@ def test_a_data_set_with_an_example_converts_records_and_leaves_out_others():
     example = (torch.zeros(FEATURES), 0)
     assert torch.equal(total(flat, DatasetRecords(dataset=same, example=example)), expected)
     assert torch.equal(total(flat, DatasetRecords(dataset=same)), expected)
-    for wrong in (
-        (items[5][0], 1.0),
-        (torch.ones(FEATURES + 1), 1),
-        ({"x": items[5][0]}, 1),
-        (items[5][0].to(torch.complex64), 1),
-    ):
+    wrongs = (items[5][0], 1.0), (torch.ones(FEATURES + 1), 1), ({"x": items[5][0]}, 1), (items[5][0].to(torch.complex64), 1)
+    for wrong in wrongs:
         records = DatasetRecords(dataset=[*items[:5], wrong, *items[6:]], example=example)
-        others = TensorRecords(inputs=torch.stack([x for x, _ in items]), targets=torch.tensor([y for _, y in items]))
-        kept = torch.tensor([place for place in range(SIZE) if place != 5])
-        torch.testing.assert_close(total(flat, records), total(flat, others, kept), rtol=0, atol=1e-5)
+        others = as_tensors([*items[:5], *items[6:]])
+        torch.testing.assert_close(total(flat, records), total(flat, others), rtol=0, atol=1e-5)
         with pytest.raises(ValueError, match="does not fit the example"):
             records.batch(torch.tensor([5]), flat.device)
 
@@ -239,27 +211,21 @@ def test_a_made_up_record_tells_whether_the_model_fits_and_no_record_of_the_clie
         assert UNFIT in reported.reason
 
 
-class Picky(nn.Module):
+class Picky(nn.Linear):
     """A model that can be run on any records but some of zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not torch._C._functorch.is_batchedtensor(inputs) and not inputs.any():
             raise ValueError("zeros")
-        return self.layer(inputs)
+        return super().forward(inputs)
 
 
 @pytest.mark.parametrize("label", [1, 99])
 def test_a_model_that_does_not_fit_a_made_up_record_never_trains(label):
     """Not only where a record of the client fails as well: that would tell of the record."""
     items = honest()
-    records = TensorRecords(
-        inputs=torch.stack([inputs for inputs, _ in items]), targets=torch.tensor([label, *(one for _, one in items[1:])])
-    )
-    assert UNFIT in answer_of(RECIPES["nbafl"][0], made(Picky), records).reason
+    records = as_tensors([(items[0][0], label), *items[1:]])
+    assert UNFIT in answer_of(RECIPES["nbafl"][0], made(lambda: Picky(FEATURES, CLASSES)), records).reason
 
 
 # What the others contribute
@@ -274,13 +240,9 @@ class Looked(nn.Module):
         return self.layer(self.table(inputs).mean(1))
 
 
-class Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES)
-
+class Named(nn.Linear):
     def forward(self, values: Tensor, mask: Tensor) -> Tensor:
-        return self.layer(values * mask)
+        return super().forward(values * mask)
 
 
 class Counting(nn.Module):
@@ -302,15 +264,11 @@ class Counting(nn.Module):
         return self.layer(inputs) * self.calls * self.kept * self.late
 
 
-class Shrinking(nn.Module):
+class Shrinking(nn.Linear):
     """A model whose forward pass changes its weights."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES)
-
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs = self.layer(inputs)
+        outputs = super().forward(inputs)
         with torch.no_grad():
             torch.mul(self.weights[0], 0.5, out=self.weights[0])
         return outputs
@@ -333,7 +291,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(FEATURES, 33), nn.Tanh(), nn.Linear(33, CLASSES)), vectors),
     "convolution": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES)), images),
     "embedding": (Looked, lambda count: list(torch.randint(9, (count, 4), generator=torch.Generator().manual_seed(3)))),
-    "by name": (Named, lambda count: [{"values": one, "mask": one > 0} for one in vectors(count)]),
+    "by name": (lambda: Named(FEATURES, CLASSES), lambda count: [{"values": one, "mask": one > 0} for one in vectors(count)]),
     "spectral norm": (spectral, vectors),
     "dropout": (lambda: nn.Sequential(nn.Linear(FEATURES, 40), nn.Dropout(0.5), nn.Linear(40, CLASSES)), vectors),
     "a count": (Counting, vectors),
@@ -394,16 +352,13 @@ def test_nor_does_a_record_for_which_the_loss_raises(name, part, monkeypatch):
         expected = total(flat, with_one((items[place][0] * math.nan, 0), place, items), loss=own_loss)
         assert expected.any()
         assert torch.equal(total(flat, with_one((items[place][0], CLASSES), place, items), loss=own_loss), expected)
-        tensors = TensorRecords(
-            inputs=torch.stack([one for one, _ in items]),
-            targets=torch.tensor([CLASSES if index == place else label for index, (_, label) in enumerate(items)]),
-        )
+        tensors = as_tensors([*items[:place], (items[place][0], CLASSES), *items[place + 1 :]])
         assert torch.equal(total(flat, tensors, loss=own_loss), expected)
 
 
 def test_a_forward_pass_that_changes_weights_changes_no_other_record(monkeypatch):
     monkeypatch.setitem(record_clipping._MOST_RECORDS, "cpu", 4)
-    flat, items = made(Shrinking), honest()
+    flat, items = made(lambda: Shrinking(FEATURES, CLASSES)), honest()
     monkeypatch.setattr(Shrinking, "weights", [flat.vector], raising=False)
     start = flat.vector.clone()
 
@@ -468,15 +423,10 @@ def of_largest_by_numpy(batch: Tensor) -> Tensor:
 def test_a_transform_sees_one_record_at_a_time(transform):
     """Whatever it does with a batch; vectorised or not."""
     flat, items = made(lambda: nn.Linear(FEATURES, CLASSES)), honest()
-    inputs, targets = torch.stack([one for one, _ in items]), torch.tensor([one for _, one in items])
-    others = torch.arange(SIZE) != 3
 
     def contributions(values: Tensor) -> Tensor:
-        changed = inputs.clone()
-        changed[3] = values
-        # The fourth record is of no class: the sum is that of the others.
-        records = TensorRecords(inputs=changed, targets=targets.where(others, CLASSES), transform=transform)
-        return total(flat, records)
+        """The fourth record is of no class: the sum is that of the others."""
+        return total(flat, as_tensors([*items[:3], (values, CLASSES), *items[4:]], transform=transform))
 
     assert torch.equal(contributions(1e6 * torch.ones(FEATURES)), contributions(torch.ones(FEATURES)))
     assert contributions(torch.ones(FEATURES)).any()
@@ -489,9 +439,7 @@ def test_a_transform_sees_one_record_at_a_time(transform):
 def test_a_record_less_leaves_the_others_as_they_are(name, monkeypatch):
     """Under add-or-remove-one: each contribution has the same bits in every place, although a product's bits may depend on it."""
     build, inputs = MODELS[name]
-    flat, values = made(build), torch.stack(inputs(SIZE))
-    labels = torch.arange(SIZE) % CLASSES
-    sums: list[Tensor] = []
+    flat, sums = made(build), []
 
     def kept(*args: Any, **arguments: Any) -> Any:
         made = clipped_sum(*args, **arguments | {"clip": RecordClip(clip_norm=0.5, step=STEP)})
@@ -500,10 +448,13 @@ def test_a_record_less_leaves_the_others_as_they_are(name, monkeypatch):
 
     monkeypatch.setattr("flower_dp.clients.fedsgd_dpc.clipped_sum", kept)
     arguments = {"mechanism": "gaussian", "clip_norm": 0.5, "epsilon": 1.0, "delta": 1e-3, "num_replies": 1}
-    recipe = FedSGDDPCRecipe(**arguments, relation="add-or-remove-one", num_records=SIZE)
+    recipe = dp.FedSGDDPCRecipe(**arguments, relation="add-or-remove-one", num_records=SIZE)
+    records = as_tensors(list(zip(inputs(SIZE), (torch.arange(SIZE) % CLASSES).tolist(), strict=True)))
     for start in (0, 1, 6, 11):  # the same records, each time another one in front
-        order = [*range(start, SIZE), *range(start)]
-        assert isinstance(answer_of(recipe, flat, TensorRecords(inputs=values[order], targets=labels[order])), Reply)
+        order = torch.tensor([*range(start, SIZE), *range(start)])
+        assert isinstance(
+            answer_of(recipe, flat, replace(records, inputs=records.inputs[order], targets=records.targets[order])), Reply
+        )
     for other in sums[1:]:
         assert torch.equal(other, sums[0])
 
@@ -526,36 +477,26 @@ def test_a_record_less_leaves_the_metrics_of_others_as_they_are():
 # Evaluation
 
 
-def evaluated(flat: FlatModel, records: Any, metrics: RecordMetrics, relation: Any = "replace-one") -> np.ndarray:
-    arguments = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 1.0, "delta": 0.0, "num_replies": 3, "relation": relation}
-    training = gradient_terms(**arguments, num_records=len(records))
-    release = EvaluationBudget(epsilon=1.0, num_evaluations=1).terms("a", training).release
-    bounds = MetricBounds(bounds={"first": 2.0})
-    return evaluated_row(flat, records, metrics, bounds=bounds, release=release, rng=np.random.default_rng(0))
-
-
 def first_output(outputs: Tensor, target: Tensor) -> dict[str, float]:
     if int(target) >= CLASSES:
         raise ValueError("Jane Doe")
     return {"first": float(outputs[0, 0] + torch.rand(1))}
 
 
-class Drawing(nn.Module):
+class Drawing(nn.Linear):
     """A model that draws in an evaluation."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES)
-
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(inputs) + torch.rand(1)
+        return super().forward(inputs) + torch.rand(1)
 
 
-@pytest.mark.parametrize("build", [MODELS["mlp"][0], MODELS["a count"][0], Drawing], ids=["apart", "a count", "drawing"])
+@pytest.mark.parametrize(
+    "build", [MODELS["mlp"][0], Counting, lambda: Drawing(FEATURES, CLASSES)], ids=["apart", "a count", "drawing"]
+)
 def test_in_an_evaluation_a_bad_record_leaves_the_others_as_they_are(build, caplog):
     """Each counts as zero, like one whose metrics can't be computed."""
     flat, items = made(build), honest()
-    metrics = RecordMetrics(names=("first",), of=lambda outputs, target: {"first": float(outputs[0, 0])})
+    metrics = RecordMetrics(names=("first",), of=lambda outputs, _: {"first": float(outputs[0, 0])})
     reported = RecordMetrics(
         names=("first",), of=lambda outputs, target: {"first": float(outputs[0, 0]) + (1 / (CLASSES - int(target))) * 0}
     )

@@ -85,14 +85,14 @@ def test_what_several_settings_decide_reaches_strategy_and_recipe():
     sizes = {"client-epsilons": ten, "client-batch-sizes": ",".join(["8"] * 9 + ["16"]), "validation-ratio": 0.1}
     run = run_of({**PASGD, **sizes, "weight-decay": 0.1})
     recipe, rules = client(run).recipe, strategy_of(run).rules
-    prices = rules.resources.budget
+    prices = rules.resources
     assert (prices.cost_per_aggregation, prices.cost_per_step, prices.max_cost) == (100.0, 1.0, 1000.0)
     assert rules.best_by == "validation-loss"
     assert (recipe.num_steps, recipe.num_local_steps, recipe.weight_decay) == (90, 10, 0.1)
     assert (recipe.epsilon["client-9"], recipe.batch_size["client-0"], recipe.batch_size["client-9"]) == (10.0, 8, 16)
     without = run_of({**PRESETS["mnist-dp-sgd"], "max-cost": 0.0, "num-steps": 30})
     rules = strategy_of(without).rules
-    assert (client(without).recipe.num_steps, rules.best_by, rules.resources.budget.max_cost) == (30, "loss", None)
+    assert (client(without).recipe.num_steps, rules.best_by, rules.resources.max_cost) == (30, "loss", None)
 
 
 def test_regularisers_and_sparsifier_reach_the_recipe_of_every_method_that_reads_them():

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,32 +13,28 @@ from torch import Tensor, nn
 from flower_dp.apps.tasks.models import make
 from flower_dp.clients import BLUR, DPClient, FlatModel, ProximalTerm, TensorRecords, Training, local_updates
 from flower_dp.clients.training import engines
-from flower_dp.clients.training.draws import OwnDraws, draws_seed
+from flower_dp.clients.training.channels_last import Convolutions
 from flower_dp.clients.training.engines import ENGINES, batched, quicker_engine
 from flower_dp.clients.training.engines.program import Program
+from flower_dp.clients.training.engines.trace import traced
 from flower_dp.clients.training.losses import hinge
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 DEVICES = ["cpu", GPU]
 
 
-def _classes(num_records: int, seed: int) -> TensorRecords:
-    rng = torch.Generator().manual_seed(seed)
-    return TensorRecords(
-        inputs=torch.randn(num_records, 4, generator=rng), targets=torch.randint(3, (num_records,), generator=rng)
-    )
+def _drawn(*shape: int, classes: int) -> Callable[[int, int], TensorRecords]:
+    """Return a maker of so many records of a shape, by a seed."""
+
+    def made(num_records: int, seed: int) -> TensorRecords:
+        rng = torch.Generator().manual_seed(seed)
+        inputs = torch.randn(num_records, *shape, generator=rng)
+        return TensorRecords(inputs=inputs, targets=torch.randint(classes, (num_records,), generator=rng))
+
+    return made
 
 
-def _wide(num_records: int, seed: int) -> TensorRecords:
-    rng = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(num_records, 64, generator=rng)
-    return TensorRecords(inputs=inputs, targets=torch.randint(10, (num_records,), generator=rng))
-
-
-def _images(num_records: int, seed: int) -> TensorRecords:
-    rng = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(num_records, 3, 8, 8, generator=rng)
-    return TensorRecords(inputs=inputs, targets=torch.randint(5, (num_records,), generator=rng))
+_classes, _wide, _images = _drawn(4, classes=3), _drawn(64, classes=10), _drawn(3, 8, 8, classes=5)
 
 
 def _net() -> nn.Module:
@@ -82,8 +79,7 @@ class Own(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(inputs / 2)) + inputs
-        outputs: Tensor = self.last(nn.functional.gelu(self.second(hidden)))
-        return outputs
+        return self.last(nn.functional.gelu(self.second(hidden)))
 
 
 class Chained(nn.Module):
@@ -108,24 +104,12 @@ STEPS = Training(learning_rate=0.7, batch_size=8, num_local_steps=40)
 EPOCHS = replace(STEPS, num_local_steps=None)
 
 
-def rows_of(
-    make: Callable[[], nn.Module] | FlatModel,
-    clients: list[Any],
-    training: Training,
-    *,
-    engine: str,
-    seeds: list[int] | None = None,
-    losses: list[Tensor] | None = None,
-    device: str = "cpu",
-) -> list[Any]:
+def rows_of(make, clients, training, *, engine, seeds=None, losses=None, device="cpu"):
     """The rows of these clients; a model that is there already keeps the programs of earlier calls, and its weights."""
     model = make if isinstance(make, FlatModel) else FlatModel(make(), torch.device(device))
     start = model.vector.clone()
-    arguments: dict[str, Any] = {
-        "seeds": list(range(len(clients))) if seeds is None else seeds,
-        "losses": losses,
-        "engine": engine,
-    }
+    seeds = list(range(len(clients))) if seeds is None else seeds
+    arguments: dict[str, Any] = {"seeds": seeds, "losses": losses, "engine": engine}
     rows = list(local_updates(start, clients, training, model=model, server_round=2, **arguments))
     model.vector.copy_(start)
     return rows
@@ -140,20 +124,47 @@ def no_fallback(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
         pytest.fail("\n".join(said))
 
 
-class Adapted(nn.Module):
-    """A frozen layer and a buffer below a layer that is trained."""
-
-    shift: Tensor
+class Rotary(nn.Module):
+    """Turns pairs of numbers by angles in a complex table, as rotary embeddings do, and filters them in a table of frequencies."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.default_generator.manual_seed(0)
-        self.frozen, self.trained = nn.Linear(4, 5).requires_grad_(False), nn.Linear(5, 3)
-        self.register_buffer("shift", torch.ones(4))
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("turns", torch.polar(torch.ones(2), torch.tensor([1.0, 2.5])))
+        self.filter = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 0.5j]), requires_grad=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.trained(torch.relu(self.frozen(inputs + self.shift)))
-        return outputs
+        pairs = torch.view_as_complex(self.linear(inputs).view(-1, 2, 2)) * self.turns
+        turned = torch.view_as_real(pairs).flatten(1)
+        return torch.fft.irfft(torch.fft.rfft(turned) * self.filter, n=4)
+
+
+class Scaled(nn.Module):
+    """A temperature without dimensions beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.scale, self.linear = nn.Parameter(torch.tensor(1.5)), nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs) * self.scale
+
+
+class LoRA(nn.Module):
+    """A frozen layer with a trained product of two small matrices beside it, and a table of constants."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.base = nn.Linear(num_features, 3).requires_grad_(False)
+        self.down, self.up = nn.Linear(num_features, 2, bias=False), nn.Linear(2, 3, bias=False)
+        self.register_buffer("scale", torch.tensor([0.5, 1.0, 2.0]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        flat = inputs.flatten(1)
+        return (self.base(flat) + self.up(self.down(flat))) * self.scale
 
 
 def _squares(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -169,11 +180,21 @@ def _with(targets: Any) -> list[TensorRecords]:
 # A model, clients, and a recipe. 520 records are fetched in two parts.
 AGREE: dict[str, tuple[Callable[[], nn.Module], list[TensorRecords], Training]] = {
     "plain": (_perceptron, [_classes(9, 1), _classes(5, 2)], PLAIN),
+    "weights that move in turn": (Chained, [_classes(8, 1)], replace(PLAIN, learning_rate=0.5)),
+    "weights that move in turn, with momentum": (Chained, [_classes(8, 1)], replace(PLAIN, learning_rate=0.5, momentum=0.5)),
+    # 700 records in two epochs: fetched in four parts, in turns with the others.
+    "changed at random": (
+        _perceptron,
+        [replace(_classes(700, seed), transform=lambda raw: raw + torch.randn(raw.shape)) for seed in (1, 2)],
+        replace(PLAIN, batch_size=100),
+    ),
     "everything": (_perceptron, [_classes(90, 1), _classes(1, 2), _classes(520, 3)], replace(EVERYTHING, batch_size=40)),
     "GroupNorm": (_net, [_classes(90, 1), _classes(40, 2)], replace(EVERYTHING, batch_size=40)),
     "module of one's own": (Own, [_classes(9, 1), _classes(5, 2)], EVERYTHING),
+    "complex tables": (Rotary, [_classes(9, 1)], PLAIN),
+    "a parameter without dimensions": (Scaled, [_classes(7, 1)], EVERYTHING),
     "BLUR": (_net, [_classes(9, 1), _classes(4, 2)], replace(RECIPE, regularizers=(BLUR(strength=2.0, bound=0.02),))),
-    "frozen layer and buffer": (Adapted, [_classes(5, 1), _classes(6, 2)], RECIPE),
+    "frozen layer and buffer": (lambda: LoRA(4), [_classes(5, 1), _classes(6, 2)], RECIPE),
     "convolutions": (_convolutions, [_images(size, size) for size in (9, 4, 7)], EVERYTHING),
     "soft targets": (_net, _with([[1 / 3] * 3] * 8), replace(RECIPE, batch_size=5)),
     "ignored and unknown labels": (_net, _with([0, 1, 2, -100, 0, 7, 2, -100]), replace(RECIPE, batch_size=5)),
@@ -198,30 +219,6 @@ def test_the_engines_agree(make: Callable[[], nn.Module], clients: list[TensorRe
     assert min(row.abs().max() for row in found[0][0]) > 1e-3
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5 if device == "cpu" else 1e-3, rtol=1e-3)
-
-
-def test_records_that_are_changed_at_random_are_the_same_for_both_engines() -> None:
-    """700 records in two epochs: fetched in four parts, in turns with the others."""
-    training = Training(learning_rate=0.1, batch_size=100, num_local_epochs=2)
-    clients = [replace(_classes(700, seed), transform=lambda raw: raw + torch.randn(raw.shape)) for seed in (1, 2)]
-    model, state = FlatModel(_perceptron()), torch.get_rng_state()
-    one, other = (rows_of(model, clients, training, engine=engine) for engine in ENGINES)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-    (still,) = rows_of(_perceptron, [_classes(700, 1)], training, engine="batched")
-    assert not torch.allclose(other[0], still, atol=1e-3)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("make", [Chained, _perceptron])
-def test_products_move_weights_as_gradients_do(
-    make: Callable[[], nn.Module], momentum: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Where the gradient of a weight is made of another weight, that one has not moved yet."""
-    training = replace(PLAIN, learning_rate=0.5, momentum=momentum)
-    one, other = (rows_of(make, [_classes(8, 1)], training, engine=engine) for engine in ENGINES)
-    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-    assert not caplog.text  # no fallback: the rows are the batched engine's
 
 
 # No row has another client in it
@@ -258,23 +255,20 @@ class Mixed(TensorRecords):
         return (inputs if len(positions) == 512 else inputs.to(torch.float64).to(torch.float16).float().unsqueeze(1)), targets
 
 
-def _soft(own: TensorRecords) -> TensorRecords:
-    return replace(own, targets=nn.functional.one_hot(own.targets, 10).float())
-
-
-NEIGHBOURS: dict[str, Callable[[TensorRecords], Any]] = {
-    "another good one": lambda own: _wide(60, 7),
-    "labels out of range": lambda own: replace(own, targets=torch.cat([own.targets[:-1], torch.tensor([10])])),
-    "a record that can't be read": lambda own: Fragile(inputs=own.inputs, targets=own.targets),
-    "no record that can be read": lambda own: Broken(inputs=own.inputs, targets=own.targets),
-    "no length": lambda own: Lost(inputs=own.inputs, targets=own.targets),
-    "soft targets": _soft,
-    "an ignored label": lambda own: replace(own, targets=torch.cat([own.targets[:-1], torch.tensor([-100])])),
-    "NaN": lambda own: replace(own, inputs=own.inputs * math.nan),
-    "infinity": lambda own: replace(own, inputs=own.inputs * math.inf),
-    "more records": lambda own: _wide(610, 7),
-    "few records": lambda own: _wide(1, 7),
-    "no records": lambda own: replace(own, inputs=own.inputs[:0], targets=own.targets[:0]),
+# A neighbour, made of the client's own records, and what comes of it.
+NEIGHBOURS: dict[str, tuple[Callable[[TensorRecords], Any], type]] = {
+    "another good one": (lambda own: _wide(60, 7), Tensor),
+    "labels out of range": (lambda own: replace(own, targets=own.targets + 10), Tensor),
+    "a record that can't be read": (lambda own: Fragile(inputs=own.inputs, targets=own.targets), OSError),
+    "no record that can be read": (lambda own: Broken(inputs=own.inputs, targets=own.targets), OSError),
+    "no length": (lambda own: Lost(inputs=own.inputs, targets=own.targets), OSError),
+    "soft targets": (lambda own: replace(own, targets=nn.functional.one_hot(own.targets, 10).float()), Tensor),
+    "an ignored label": (lambda own: replace(own, targets=torch.cat([own.targets[:-1], torch.tensor([-100])])), Tensor),
+    "NaN": (lambda own: replace(own, inputs=own.inputs * math.nan), Tensor),
+    "infinity": (lambda own: replace(own, inputs=own.inputs * math.inf), Tensor),
+    "more records": (lambda own: _wide(610, 7), Tensor),
+    "few records": (lambda own: _wide(1, 7), Tensor),
+    "no records": (lambda own: replace(own, inputs=own.inputs[:0], targets=own.targets[:0]), ValueError),
 }
 
 
@@ -291,39 +285,18 @@ def alone(request: pytest.FixtureRequest) -> tuple[str, FlatModel, Tensor]:
 def test_no_neighbour_changes_a_bit_of_a_row(name: str, alone: Any) -> None:
     """The row is the one that the client has alone, in any place."""
     own, other = _wide(60, 2), _wide(60, 3)
-    neighbour = NEIGHBOURS[name](_wide(60, 1))
-    engine, model, alone = alone
-    first = rows_of(model, [neighbour, own, other], EPOCHS, engine=engine, seeds=[5, 6, 7])
+    make, kind = NEIGHBOURS[name]
+    neighbour, (engine, model, alone) = make(_wide(60, 1)), alone
+    losses: list[Tensor] = []
+    first = rows_of(model, [neighbour, own, other], EPOCHS, engine=engine, seeds=[5, 6, 7], losses=losses)
     last = rows_of(model, [other, own, neighbour], EPOCHS, engine=engine, seeds=[7, 6, 5])
     assert torch.equal(first[1], alone)
     assert torch.equal(last[1], alone)
     assert torch.equal(first[2], last[0])
-    assert type(first[0]) is type(last[2])
+    assert isinstance(first[0], kind)
+    assert isinstance(last[2], kind)
+    assert len(losses) == 2 + (kind is Tensor)
     assert alone.isfinite().all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("make", "records", "training"),
-    [(_deep, _wide, STEPS), (_convolutions, _images, replace(EVERYTHING, num_local_steps=10))],
-    ids=["linear layers of odd sizes", "convolutions"],
-)
-def test_no_bit_depends_on_slot_or_number(
-    make: Callable[[], nn.Module], records: Callable[[int, int], TensorRecords], training: Training, device: str
-) -> None:
-    """A client alone, beside one other, in the last slot of a full group, and in a second group."""
-    model = FlatModel(make(), torch.device(device))
-    own, full = records(20, 1), batched.num_slots(model.layout.size, model.device)
-    (alone,) = rows_of(model, [own], training, engine="batched", seeds=[99])
-    assert alone.any()
-    for places, number in (([0], 2), ([full - 1, full + 5], full + 9)):
-        clients = [own if place in places else records(20, 2 + place) for place in range(number)]
-        seeds = [99 if place in places else 100 + place for place in range(number)]
-        rows = rows_of(model, clients, training, engine="batched", seeds=seeds)
-        for place in places:
-            assert torch.equal(rows[place], alone), (place, number)
-        assert not torch.equal(rows[1], alone)
 
 
 @pytest.fixture
@@ -341,27 +314,27 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("make", "records", "training"),
     [(_deep, _wide, STEPS), (_convolutions, _images, replace(EVERYTHING, num_local_steps=10))],
     ids=["linear layers of odd sizes", "convolutions"],
 )
-def test_few_clients_have_few_slots_and_the_same_bits(
-    make: Callable[[], nn.Module], records: Any, training: Training, groups: list[tuple[int, int]]
-) -> None:
-    model = FlatModel(make())
-    full = batched.num_slots(model.layout.size, model.device)
-    clients = [records(20, seed) for seed in range(full + 3)]
-    expected = rows_of(model, clients, training, engine="batched")
-    for number, slots in ((1, 2), (3, 4), (8, 8), (9, 16), (full - 1, full), (full + 3, 4)):
-        rows = rows_of(model, clients[:number], training, engine="batched")
-        assert groups[-1][1] == slots
-        assert all(torch.equal(*pair) for pair in zip(rows, expected, strict=False))
+def test_no_bit_depends_on_slot_or_number(make, records, training, device, groups):
+    """A client alone, beside one other, in groups that a processor gives few slots, last of a full one, and in a second one."""
+    model = FlatModel(make(), torch.device(device))
+    own, full = records(20, 1), batched.num_slots(model.layout.size, model.device)
+    (alone,) = rows_of(model, [own], training, engine="batched", seeds=[99])
+    assert alone.any()
+    for places, number, slots in (([0], 2, 2), ([2], 3, 4), ([7], 8, 8), ([1, 8], 9, 16), ([full - 1, full + 2], full + 3, 4)):
+        clients = [own if place in places else records(20, 2 + place) for place in range(number)]
+        seeds = [99 if place in places else 100 + place for place in range(number)]
+        rows = rows_of(model, clients, training, engine="batched", seeds=seeds)
+        assert groups[-1][1] == (slots if device == "cpu" else full)
+        assert [torch.equal(row, alone) for row in rows] == [place in places for place in range(number)]
 
 
-def test_a_number_of_slots_that_gives_other_bits_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, groups: list[tuple[int, int]]
-) -> None:
+def test_a_number_of_slots_that_gives_other_bits_is_not_used(monkeypatch, groups):
     """As where a library computes the products of few matrices in another way."""
 
     def uneven(self: Program, weights: list[Tensor]) -> tuple[Tensor, list[Any]]:
@@ -389,37 +362,6 @@ def test_nobody_trains_alone_where_all_can_train_together(monkeypatch: pytest.Mo
     assert all(row.data_ptr() % 64 == 0 and row.is_contiguous() for row in rows)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_rounding_error_would_be_seen(engine: str) -> None:
-    """By the tests above: the last bit of one weight changes bits of the row in every layer."""
-    model = FlatModel(_deep())
-    for training in (STEPS, EPOCHS):
-        (one,) = rows_of(model, [_wide(60, 2)], training, engine=engine, seeds=[6])
-        model.vector[500] *= 1 + 2**-23
-        (other,) = rows_of(model, [_wide(60, 2)], training, engine=engine, seeds=[6])
-        assert all(layer.any() for layer in (one != other).split([parameter.numel() for parameter in model.parameters]))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_client_that_fails_has_its_own_error(engine: str) -> None:
-    good = _classes(9, 1)
-    clients = [
-        good,
-        *(kind(inputs=good.inputs, targets=good.targets) for kind in (Broken, Lost)),
-        replace(good, inputs=good.inputs[:0], targets=good.targets[:0]),
-        replace(good, targets=good.targets + 7),
-        replace(good, inputs=good.inputs * math.nan),
-        _classes(9, 2),
-    ]
-    losses: list[Tensor] = []
-    rows = rows_of(_perceptron, clients, PLAIN, engine=engine, losses=losses)
-    kinds = ["Tensor", "OSError", "OSError", "ValueError", "Tensor", "Tensor", "Tensor"]
-    assert [type(row).__name__ for row in rows] == kinds
-    assert len(losses) == 4
-    assert not rows[4].any()
-    assert not torch.isfinite(rows[5]).any()
-
-
 def test_a_client_whose_step_fails_leaves_the_bits_of_the_others() -> None:
     """A number that the model has no row for: torch raises for the whole group."""
 
@@ -440,12 +382,11 @@ def test_a_client_whose_step_fails_leaves_the_bits_of_the_others() -> None:
 
     good, bad = [arguments(1), arguments(2)], arguments(3, wrong=9)
     expected = rows_of(Table, good, PLAIN, engine="batched", seeds=[1, 2])
+    torch.testing.assert_close(expected, rows_of(Table, good, PLAIN, engine="one_by_one", seeds=[1, 2]), atol=1e-6, rtol=1e-4)
     first, error, second = rows_of(Table, [good[0], bad, good[1]], PLAIN, engine="batched", seeds=[1, 3, 2])
     assert isinstance(error, IndexError)
     assert torch.equal(first, expected[0])
     assert torch.equal(second, expected[1])
-    (other, _) = rows_of(Table, good, PLAIN, engine="one_by_one", seeds=[1, 2])
-    torch.testing.assert_close(first, other, atol=1e-6, rtol=1e-4)
 
 
 def test_rows_come_in_order_through_several_windows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,10 +401,8 @@ def test_rows_come_in_order_through_several_windows(monkeypatch: pytest.MonkeyPa
 # What can't be batched
 
 
-class Counting(nn.Module):
+class Replacing(nn.Module):
     """Keeps what it has seen in a buffer, as spectral normalisation or a codebook does."""
-
-    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -472,40 +411,24 @@ class Counting(nn.Module):
         self.register_buffer("seen", torch.zeros(4))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.seen += inputs.mean(0)
-        outputs: Tensor = self.linear(inputs + self.seen)
-        return outputs
-
-
-class Replacing(Counting):
-    def forward(self, inputs: Tensor) -> Tensor:
         self.seen = self.seen + 1
-        outputs: Tensor = self.linear(inputs + self.seen)
-        return outputs
+        return self.linear(inputs + self.seen)
 
 
-class Branching(Counting):
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.linear(inputs if inputs.sum() > 0 else -inputs)
-        return outputs
-
-
-class Mixing(Counting):
+class Mixing(Replacing):
     """Takes the mean of the batch out, which padding would be in."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.linear(inputs - inputs.mean(0))
-        return outputs
+        return self.linear(inputs - inputs.mean(0))
 
 
-class Words(Counting):
+class Words(Replacing):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(3, 4)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.linear(self.table((inputs[:, 0] > 0).long()))
-        return outputs
+        return self.linear(self.table((inputs[:, 0] > 0).long()))
 
 
 def _dropping() -> nn.Module:
@@ -513,26 +436,20 @@ def _dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 3))
 
 
-def _sum(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets, reduction="sum")
-
-
 @pytest.mark.parametrize(
     ("make", "training", "reason"),
     [
         (_dropping, RECIPE, "random"),
-        (Counting, RECIPE, "outlives a step"),
         (Replacing, RECIPE, "buffers"),
-        (Branching, RECIPE, "data-dependent"),
         (Mixing, RECIPE, "mean over records"),
-        (_perceptron, replace(RECIPE, loss=_sum), "mean over records"),
         (Words, RECIPE, "across clients"),
+        (_perceptron, replace(RECIPE, loss=nn.CrossEntropyLoss(reduction="sum")), "mean over records"),
+        (_perceptron, replace(RECIPE, loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 20.0, 3.0]))), "mean over records"),
+        (_perceptron, replace(RECIPE, loss=nn.CrossEntropyLoss(ignore_index=1)), "mean over records"),
     ],
-    ids=["dropout", "buffer", "replaced buffer", "branch", "batch mean", "sum", "embedding"],
+    ids=["dropout", "replaced buffer", "batch mean", "embedding", "sum", "weights of classes", "an ignored class"],
 )
-def test_falls_back_and_says_so_once(
-    make: Callable[[], nn.Module], training: Training, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_falls_back_and_says_so_once(make, training, reason, caplog):
     model = FlatModel(make())
     start = model.vector.clone()
     state = torch.get_rng_state()
@@ -548,24 +465,8 @@ def test_falls_back_and_says_so_once(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    "loss", [nn.CrossEntropyLoss(weight=torch.tensor([1.0, 20.0, 3.0])), nn.CrossEntropyLoss(ignore_index=1)]
-)
-def test_a_loss_that_divides_by_what_targets_say_falls_back(loss: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """One step on one batch: the gradient of the loss of that batch, as torch computes it."""
-    data, training = _classes(12, 3), Training(learning_rate=0.1, batch_size=12, loss=loss)
-    module = _perceptron()
-    value = loss(module(data.inputs), data.targets)
-    expected = torch.cat([-0.1 * one.flatten() for one in torch.autograd.grad(value, list(module.parameters()))])
-    (row,) = rows_of(_perceptron, [data], training, engine="batched")
-    torch.testing.assert_close(row, expected, atol=1e-6, rtol=1e-4)
-    assert "mean over records" in caplog.text
-
-
 @pytest.mark.parametrize("batch_size", [8, 5, 40], ids=["full", "partial", "one small"])
-def test_targets_that_only_records_have_fall_back_for_this_client_alone(
-    batch_size: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_targets_that_only_records_have_fall_back_for_this_client_alone(batch_size, caplog):
     """Class 2 is left out of the mean; made-up targets have classes 0 and 1."""
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -613,9 +514,7 @@ def test_records_of_two_shapes_falls_back_for_this_client_alone() -> None:
     torch.testing.assert_close(rows[1], alone[1], atol=1e-5, rtol=1e-4)
 
 
-def test_a_model_whose_bits_depend_on_the_slot_falls_back(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_whose_bits_depend_on_the_slot_falls_back(monkeypatch, caplog):
     def uneven(self: Program, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         losses, gradients = real(self, weights)
         gradients[1][-1] *= 1 + 1e-6
@@ -634,58 +533,24 @@ def test_a_model_whose_bits_depend_on_the_slot_falls_back(
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [PLAIN, RECIPE], ids=["plain", "SAM"])
 def test_dropout_of_a_client_does_not_depend_on_who_trained_before(training: Training) -> None:
-    def after(first: TensorRecords) -> Tensor:
-        """Return the row of a client after another, with torch's own generator as every fresh process has it."""
-        torch.manual_seed(67280421310721)
+    def rows(clients: list[Any], seeds: list[int], start: int = 67280421310721) -> list[Any]:
+        """Torch's own generator starts as every fresh process has it."""
+        torch.manual_seed(start)
         state = torch.get_rng_state()
-        rows = rows_of(dropping, [first, _classes(40, 2)], training, engine="one_by_one", seeds=[5, 6])
+        model = FlatModel(nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 3)))
+        model.vector.copy_(torch.linspace(-1, 1, model.layout.size))
+        torch.set_rng_state(state)
+        found = rows_of(model, clients, training, engine="one_by_one", seeds=seeds)
         assert torch.equal(torch.get_rng_state(), state)
-        return rows[1]  # type: ignore[no-any-return]
+        return found
 
-    def dropping() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            return _dropping()
-
-    row = after(_classes(40, 1))
-    assert torch.equal(after(_classes(48, 1)), row)
-    assert torch.equal(after(Broken(inputs=torch.zeros(40, 4), targets=torch.zeros(40))), row)
-    torch.manual_seed(2)
-    (alone,) = rows_of(dropping, [_classes(40, 2)], training, engine="one_by_one", seeds=[6])
-    assert torch.equal(alone, row)
+    own = _classes(40, 2)
+    (alone,) = rows([own], [6], start=2)
+    for first in (_classes(40, 1), _classes(48, 1), Broken(inputs=torch.zeros(40, 4), targets=torch.zeros(40))):
+        assert torch.equal(rows([first, own], [5, 6])[1], alone)
 
 
-def test_dropout_and_the_order_of_records_are_drawn_from_different_seeds() -> None:
-    with OwnDraws(torch.device("cpu"), draws_seed(7)):
-        drawn = torch.randperm(100)
-    assert not torch.equal(drawn, torch.randperm(100, generator=torch.Generator().manual_seed(7)))
-    with OwnDraws(torch.device("cpu"), 7):
-        drawn = torch.randperm(100)
-    assert torch.equal(drawn, torch.randperm(100, generator=torch.Generator().manual_seed(7)))
-
-
-def test_own_draws_go_on_where_they_stopped() -> None:
-    draws, expected = OwnDraws(torch.device("cpu"), 7), torch.Generator().manual_seed(7)
-    outside = torch.get_rng_state()
-    for _ in range(3):
-        with draws:
-            drawn = torch.rand(5)
-        assert torch.equal(drawn, torch.rand(5, generator=expected))
-    assert torch.equal(torch.get_rng_state(), outside)
-
-
-# Words that make no sense
-
-
-# Words that make no sense, and a choice
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [({"seeds": [0], "engine": "one_by_one"}, "seeds: 1 for 2 clients"), ({"engine": "fast"}, "engine='fast': must be one of")],
-)
-def test_words_that_make_no_sense_are_refused(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        rows_of(_perceptron, [_classes(5, 1)] * 2, PLAIN, **arguments)
+# What makes no sense, and a choice
 
 
 def test_convolutions_on_a_processor_are_quicker_one_by_one() -> None:
@@ -697,3 +562,165 @@ def test_convolutions_on_a_processor_are_quicker_one_by_one() -> None:
     assert DPClient(model=convolutions, clients=hosted, training=PLAIN, device="cpu", engine="auto").engine == "one_by_one"
     with pytest.raises(ValueError, match="engine='fast': must be one of one_by_one, batched, auto"):
         DPClient(model=nn.Linear(1, 1), clients=hosted, training=PLAIN, engine="fast")
+
+
+# Convolutions train with channels last where that is the same function; models, losses and shapes decide, never data.
+
+
+TURNED = Training(learning_rate=0.1, batch_size=4, num_local_epochs=2, momentum=0.5, sam_radius=0.05)
+
+
+class Net(nn.Module):
+    """Two convolutions and a forward of one's own, which notes the layouts of the first one's outputs."""
+
+    def __init__(self, *, view: bool = False, dropout: bool = False, counts: bool = False) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.first, self.second, self.last = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 8, 3), nn.Linear(8 * 4 * 4, 5)
+        self.view, self.dropout, self.counts, self.passes, self.layouts = view, dropout, counts, 0, Layouts()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes += 1
+        hidden = torch.relu(self.first(inputs))
+        self.layouts.seen.append(hidden.is_contiguous(memory_format=torch.channels_last))
+        hidden = nn.functional.dropout(hidden) if self.dropout else hidden
+        hidden = self.second(hidden) * (self.passes if self.counts else 1)
+        return self.last(hidden.view(len(hidden), -1) if self.view else hidden.flatten(1))
+
+
+class Layouts:
+    """Whether outputs were made with channels last, by forward pass."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+
+def turned_rows(model: FlatModel, clients: list[Any], seeds: list[int]) -> list[Any]:
+    start = torch.randn(model.layout.size, generator=torch.Generator().manual_seed(1)) / 10
+    return list(local_updates(start, clients, TURNED, model=model, server_round=1, seeds=seeds))
+
+
+def usual_row(module: nn.Module, client: TensorRecords, seed: int, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """The row in torch's own layout."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Convolutions, "suit", lambda *_, **__: False)
+        (row,) = turned_rows(FlatModel(module), [client], [seed])
+    return row  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["own forward", "cnn-small"])
+def test_channels_last_is_the_same_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last batch of an epoch is smaller; with one channel both layouts have the same order, but not the same strides."""
+    build = partial(make, "cnn-small", seed=0) if name == "cnn-small" else Net
+    model, client = FlatModel(build()), (_drawn(784, classes=5) if name == "cnn-small" else _images)(10, 2)
+    turned: list[bool] = []
+    convolution = next(layer for layer in model.module.modules() if isinstance(layer, nn.Conv2d))
+    convolution.register_forward_hook(lambda _, inputs, outputs: turned.append(outputs.stride()[1] == 1))
+    (row,) = turned_rows(model, [client], [7])
+    usual = usual_row(build(), client, 7, monkeypatch)
+    torch.testing.assert_close(row, usual, atol=1e-5, rtol=1e-4)
+    assert usual.norm() > 1e-2
+    assert len(turned) == 2 + 12  # the trial in both layouts, then 6 steps of two passes each
+    assert turned.count(False) == 1
+    assert all(one.is_contiguous() for one in model.parameters)
+    assert not any(layer._forward_pre_hooks for layer in model.module.modules())
+
+
+@pytest.mark.parametrize("options", [{"view": True}, {"dropout": True}], ids=["view", "dropout"])
+def test_a_model_that_is_another_function_keeps_its_layout(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`view` fails with channels last; dropout would drop other units."""
+    module, client = Net(**options), _images(10, 2)
+    (row,) = turned_rows(FlatModel(module), [client], [7])
+    assert torch.equal(row, usual_row(Net(**options), client, 7, monkeypatch))
+    assert not any(module.layouts.seen[2:])  # after the trial
+
+
+def test_no_other_client_changes_a_bit() -> None:
+    """The trial is made once: a client that comes after it has the row that it has alone, with all that the model keeps."""
+    own, other = _images(10, 2), _images(6, 3)
+    for options in ({"counts": True}, {"dropout": True, "view": True}):
+        (alone,) = turned_rows(FlatModel(Net(**options)), [own], [7])
+        first, _ = turned_rows(FlatModel(Net(**options)), [own, other], [7, 8])
+        _, last = turned_rows(FlatModel(Net(**options)), [other, own], [8, 7])
+        assert torch.equal(first, alone)
+        assert torch.equal(last, alone)
+
+
+def test_no_value_of_a_record_chooses_the_layout() -> None:
+    model = FlatModel(Net())
+    broken = TensorRecords(inputs=_images(10, 2).inputs * torch.nan, targets=torch.full((10,), 77))
+    _, row = turned_rows(model, [broken, _images(10, 2)], [6, 7])
+    (alone,) = turned_rows(FlatModel(Net()), [_images(10, 2)], [7])
+    assert torch.equal(row, alone)
+    assert model.module.layouts.seen[1:] == [True] * (len(model.module.layouts.seen) - 1)
+
+
+def test_where_nothing_is_to_be_chosen() -> None:
+    """A device that is no processor, a model without convolutions, and inputs by name."""
+    batch = _images(10, 1).inputs, _images(10, 1).targets
+    assert Convolutions(Net(), torch.device("cuda")).kind_of(*batch) is None
+    assert Convolutions(nn.Conv1d(3, 1, 1), torch.device("cpu")).kind_of(*batch) is None
+    assert Convolutions(Net(), torch.device("cpu")).kind_of({"pixels": batch[0]}, batch[1]) is None
+    assert Convolutions(Net(), torch.device("cpu")).kind_of(*batch) is not None
+
+
+# A traced function does again what the function does, and what it can't do again is refused.
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_what_it_makes_itself_it_may_change():
+    """And look up by numbers."""
+    numbers = torch.tensor([2, 0])
+
+    def function(given):
+        made = given * 2
+        part = made[0]
+        part += 1
+        made[1:].mul_(3)
+        return made, made.topk(2).values, given[numbers]
+
+    graph = traced(function, draw(3, 4))
+    other = draw(3, 4) - 1
+    assert all(torch.equal(*pair) for pair in zip(graph(other), function(other), strict=True))
+
+
+KEPT = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda given: KEPT.add_(given[0]),
+        lambda given: KEPT.view(2, 2)[0].mul_(2) + 0 * given[0, 0],
+        lambda given: torch.ops.aten._unsafe_view(KEPT, [2, 2]).mul_(2) + 0 * given[0, 0],
+        lambda given: torch.add(given[0], 1, out=KEPT),
+        lambda given: given.mul_(2),
+    ],
+    ids=["buffer", "view of a view", "unsafe view", "out", "input"],
+)
+def test_what_outlives_a_step_is_not_changed(change):
+    given = draw(3, 4)
+    with pytest.raises(RuntimeError, match=r"changes a tensor that outlives a step.*aten\."):
+        traced(change, given)
+    assert torch.equal(KEPT, torch.zeros(4))
+    assert torch.equal(given, draw(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda given: given if given.sum() > 0 else -given, "depend on data"),
+        (lambda given: given * given.max().item(), "depend on data"),
+        (lambda given: given[given > 0], "depend on data"),
+        (lambda given: given if torch.equal(given, given) else -given, "depend on data"),
+        (nn.functional.dropout, "draws random numbers"),
+        (lambda given: given.clone().normal_(), "draws random numbers"),
+    ],
+    ids=["branch", "number", "mask", "equal", "dropout", "in place"],
+)
+def test_what_other_data_would_do_otherwise_is_refused(function, reason):
+    with pytest.raises(RuntimeError, match=reason):
+        traced(function, draw(3, 4))

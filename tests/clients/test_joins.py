@@ -1,7 +1,10 @@
 """Models that join the records of a batch, or keep something of one batch for the next: no record and no client reaches another."""
 
+import copy
+import pickle
 import random
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,26 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients import (
-    DatasetRecords,
-    FlatModel,
-    RecordMetrics,
-    TensorRecords,
-    Training,
-)
-from flower_dp.clients.reasons import KEEPS
+from flower_dp.clients import DatasetRecords, FlatModel, RecordMetrics, TensorRecords, Training
+from flower_dp.clients.reasons import KEEPS, UnfitModelError
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.reply.rows import one_by_one
-from flower_dp.clients.training import dry_run, per_record
+from flower_dp.clients.training import dry_run, findings, per_record, record_clipping
+from flower_dp.clients.training.dry_run import of_records
 from flower_dp.clients.training.engines import local_updates
-from flower_dp.clients.training.findings import findings_of
+from flower_dp.clients.training.findings import Findings, findings_of
 from flower_dp.clients.training.joins import KeepsError, one_alone
-from flower_dp.clients.training.per_record import UnfitModelError, record_gradients
+from flower_dp.clients.training.per_record import record_gradients
 from flower_dp.clients.training.record_clipping import clipped_sum
-from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.privacy.fedsgd_dpc import gradient_terms
-from tests.local_grids import evaluated_row
+from tests.local_grids import evaluated_alone
 
 SIZE, FEATURES, CLASSES = 8, 6, 3
 CROSS_ENTROPY = nn.functional.cross_entropy
@@ -70,6 +65,10 @@ def records(values: Tensor, labels: Tensor | None = None) -> TensorRecords:
     return TensorRecords(inputs=values, targets=torch.arange(len(values)) % CLASSES if labels is None else labels)
 
 
+def pairs(values: Tensor) -> DatasetRecords:
+    return DatasetRecords(dataset=[(one, place % CLASSES) for place, one in enumerate(values)])
+
+
 def features(count: int = SIZE, seed: int = 1) -> Tensor:
     return torch.rand(count, FEATURES, generator=torch.Generator().manual_seed(seed))
 
@@ -79,25 +78,22 @@ def total(flat: FlatModel, data: Any, seed: int = 5, **arguments: Any) -> Tensor
     return clipped_sum(flat, data, torch.arange(len(data)), clip=clip, loss=CROSS_ENTROPY, seed=seed, **arguments)[0]
 
 
+METRICS = RecordMetrics(names=("first",), of=lambda outputs, target: {"first": float(outputs[0, 0])})
+
+
 def evaluated(flat: FlatModel, data: Any) -> np.ndarray:
-    arguments = {"mechanism": "laplace", "clip_norm": 1.0, "epsilon": 1.0, "delta": 0.0, "num_replies": 3}
-    training = gradient_terms(**arguments, relation="replace-one", num_records=len(data))
-    release = EvaluationBudget(epsilon=1.0, num_evaluations=1).terms("a", training).release
-    metrics = RecordMetrics(names=("first",), of=lambda outputs, target: {"first": float(outputs[0, 0])})
-    bounds = MetricBounds(bounds={"first": 100.0})
-    return evaluated_row(flat, data, metrics, bounds=bounds, release=release, rng=np.random.default_rng(0))
+    return evaluated_alone(flat, data, METRICS, bound=100.0)
+
+
+ZEROS = torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)
 
 
 # Records that are computed together
 
 
-@pytest.mark.parametrize(("between", "as_pairs"), [(filled, False), (looked_up, True)], ids=["tensors", "pairs"])
-def test_a_record_that_looks_beyond_its_own_table_changes_no_other(between: Any, as_pairs: bool) -> None:
+@pytest.mark.parametrize(("between", "of"), [(filled, records), (looked_up, pairs)], ids=["tensors", "pairs"])
+def test_a_record_that_looks_beyond_its_own_table_changes_no_other(between: Any, of: Any) -> None:
     """`torch.func` puts the tables of all records into one, and an index beyond a record's own reads or fills the next one's."""
-
-    def of(values: Tensor) -> Any:
-        return DatasetRecords(dataset=[(one, n % CLASSES) for n, one in enumerate(values)]) if as_pairs else records(values)
-
     flat, values = made(Model(between)), features(4)
 
     def raw(values: Tensor) -> Tensor:
@@ -117,11 +113,11 @@ def centred(_: Any, hidden: Tensor, __: Tensor) -> Tensor:
     return hidden - hidden.mean(0)
 
 
-@pytest.mark.parametrize("as_pairs", [False, True], ids=["tensors", "pairs"])
-def test_where_an_engine_joins_records_each_is_computed_alone(as_pairs: bool, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("of", [records, pairs], ids=["tensors", "pairs"])
+def test_where_an_engine_joins_records_each_is_computed_alone(of: Any, monkeypatch: Any) -> None:
     """The choice of the engine for a stack of layers rests on a list of layers; this is the second check."""
-    flat, values = made(Model(lambda _, hidden, __: hidden.tanh())), features()
-    data: Any = DatasetRecords(dataset=[(one, n % CLASSES) for n, one in enumerate(values)]) if as_pairs else records(values)
+    flat = made(Model(lambda _, hidden, __: hidden.tanh()))
+    data = of(features())
     expected = total(flat, data)
 
     def joined(model: FlatModel, inputs: Any, targets: Tensor, loss: Any) -> Any:
@@ -164,33 +160,15 @@ def test_joined_records_are_found(name: str) -> None:
     # Those of a server that hides it: all outputs are 1, whatever is between the layers.
     flat.vector.zero_()[-CLASSES:] = 1
     sent = flat.vector.clone()
-    zeros = torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)
-    assert one_alone(flat, *zeros, partial(computed, flat), object())
+    assert one_alone(flat, *ZEROS, partial(computed, flat), object())
     assert torch.equal(flat.vector, sent)
 
 
-def test_records_that_stay_apart_are_computed_together() -> None:
-    calls: list[int] = []
-    flat = made(Model(lambda _, hidden, __: hidden.relu()))
-
-    def rows(inputs: Any, targets: Tensor) -> Tensor:
-        calls.append(len(inputs))
-        return computed(flat, inputs, targets)
-
-    zeros, question = (torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)), object()
-    assert not one_alone(flat, *zeros, rows, question)
-    assert not one_alone(flat, *zeros, rows, question)
-    assert len(calls) == 6  # and none the second time
-
-
 @pytest.mark.parametrize(
-    "rows",
-    [lambda inputs, _: 0 * inputs, lambda inputs, _: inputs / 0, lambda inputs, _: inputs[9]],
-    ids=["zeros", "infinite", "raises"],
+    "rows", [lambda one, _: 0 * one, lambda one, _: one / 0, lambda one, _: one[9]], ids=["0", "inf", "raises"]
 )
 def test_in_doubt_records_are_computed_one_at_a_time(rows: Any) -> None:
-    flat = made(nn.Linear(FEATURES, CLASSES))
-    assert one_alone(flat, torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64), rows, object())
+    assert one_alone(made(nn.Linear(FEATURES, CLASSES)), *ZEROS, rows, object())
 
 
 def test_neither_data_nor_weights_decide_what_is_found() -> None:
@@ -250,8 +228,7 @@ KEPT = {"list": appended, "number": counted, "tensor": moved, "new": new, "table
 
 def keeping(between: Any) -> nn.Module:
     model = Model(between)
-    model.past, model.count, model.mean = deque(maxlen=3), 1, torch.ones(())
-    model.table = {"array": np.ones(1)}
+    model.past, model.count, model.mean, model.table = deque(maxlen=3), 1, torch.ones(()), {"array": np.ones(1)}
     return model
 
 
@@ -300,10 +277,9 @@ UNSEEN = {"class": lambda: OfClass(lambda _, hidden, __: hidden), "enclosed": en
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_nothing_restores_is_refused(name: str) -> None:
     flat = made(UNSEEN[name]())
-    zeros, question = (torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)), object()
     for _ in range(2):
         with pytest.raises(KeepsError):
-            one_alone(flat, *zeros, partial(computed, flat), question)
+            one_alone(flat, *ZEROS, partial(computed, flat), "question")
 
 
 @pytest.mark.parametrize("relation", ["replace-one", "add-or-remove-one"])
@@ -312,10 +288,9 @@ def test_a_client_whose_model_keeps_records_says_so(relation: Any) -> None:
     assert dry_run.of_records(flat, records(features()), CROSS_ENTROPY) == KEEPS
     with pytest.raises(UnfitModelError):
         total(flat, records(features()), relation=relation)
-    pairs = DatasetRecords(dataset=[(one, 0) for one in features()])
-    assert not total(flat, pairs, relation=relation).any()  # a record's kind is its own, so it decides no reply
+    assert not total(flat, pairs(features()), relation=relation).any()  # a record's kind is its own, so it decides no reply
     nothing = evaluated(flat, DatasetRecords(dataset=[None] * SIZE))
-    np.testing.assert_array_equal(evaluated(flat, pairs), nothing)
+    np.testing.assert_array_equal(evaluated(flat, pairs(features())), nothing)
 
 
 def test_so_does_one_of_whole_clients() -> None:
@@ -331,16 +306,13 @@ def drawn(_: Any, hidden: Tensor, inputs: Tensor) -> Tensor:
 
 
 def test_what_a_model_draws_from_python_and_numpy_follows_from_the_seed() -> None:
-    flat, values = made(Model(drawn)), features()
-    expected = total(flat, records(values))
-    random.random()
-    assert torch.equal(total(flat, records(values)), expected)
-    assert not torch.equal(total(flat, records(values), seed=6), expected)
-    state = random.getstate()
-    total(flat, records(values))
+    flat, data, state = made(Model(drawn)), records(features()), random.getstate()
+    expected, one = total(flat, data), evaluated(flat, data)
     assert random.getstate() == state
-    one = evaluated(flat, records(values))
-    np.testing.assert_array_equal(evaluated(flat, records(values)), one)
+    random.random()
+    assert torch.equal(total(flat, data), expected)
+    assert not torch.equal(total(flat, data, seed=6), expected)
+    np.testing.assert_array_equal(evaluated(flat, data), one)
 
 
 # The frozen base
@@ -366,27 +338,24 @@ def test_a_client_that_changes_the_base_is_left_out_and_so_are_those_after_it() 
     rows = [*local_updates(vector, clients, training, model=flat, server_round=1, seeds=[0, 1, 2])]
     assert isinstance(rows[0], Tensor)
     assert [type(row).__name__ for row in rows[1:]] == ["ChangedBaseError"] * 2
-    with pytest.raises(RuntimeError, match="frozen parameters"):
-        flat.reset()
 
 
 def test_a_reply_of_a_client_that_changed_the_base_does_not_leave() -> None:
     flat = made(based(centred))
-    changes = [1.0, 0.5, 1.0]
 
     def row(change: Any) -> tuple[Tensor, Tensor]:
         flat.module.frozen.data.mul_(change)
         return flat.vector.clone(), torch.zeros(())
 
-    jobs: Any = changes
-    rows = [*one_by_one(jobs, row, reset=flat.reset)]
+    rows = [*one_by_one([1.0, 0.5, 1.0], row, reset=flat.reset)]
     assert isinstance(rows[0], tuple)
     assert [type(one).__name__ for one in rows[1:]] == ["ChangedBaseError"] * 2
 
 
-@pytest.mark.parametrize(
-    "change", [lambda base: base.data.mul_(1.001), lambda base: base[2:3].zero_(), lambda base: base.view(-1)[-1:].add_(1)]
-)
+CHANGES = [lambda base: base.data.mul_(1.001), lambda base: base[2:3].zero_(), lambda base: base.view(-1)[-1:].add_(1)]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("shape", [(FEATURES,), (3, 5)])
 def test_every_change_of_the_base_is_seen(change: Any, shape: tuple[int, ...]) -> None:
     module = nn.Linear(FEATURES, CLASSES)
@@ -407,5 +376,113 @@ def test_last_bits_that_follow_from_other_records_are_found(at_random: bool) -> 
         count = next(times) if at_random else int(inputs.isnan().sum() + (inputs > 5).sum())
         return torch.ones(len(inputs), 3) * (1 + 2.0**-23 * (count % 7))
 
-    zeros = torch.zeros(SIZE, FEATURES), torch.zeros(SIZE, dtype=torch.int64)
-    assert one_alone(flat, *zeros, rows, object()) == (not at_random)
+    assert one_alone(flat, *ZEROS, rows, object()) == (not at_random)
+
+
+# What made-up records have said of a model counts for those that are alike, and for no other.
+
+
+OUTPUTS = 2
+
+
+def stack(*middle: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv1d(1, 3, 3, padding=1), *(middle or (nn.ReLU(),)), nn.Flatten(), nn.Linear(12, OUTPUTS))
+
+
+def known(model: nn.Module) -> Findings:
+    return findings_of(FlatModel(model))
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    findings._shared.cache_clear()
+
+
+class Own(nn.ReLU):
+    """Might do anything."""
+
+
+class Weights(nn.Parameter):
+    """Might do anything as well."""
+
+
+def changed(change: Callable[[Any], object]) -> nn.Module:
+    model = stack()
+    change(model)
+    return model
+
+
+def test_models_that_differ_in_their_weights_alone_are_alike() -> None:
+    found = known(stack())
+    assert known(stack()) is found
+    assert known(copy.deepcopy(stack())) is found
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: stack(nn.Tanh()),
+        lambda: changed(lambda model: model[0].weight.requires_grad_(False)),
+        lambda: changed(lambda model: setattr(model[1], "note", 3)),
+        lambda: stack().eval(),
+    ],
+    ids=["layer", "frozen", "option", "evaluates"],
+)
+def test_other_layers_and_options_are_another_model(other: Callable[[], nn.Module]) -> None:
+    assert known(other()) is not known(stack())
+    assert known(other()) is known(other())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: stack(Own()),
+        lambda: stack(nn.Dropout(0.5)),
+        lambda: changed(lambda model: setattr(model[1], "forward", lambda inputs: inputs)),
+        lambda: changed(lambda model: model[1].register_forward_hook(lambda *_: None)),
+        lambda: changed(lambda model: setattr(model[1], "note", [1])),
+        lambda: changed(lambda model: setattr(model[0], "weight", Weights(model[0].weight.detach()))),
+        lambda: nn.Sequential(*[nn.Linear(3, 3)] * 2),
+    ],
+    ids=["subclass", "draws", "forward", "hook", "list", "parameter", "layer twice"],
+)
+def test_a_model_of_which_more_is_to_be_known_stands_alone(make: Callable[[], nn.Module]) -> None:
+    assert known(make()) is not known(make())
+
+
+def test_a_hook_for_all_modules_counts() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert known(stack()) is not known(stack())
+    finally:
+        handle.remove()
+
+
+def test_the_next_clients_model_is_not_examined_again_and_another_loss_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    gradients = record_clipping.record_gradients
+    monkeypatch.setattr(record_clipping, "record_gradients", lambda *a, **k: calls.append(1) or gradients(*a, **k))
+    records = TensorRecords(inputs=torch.zeros(5, 1, 4), targets=torch.zeros(5, dtype=torch.int64))
+
+    def examined(loss: Any = nn.functional.cross_entropy, records: TensorRecords = records) -> int:
+        before = len(calls)
+        assert of_records(FlatModel(stack()), records, loss) is None
+        return len(calls) - before
+
+    assert examined() > 0
+    assert examined() == 0
+    assert examined(lambda outputs, targets: outputs.square().mean()) > 0
+    assert examined(records=TensorRecords(inputs=torch.zeros(5, 1, 4), targets=torch.zeros(5, OUTPUTS))) > 0
+    assert examined() == 0
+
+
+def test_a_copy_knows_nothing_and_no_more_than_so_many_questions_are_kept() -> None:
+    model = FlatModel(stack(Own()))
+    findings_of(model)["asked"] = True
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        assert "asked" not in findings_of(again)
+    assert "asked" in findings_of(model)
+    for number in range(2 * findings._MOST_FINDINGS):
+        findings_of(model)[number] = True
+    assert len(findings_of(model)) <= findings._MOST_FINDINGS
+    assert 2 * findings._MOST_FINDINGS - 1 in findings_of(model)

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients import FlatModel, ProximalTerm, TensorRecords, Training, as_records, local_updates, model_arrays
+from flower_dp.clients import BLUR, LUS, FlatModel, ProximalTerm, Regularizer, TensorRecords, Training, as_records, local_updates
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.engines import ENGINES
-from flower_dp.clients.training.per_record import record_gradients
 from flower_dp.clients.training.record_clipping import clipped_sum
+from tests.clients.test_engines import PLAIN, _classes, _perceptron
 
 
 class Point(nn.Module):
@@ -45,9 +46,7 @@ def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def update(
-    module: nn.Module, data: Any, training: Training, server_round: int = 1, seed: int = 0, engine: str = "one_by_one"
-) -> np.ndarray:
+def update(module, data, training, server_round=1, seed=0, engine="one_by_one"):
     model = FlatModel(module)
     start = model.vector.clone()
     (row,) = local_updates(start, [data], training, model=model, server_round=server_round, seeds=[seed], engine=engine)
@@ -106,6 +105,8 @@ BY_HAND: dict[str, tuple[nn.Module, dict[str, Any], list[float]]] = {
     ),
     # x1 = 1.8; the second gradient is 1.8 + 3 (1.8 - 2) = 1.2: x2 = 1.68.
     "proximal term": (Point(2.0), {"regularizers": (ProximalTerm(strength=3.0),), "num_local_steps": 2, "loss": ONE}, [1.68 - 2]),
+    # From x = 2 with gradient x: x1 = 1.8, 0.2 away; the penalty's is -3 (0.2 - 0.1): x2 = 1.8 - 0.1 (1.8 - 0.3) = 1.65.
+    "BLUR": (Point(2.0), {"regularizers": (BLUR(strength=3.0, bound=0.1),), "num_local_steps": 2, "loss": ONE}, [1.65 - 2]),
     # Of the second coordinate: -6 x 1 + 7 x 1 = 1. Adam's first step goes by signs.
     "Adam with weight decay": (
         Point(3.0, 1.0),
@@ -123,19 +124,6 @@ def test_steps_by_hand(module: nn.Module, recipe: dict[str, Any], expected: list
     for server_round in (1, 2):
         found = update(copy.deepcopy(module), data, training, server_round, engine=engine)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
-
-
-def test_sam_takes_both_gradients_on_the_same_batch() -> None:
-    seen: list[Tensor] = []
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        seen.append(targets.clone())
-        return (outputs**2).mean()
-
-    data = TensorRecords(inputs=torch.randn(7, 2, generator=torch.Generator().manual_seed(1)), targets=torch.arange(7))
-    update(Point(1.0, 2.0), data, Training(learning_rate=0.1, sam_radius=0.1, batch_size=3, loss=loss))
-    assert len(seen) == 6
-    assert all(torch.equal(first, second) for first, second in zip(seen[::2], seen[1::2], strict=True))
 
 
 def test_step_size_decays_every_round(engine: str) -> None:
@@ -171,26 +159,11 @@ def test_batches_cover_all_records_once_an_epoch(num_records: int, batch_size: i
 
 
 def test_steps_instead_of_epochs() -> None:
-    seen = _batches(10, batch_size=4, num_local_steps=7, num_local_epochs=100)
-    assert [len(batch) for batch in seen] == [4, 4, 2, 4, 4, 2, 4]
-    assert sorted(itertools.chain.from_iterable(seen[3:6])) == list(range(10))
-
-
-def _net() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 6), nn.GroupNorm(2, 6), nn.ReLU(), nn.Linear(6, 3))
-
-
-def _classes(num_records: int, seed: int) -> TensorRecords:
-    rng = torch.Generator().manual_seed(seed)
-    return TensorRecords(
-        inputs=torch.randn(num_records, 4, generator=rng), targets=torch.randint(3, (num_records,), generator=rng)
-    )
-
-
-RECIPE = Training(
-    learning_rate=0.1, batch_size=3, num_local_epochs=2, momentum=0.5, sam_radius=0.05, weight_decay=0.01, learning_rate_decay=0.1
-)
+    """SAM takes both gradients on the same batch."""
+    seen = _batches(10, batch_size=4, num_local_steps=7, num_local_epochs=100, sam_radius=0.1)
+    assert [len(batch) for batch in seen[::2]] == [4, 4, 2, 4, 4, 2, 4]
+    assert sorted(itertools.chain.from_iterable(seen[6:12:2])) == list(range(10))
+    assert seen[::2] == seen[1::2]
 
 
 def test_losses_are_handed_out(engine: str) -> None:
@@ -202,103 +175,38 @@ def test_losses_are_handed_out(engine: str) -> None:
 
 
 def test_the_order_of_records_follows_the_seed(engine: str) -> None:
-    rows = [update(_net(), _classes(8, 4), RECIPE, seed=seed, engine=engine).tolist() for seed in (1, 1, 2)]
+    rows = [update(_perceptron(), _classes(8, 4), PLAIN, seed=seed, engine=engine).tolist() for seed in (1, 1, 2)]
     assert rows[0] == rows[1] != rows[2]
-    seeds = {batch_seed(seed, number, name) for seed in (0, 1) for number in (1, 2) for name in ("a", "b")}
-    assert len(seeds) == 8
-    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert len({batch_seed(seed, number, name) for seed in (0, 1) for number in (1, 2) for name in ("a", "b")}) == 8
 
 
-def test_a_batch_norm_that_keeps_no_statistics_still_mixes_records_and_is_refused() -> None:
-    with pytest.raises(ValueError, match="GroupNorm"):
-        FlatModel(nn.BatchNorm2d(3, track_running_stats=False))
-    FlatModel(nn.Sequential(nn.GroupNorm(1, 4), nn.LayerNorm(4), nn.InstanceNorm1d(4, affine=True)))
-
-
-def test_frozen_parameters_are_left_out_and_stay(engine: str) -> None:
-    module = _net()
-    frozen = module.get_submodule("0")
-    assert isinstance(frozen, nn.Linear)
-    frozen.requires_grad_(False)
-    before = frozen.weight.clone()
-    model = FlatModel(module)
-    assert model.layout.names == ("1.weight", "1.bias", "3.weight", "3.bias")
-    (row,) = local_updates(model.vector.clone(), [_classes(5, 1)], RECIPE, model=model, server_round=1, seeds=[0], engine=engine)
-    assert row.shape == (6 + 6 + 18 + 3,)
-    assert torch.equal(frozen.weight, before)
-    assert list(model_arrays(module)) == list(model.layout.names)
-
-
-class Rotary(nn.Module):
-    """Turns pairs of numbers by angles in a complex table, as rotary embeddings do, and filters them in a table of frequencies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(0)
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("turns", torch.polar(torch.ones(2), torch.tensor([1.0, 2.5])))
-        self.filter = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 0.5j]), requires_grad=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(self.linear(inputs).view(-1, 2, 2)) * self.turns
-        turned = torch.view_as_real(pairs).flatten(1)
-        outputs: Tensor = torch.fft.irfft(torch.fft.rfft(turned) * self.filter, n=4)
-        return outputs
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_complex_tables_stay_complex(engine: str) -> None:
-    """One step on one batch, by autograd on a model that nobody has changed."""
-    module, rng = Rotary(), torch.Generator().manual_seed(1)
-    inputs, targets = torch.randn(3, 4, generator=rng), torch.tensor([0, 3, 1])
-    loss = nn.functional.cross_entropy(module(inputs), targets)
-    expected = torch.cat([-0.1 * one.flatten() for one in torch.autograd.grad(loss, list(module.linear.parameters()))])
-    model = FlatModel(Rotary().double())
-    assert model.module.turns.is_complex()
-    assert model.module.filter.is_complex()
-    model.vector.copy_(FlatModel(Rotary()).vector)
-    records, training = TensorRecords(inputs=inputs, targets=targets), Training(learning_rate=0.1, batch_size=3)
-    start = model.vector.clone()
-    (row,) = local_updates(start, [records], training, model=model, server_round=1, seeds=[0], engine=engine)
-    torch.testing.assert_close(row, expected, atol=1e-6, rtol=1e-4)
-    model.vector.copy_(start)
-    gradients, _ = record_gradients(model, inputs, targets, loss=nn.functional.cross_entropy)
-    torch.testing.assert_close(-0.1 * gradients.mean(0), expected, atol=1e-6, rtol=1e-4)
-
-
-class Scaled(nn.Module):
-    """A temperature of some shape beside a layer."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(0)
-        self.scale, self.linear = nn.Parameter(torch.full(shape, 1.5)), nn.Linear(4, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.linear(inputs) * self.scale
-        return outputs
+NAN, INF = math.nan, math.inf
+# What makes each of them, and values of its fields that make no sense.
+NONSENSE: list[tuple[Any, dict[str, list[Any]]]] = [
+    (
+        lambda **bad: Training(**{"learning_rate": 0.1} | bad),
+        {"learning_rate": [NAN], "batch_size": [2.5], "num_local_epochs": [0], "num_local_steps": [0], "momentum": [1.0]}
+        | {
+            "weight_decay": [-1],
+            "learning_rate_decay": [1.0],
+            "sam_radius": [INF],
+            "optimizer": ["lion"],
+            "regularizers": [(0.5,)],
+        },
+    ),
+    (lambda **bad: Training(learning_rate=0.1, optimizer="adam", **bad), {"momentum": [0.5]}),
+    (lambda **bad: BLUR(**{"strength": 1.0, "bound": 1.0} | bad), {"strength": [0.0], "bound": [0.0]}),
+    (ProximalTerm, {"strength": [0.0]}),
+    (LUS, {"keep_ratio": [0.0, 1.0, -0.5, NAN]}),
+]
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("learning_rate", math.nan),
-        ("batch_size", 2.5),
-        ("num_local_epochs", 0),
-        ("num_local_steps", 0),
-        ("momentum", 1.0),
-        ("weight_decay", -1),
-        ("learning_rate_decay", 1.0),
-        ("sam_radius", math.inf),
-        ("optimizer", "lion"),
-    ],
+    ("make", "field", "value"), [(make, field, value) for make, bad in NONSENSE for field in bad for value in bad[field]]
 )
-def test_nonsense_recipes_are_refused_by_name(field: str, value: Any) -> None:
+def test_nonsense_is_refused_by_name(make: Any, field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{field}="):
-        Training(**{"learning_rate": 0.1, field: value})
-    with pytest.raises(ValueError, match=r"momentum=0\.5"):
-        Training(learning_rate=0.1, optimizer="adam", momentum=0.5)
+        make(**{field: value})
 
 
 # Adam
@@ -315,42 +223,20 @@ def test_two_adam_steps_by_hand(engine: str) -> None:
     np.testing.assert_allclose(update(Point(3.0, 1.0), ORIGIN, training, engine=engine), here - [3.0, 1.0], rtol=1e-5)
 
 
-def test_a_parameter_without_dimensions_is_trained_as_one_of_shape_1(engine: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With SAM, whose norms are over all parameters; and record by record."""
-    training = Training(learning_rate=0.1, batch_size=4, sam_radius=0.05, momentum=0.5, weight_decay=0.1)
-    rows = [torch.from_numpy(update(Scaled(*shape), _classes(7, 1), training, engine=engine)) for shape in ((), (1,))]
-    sums = [clipped(Scaled(*shape), _classes(7, 1)).float() for shape in ((), (1,))]
-    for without, with_one in (rows, sums):
-        torch.testing.assert_close(without, with_one, atol=1e-6, rtol=1e-5)
-        assert without[0].abs() > 1e-4
-    assert not caplog.text
-
-
 # Inputs of several tensors
 
 
 class Pair(nn.Module):
-    """Two named inputs, the second of which says which entries count."""
+    """Two inputs, the second of which says which entries count: by name, or in one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
+        torch.default_generator.manual_seed(0)
         self.linear = nn.Linear(3, 2)
 
-    def forward(self, values: Tensor, mask: Tensor) -> Tensor:
-        out: Tensor = self.linear(values * mask)
-        return out
-
-
-class Single(nn.Module):
-    """The same with one input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, both: Tensor) -> Tensor:
-        out: Tensor = self.linear(both[:, 0] * both[:, 1])
-        return out
+    def forward(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
+        values, mask = (values[:, 0], values[:, 1]) if mask is None else (values, mask)
+        return self.linear(values * mask)
 
 
 VALUES, MASK = torch.randn(9, 3, generator=torch.Generator().manual_seed(5)), (torch.arange(27) % 2).float().view(9, 3)
@@ -364,15 +250,110 @@ def clipped(module: nn.Module, data: Any) -> Tensor:
 
 def test_named_inputs_train_as_one_tensor_does(engine: str) -> None:
     """And are clipped record by record as it is."""
-    torch.manual_seed(0)
-    pair, single = Pair(), Single()
-    single.load_state_dict(pair.state_dict())
-    training = Training(learning_rate=0.1, batch_size=4, num_local_epochs=2, sam_radius=0.1)
+    training = replace(PLAIN, sam_radius=0.1)
     named = TensorRecords(inputs={"values": VALUES, "mask": MASK}, targets=LABELS, indices=torch.arange(8))
     joint = TensorRecords(inputs=torch.stack([VALUES, MASK], dim=1), targets=LABELS, indices=torch.arange(8))
     items = as_records([({"values": VALUES[at], "mask": MASK[at]}, int(LABELS[at])) for at in range(8)])
-    expected, total = update(copy.deepcopy(single), joint, training), clipped(single, joint)
+    expected, total = update(Pair(), joint, training), clipped(Pair(), joint)
     assert total.norm() > 0.1
     for data in (named, items):
-        np.testing.assert_allclose(update(copy.deepcopy(pair), data, training, engine=engine), expected, rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(clipped(copy.deepcopy(pair), data), total, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(update(Pair(), data, training, engine=engine), expected, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(clipped(Pair(), data), total, rtol=0, atol=1e-5)
+
+
+# Regularisers: their pull is the gradient of their penalty, in both engines, and no client's pull has another client in it.
+
+
+# The penalties, written down a second time.
+PENALTIES: dict[str, tuple[Regularizer, Callable[[Tensor, Tensor], Tensor]]] = {
+    "proximal": (ProximalTerm(strength=0.7), lambda weights, start: 0.35 * (weights - start).square().sum()),
+    "BLUR": (
+        BLUR(strength=0.7, bound=1.5),
+        lambda weights, start: 0.35 * ((weights - start).square().sum().sqrt() - 1.5).clamp(min=0) ** 2,
+    ),
+}
+
+
+def draws(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize("length", [0.01, 1.4, 1.6, 40.0])
+def test_a_pull_is_the_gradient_of_the_penalty(name: str, length: float) -> None:
+    part, penalty = PENALTIES[name]
+    start, away = draws(1, 200), draws(2, 200)
+    weights = (start + length * away / away.norm()).requires_grad_()
+    (expected,) = torch.autograd.grad(penalty(weights, start), weights)
+    with torch.no_grad():
+        found = part.pull(weights, start)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    assert not part.pull(start, start).any()  # where the norm is 0
+    assert bool(found.any()) == (name == "proximal" or length > 1.5)
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_no_row_of_a_pull_depends_on_another(name: str) -> None:
+    """Stacked clients are pulled as each is alone, to the bit in every slot, next to whatever there is."""
+    size = 4099
+    part, start, own = PENALTIES[name][0], draws(1, size), 5 * draws(2, size)
+    alone = part.pull(own, start)
+    for other in (draws(3, size), torch.full((size,), torch.nan), torch.full((size,), torch.inf)):
+        for slot in range(8):
+            stacked = other.expand(8, size).clone()
+            stacked[slot] = own
+            found = part.pull(stacked, start)
+            torch.testing.assert_close(found[slot], alone)
+            assert torch.equal(found[slot], part.pull(own.expand(8, size), start)[0])
+
+
+# Records: bad data is refused when it is given, not rounds later.
+
+
+INPUTS, TARGETS = torch.arange(12.0).reshape(4, 3), torch.arange(4)
+ROWS = torch.tensor([3, 2, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"inputs": INPUTS.numpy()}, "inputs: is a ndarray"),
+        ({"targets": [0, 1, 2, 3]}, "targets: is a list"),
+        ({"targets": TARGETS[:3]}, r"shapes \(4, 3\) and \(3,\)"),
+        ({"targets": torch.tensor(1)}, r"shapes \(4, 3\) and \(\)"),
+        ({"inputs": {}}, "inputs: has no tensor"),
+        ({"inputs": {"a": INPUTS, "b": INPUTS[:3]}}, r"inputs\['b'\], targets: shapes \(3, 3\)"),
+        ({"indices": torch.arange(2.0)}, "indices: torch.float32"),
+        ({"indices": torch.tensor([[0]])}, r"indices: .* of shape \(1, 1\)"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_when_it_is_given(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        TensorRecords(**{"inputs": INPUTS, "targets": TARGETS} | arguments)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (INPUTS.numpy(), TARGETS.numpy()),
+        (INPUTS, TARGETS),
+        torch.utils.data.TensorDataset(INPUTS, TARGETS),
+        list(zip(INPUTS, TARGETS.tolist(), strict=True)),
+        TensorRecords(inputs=INPUTS.flip(0) / 2, targets=TARGETS.flip(0), indices=ROWS, transform=lambda batch: 2 * batch),
+    ],
+    ids=["arrays", "tensors", "dataset", "list", "made"],
+)
+def test_a_clients_data_may_come_in_several_kinds(data):
+    made = as_records(data)
+    assert len(made) == 4
+    inputs, targets = made.batch(torch.tensor([2, 0]), torch.device("cpu"))
+    assert torch.equal(inputs, INPUTS[[2, 0]])
+    assert (targets.tolist(), targets.dtype) == ([2, 0], torch.int64)
+
+
+@pytest.mark.parametrize("data", [(INPUTS.sum(), TARGETS), 7, "text", (INPUTS,), {"inputs": INPUTS}, None])
+def test_what_is_no_data_is_refused(data):
+    with pytest.raises(ValueError, match=r"inputs|a client's data is a"):
+        as_records(data)
+    with pytest.raises(ValueError, match="must be pairs"):
+        as_records([{"pixels": INPUTS[0]}]).batch(torch.tensor([0]), torch.device("cpu"))

@@ -1,22 +1,15 @@
 """Every method, its private evaluations, and its noise, on a pretend device: run by tests/test_pretend_device.py."""
 
 import math
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Context
 
-from flower_dp.clients import (
-    DPClient,
-    FedSGDDPCRecipe,
-    LocalDPClient,
-    Training,
-    client_app,
-    model_arrays,
-)
+from flower_dp.clients import DPClient, FedSGDDPCRecipe, LocalDPClient, Training, client_app, model_arrays
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.strategies import DPFedAvg, FedSGDDPC, LocalEvaluation, PrivateEvaluation
@@ -84,76 +77,47 @@ def test_a_group_of_clients_is_trained_and_clipped_on_it_as_on_the_cpu(label: st
         np.testing.assert_allclose(model, other, atol=2e-3 * np.abs(other).max())
 
 
-class Evaluated:
-    """Runs with private evaluations, on a device."""
-
-    @staticmethod
-    def client_level(device: Any, here: bool) -> list[Mapping[str, float]]:
-        strategy = DPFedAvg(
-            clip_norm=0.5,
-            noise_multiplier=NOISE_MULTIPLIER,
-            sampling=FullSampling(),
-            num_clients=4,
-            delta=1e-3,
-            noise_seed=SEED,
-            evaluation=PrivateEvaluation(noise_multiplier=0.1, sampling=FullSampling(), metrics={"accuracy": 1.0, "loss": 5.0}),
-        )
-        training = Training(learning_rate=0.1, batch_size=4)
-        return evaluations(
-            strategy, lambda hosted, _: DPClient(model=linear(), clients=hosted, training=training, device=device), here
-        )
-
-    @staticmethod
-    def record_level(device: Any, here: bool) -> list[Mapping[str, float]]:
-        common: dict[str, Any] = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 1.0}
+def evaluations(level: str, device: Any, here: bool) -> list[Mapping[str, float]]:
+    """The metrics of a run with private evaluations, of noise for each client or for each record."""
+    metrics = {"accuracy": 1.0, "loss": 5.0}
+    if level == "client":
+        evaluation = PrivateEvaluation(noise_multiplier=0.1, sampling=FullSampling(), metrics=metrics)
+        terms: dict[str, Any] = {
+            "clip_norm": 0.5,
+            "noise_multiplier": NOISE_MULTIPLIER,
+            "sampling": FullSampling(),
+            "delta": 1e-3,
+        }
+        strategy: Any = DPFedAvg(**terms, num_clients=4, noise_seed=SEED, evaluation=evaluation)
+        node: Any = partial(DPClient, training=Training(learning_rate=0.1, batch_size=4))
+    else:
+        common: dict[str, Any] = {"mechanism": "laplace", "clip_norm": 0.5, "epsilon": 1.0, "num_replies": 3}
         budget = EvaluationBudget(epsilon=0.9, num_evaluations=3)
-        strategy = FedSGDDPC(
-            **common,
-            num_clients=4,
-            cohort_size=4,
-            num_records=8,
-            learning_rate=0.25,
-            num_replies=3,
-            noise_seed=SEED,
-            evaluation=LocalEvaluation(budget=budget, metrics={"accuracy": 1.0, "loss": 5.0}),
-        )
+        sizes = {"num_clients": 4, "cohort_size": 4, "num_records": 8, "learning_rate": 0.25, "noise_seed": SEED}
+        strategy = FedSGDDPC(**common, **sizes, evaluation=LocalEvaluation(budget=budget, metrics=metrics))
+        node = partial(LocalDPClient, recipe=FedSGDDPCRecipe(**common), evaluation=budget, noise_seed=SEED)
 
-        def client(hosted: Any, context: Context) -> LocalDPClient:
-            recipe = FedSGDDPCRecipe(**common, num_replies=3)
-            return LocalDPClient(
-                model=linear(),
-                clients=hosted,
-                recipe=recipe,
-                context=context,
-                evaluation=budget,
-                device=device,
-                noise_seed=SEED,
-            )
-
-        return evaluations(strategy, client, here)
-
-
-def evaluations(strategy: Any, client: Callable[[Any, Context], Any], here: bool) -> list[Mapping[str, float]]:
     def client_fn(context: Context) -> Any:
         name = f"c{context.node_config['partition-id']}"
-        own = records(name, 8)
-        return client({name: moved(own) if here else own}, context)
+        own = moved(records(name, 8)) if here else records(name, 8)
+        kept = {"context": context} if level == "record" else {}
+        return node(model=linear(), clients={name: own}, device=device, **kept)
 
     strategy.start(LocalGrid(client_app(client_fn), 4), model_arrays(linear()), num_rounds=3)
     return [dict(metrics) for metrics in strategy.evaluations.values()]
 
 
 @cache
-def evaluated_on_the_cpu(run: Callable[[Any, bool], list[Mapping[str, float]]]) -> list[Mapping[str, float]]:
-    return run("cpu", False)
+def evaluated_on_the_cpu(level: str) -> list[Mapping[str, float]]:
+    return evaluations(level, "cpu", False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("here", "float64"), [(False, True), (True, True), (True, False)])
-@pytest.mark.parametrize("run", [Evaluated.client_level, Evaluated.record_level], ids=["client", "record"])
-def test_private_evaluations_on_it_are_those_of_the_cpu(run: Any, here: bool, float64: bool, request: Any) -> None:
-    expected = evaluated_on_the_cpu(run)
+@pytest.mark.parametrize("level", ["client", "record"])
+def test_private_evaluations_on_it_are_those_of_the_cpu(level: str, here: bool, float64: bool, request: Any) -> None:
+    expected = evaluated_on_the_cpu(level)
     assert len(expected) == 3
     if not float64:
         request.getfixturevalue("without_float64")
-    assert run(DEVICE, here) == expected
+    assert evaluations(level, DEVICE, here) == expected

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,19 +17,8 @@ import torch
 from flwr.app import Context
 from torch import Tensor, nn
 
-from flower_dp.clients import (
-    ClientPolicy,
-    DatasetRecords,
-    DPClient,
-    FlatModel,
-    ProximalTerm,
-    TensorRecords,
-    Training,
-    as_records,
-    client_app,
-    local_updates,
-    model_arrays,
-)
+from flower_dp import clients as dp
+from flower_dp.clients import DPClient, FlatModel, TensorRecords, Training, local_updates
 from flower_dp.clients.reply.client_level import pipeline
 from flower_dp.clients.reply.pipeline import Job, Refusal, Reply
 from flower_dp.clients.training import devices
@@ -43,6 +33,7 @@ from flower_dp.core.sampling import FullSampling
 from flower_dp.strategies import DPFedAvg
 from flower_dp.wire import Indicator, RoundMask
 from tests.asks import ask as made
+from tests.clients.test_engines import LoRA
 from tests.contract_runs import SMALL, run_of
 from tests.contracts import METHODS, Words
 from tests.grids import LocalGrid
@@ -51,36 +42,14 @@ from tests.pretended import device as pretend
 from tests.pretended.device import DEVICE, Pretend
 from tests.pretended.helpers import moved, on, pretended, seeded, without_float64  # noqa: F401 (fixtures)
 
-# The device itself: what raises on a GPU raises here
-
-
-def test_what_mixes_devices_raises_and_all_else_has_the_bits_of_the_cpu() -> None:
-    here, there = torch.randn(4, 3), torch.randn(4, 3).to(DEVICE)
-    for mixed in (
-        lambda: here + there,
-        lambda: there @ here.T,
-        lambda: there.index_select(0, torch.tensor([1])),
-        lambda: there.normal_(generator=torch.Generator()),
-        lambda: torch.where(there > 0, here, there),
-        there.numpy,
-    ):
-        with pytest.raises((RuntimeError, TypeError), match=r"same device|generator of the tensor's device|numpy"):
-            mixed()
-    rows = there[torch.tensor([1, 2])]  # torch takes an index from the CPU
-    assert rows.device == DEVICE
-    assert torch.equal((rows @ there.T).cpu(), there.cpu()[1:3] @ there.cpu().T)
-
-
 # Engines
 
 
 def images(num_records: int, seed: int) -> TensorRecords:
     rng = torch.Generator().manual_seed(seed)
-    inputs = torch.randint(256, (40, 2, 6, 6), generator=rng, dtype=torch.uint8)
+    inputs, targets = torch.randint(256, (40, 2, 6, 6), generator=rng, dtype=torch.uint8), torch.randint(3, (40,), generator=rng)
     rows = torch.randperm(40, generator=rng)[:num_records]
-    return TensorRecords(
-        inputs=inputs, targets=torch.randint(3, (40,), generator=rng), indices=rows, transform=lambda raw: raw.float() / 255 - 0.5
-    )
+    return TensorRecords(inputs=inputs, targets=targets, indices=rows, transform=lambda raw: raw.float() / 255 - 0.5)
 
 
 def convolutions() -> nn.Module:
@@ -88,35 +57,9 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
 
 
-def dropping() -> nn.Module:
-    torch.default_generator.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(72, 3))
-
-
-class LoRA(nn.Module):
-    """A frozen layer with a trained product of two small matrices beside it, and a table of constants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(0)
-        self.base = nn.Linear(72, 3).requires_grad_(False)
-        self.down, self.up = nn.Linear(72, 2, bias=False), nn.Linear(2, 3, bias=False)
-        self.register_buffer("scale", torch.tensor([0.5, 1.0, 2.0]))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        flat = inputs.flatten(1)
-        outputs: Tensor = (self.base(flat) + self.up(self.down(flat))) * self.scale
-        return outputs
-
-
 RECIPE = Training(
-    learning_rate=0.1,
-    batch_size=3,
-    num_local_epochs=2,
-    momentum=0.5,
-    sam_radius=0.05,
-    weight_decay=0.01,
-    regularizers=(ProximalTerm(strength=0.5),),
+    **{"learning_rate": 0.1, "batch_size": 3, "num_local_epochs": 2, "momentum": 0.5, "sam_radius": 0.05, "weight_decay": 0.01},
+    regularizers=(dp.ProximalTerm(strength=0.5),),
 )
 
 
@@ -135,7 +78,7 @@ def rows_of(model: nn.Module, clients: list[Any], device: Any, engine: str, trai
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("make", [convolutions, LoRA])
+@pytest.mark.parametrize("make", [convolutions, lambda: LoRA(72)], ids=["convolutions", "LoRA"])
 def test_an_engine_gives_the_bits_of_the_cpu(make: Callable[[], nn.Module], engine: str, monkeypatch: Any) -> None:
     # Of convolutions a processor alone computes with channels last, where last bits differ.
     monkeypatch.setattr(Convolutions, "suit", lambda self, inputs, targets, gradients, *, key: False)
@@ -151,37 +94,32 @@ def test_one_lookup_serves_all_clients_that_share_their_tensors() -> None:
     own = images(9, 1)
     clients = [replace(own, indices=torch.arange(first, first + 6)) for first in (0, 8, 30)]
     expected = rows_of(convolutions(), clients, "cpu", "batched")
-    for there in (clients, [replace(one, inputs=here.inputs, targets=here.targets) for here in [moved(own)] for one in clients]):
-        Pretend.counted.clear()
-        for row, other in zip(rows_of(convolutions(), there, DEVICE, "batched"), expected, strict=True):
-            assert torch.equal(row, other)
+    here = moved(own)
+    for there in (clients, [replace(one, inputs=here.inputs, targets=here.targets) for one in clients]):
+        assert all(map(torch.equal, rows_of(convolutions(), there, DEVICE, "batched"), expected))
     broken = [*there[:2], replace(there[2], indices=torch.tensor([3, 40]))]  # 40 is no row
     model = FlatModel(convolutions(), DEVICE)
     arguments: dict[str, Any] = {"model": model, "server_round": 1, "seeds": [0, 1, 2], "engine": "batched"}
     first, second, error = local_updates(model.vector.clone(), broken, RECIPE, **arguments)
     assert isinstance(error, IndexError)
-    assert torch.equal(first.cpu(), expected[0])
-    assert torch.equal(second.cpu(), expected[1])
+    assert all(map(torch.equal, (first.cpu(), second.cpu()), expected))
+
+
+class Doubled(TensorRecords):
+    """A class of a user's own, which reads its records itself."""
+
+    def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        inputs, targets = super().batch(positions, device)
+        return 2 * inputs, targets
 
 
 def test_clients_with_tensors_of_their_own_are_read_from_these() -> None:
     clients = [images(6, 1), replace(images(6, 2), targets=images(6, 1).targets), images(6, 3)]
     shared = [replace(clients[0], indices=one.indices) for one in clients]
-    for own in (clients, shared, [*shared[:2], clients[2]]):
+    doubled = Doubled(**{field: getattr(clients[0], field) for field in ("inputs", "targets", "indices", "transform")})
+    for own in (clients, [*shared[:2], clients[2]], [*shared, doubled]):
         expected = rows_of(convolutions(), own, "cpu", "batched")
-        assert all(itertools.starmap(torch.equal, zip(rows_of(convolutions(), own, DEVICE, "batched"), expected, strict=True)))
-
-
-def test_a_class_of_records_of_ones_own_reads_them_itself() -> None:
-    class Doubled(TensorRecords):
-        def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-            inputs, targets = super().batch(positions, device)
-            return 2 * inputs, targets
-
-    own = flat(9, 1)
-    clients = [own, Doubled(inputs=own.inputs, targets=own.targets)]
-    expected = rows_of(Wide(), clients, "cpu", "batched")
-    assert all(itertools.starmap(torch.equal, zip(rows_of(Wide(), clients, DEVICE, "batched"), expected, strict=True)))
+        assert all(map(torch.equal, rows_of(convolutions(), own, DEVICE, "batched"), expected))
 
 
 def test_the_size_of_a_group_is_the_same_for_any_cohort(monkeypatch: Any) -> None:
@@ -207,39 +145,25 @@ def test_what_a_round_costs_does_not_grow_with_the_clients_of_a_group() -> None:
     """A GPU waits for each number that is read from it; each operation takes microseconds to start."""
     own = moved(replace(images(9, 1), transform=None))
     own = replace(own, inputs=(own.inputs.float() / 255).flatten(1))
-    counts = []
+    training, counts = Training(learning_rate=0.1, batch_size=4), []
     for number in (4, 24):
         clients = {f"c{index}": replace(own, indices=torch.arange(index, index + 12)) for index in range(number)}
-        client = DPClient(
-            model=nn.Linear(72, 3),
-            clients=clients,
-            training=Training(learning_rate=0.1, batch_size=4),
-            device=DEVICE,
-            engine="batched",
-            group_size=24,
-        )
-        counts.append(cost_of_a_round(client, number))
+        node: dict[str, Any] = {"device": DEVICE, "engine": "batched", "group_size": 24}
+        client = DPClient(model=nn.Linear(72, 3), clients=clients, training=training, **node)
+        strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=1.0, sampling=FullSampling(), num_clients=number, delta=1e-3)
+
+        def client_fn(context: Context, client: DPClient = client) -> DPClient:
+            Pretend.counted.clear()  # what is left at the end is of the last round
+            return client
+
+        strategy.start(LocalGrid(dp.client_app(client_fn), 1), dp.model_arrays(client.model.module), num_rounds=3)
+        assert [report.replies for report in strategy.rounds] == [number] * 3
+        last = Counter(Pretend.counted)
+        counts.append((last["to the CPU"], sum(count for name, count in last.items() if name not in ("to the CPU", "views"))))
     (reads, few), (more_reads, many) = counts
     assert max(reads, more_reads) < 12
     # For each client: its records and their targets are cut from those of all, its row from those of the group, and added up.
     assert (many - few) / 20 <= 4
-
-
-def cost_of_a_round(client: DPClient, number: int) -> tuple[int, int]:
-    """Numbers that are read from the device, and operations on it, in the second round of a client."""
-    strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=1.0, sampling=FullSampling(), num_clients=number, delta=1e-3)
-    counted: list[Counter[str]] = []
-
-    def client_fn(context: Context) -> DPClient:
-        counted.append(Counter(Pretend.counted))
-        Pretend.counted.clear()
-        return client
-
-    grid = LocalGrid(client_app(client_fn), 1)
-    strategy.start(grid, model_arrays(client.model.module), num_rounds=3)
-    assert [report.replies for report in strategy.rounds] == [number] * 3
-    last = Counter(Pretend.counted)
-    return last["to the CPU"], sum(count for name, count in last.items() if name not in ("to the CPU", "views"))
 
 
 # The clip of several rows at once
@@ -311,18 +235,6 @@ def test_no_neighbour_changes_a_bit_of_a_row_that_is_clipped_with_others(asked: 
     assert "clipped at once" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("engine", "device", "together"), [("batched", DEVICE, 8), ("one_by_one", DEVICE, 1), ("batched", "cpu", 1)]
-)
-def test_rows_are_clipped_together_by_the_batched_engine_alone(engine: str, device: Any, together: int) -> None:
-    """And by no device that has one client: it would clip rows that nobody has."""
-    from flower_dp.clients.reply.updates import TrainedUpdates
-
-    model, training = FlatModel(linear(), torch.device(device)), Training(learning_rate=0.1)
-    updates = TrainedUpdates(training=training, model=model, server_round=1, engine=engine, group_size=7)
-    assert updates.rows_together == together
-
-
 def test_rows_are_clipped_in_one_shape_for_any_number_of_them(monkeypatch: Any) -> None:
     from flower_dp.clients.reply import parts
 
@@ -356,20 +268,20 @@ NO_MEMORY = (
 )
 
 
-def limited(monkeypatch: Any, fits: Callable[[Any], bool], error: Any = NO_MEMORY[0]) -> list[int]:
-    """Let steps of programs run out of memory unless they fit; return the sizes of groups that were tried."""
+def limited(monkeypatch: Any, fits: Callable[[Any], bool]) -> list[tuple[int, int]]:
+    """Let steps of programs run out of memory unless they fit; return the widths of records and sizes of groups that were tried."""
     from flower_dp.clients.training.engines import program
 
-    stage, sizes = program.Program._stage, []
+    stage, tried = program.Program._stage, []
 
-    def tried(self: Any, batches: Any) -> None:
-        sizes.append(self.num_slots)
+    def staged(self: Any, batches: Any) -> None:
+        tried.append((self._inputs.shape[-1], self.num_slots))
         if not fits(self):
-            raise error
+            raise torch.OutOfMemoryError("out of memory")
         stage(self, batches)
 
-    monkeypatch.setattr(program.Program, "_stage", tried)
-    return sizes
+    monkeypatch.setattr(program.Program, "_stage", staged)
+    return tried
 
 
 def rounds_of(model: FlatModel, clients: list[Any], number: int) -> list[list[Any]]:
@@ -377,15 +289,6 @@ def rounds_of(model: FlatModel, clients: list[Any], number: int) -> list[list[An
     start = model.vector.clone()
     seeds = list(range(len(clients)))
     return [list(local_updates(start, clients, RECIPE, seeds=seeds, **arguments)) for _ in range(number)]
-
-
-def test_a_group_that_does_not_fit_into_memory_is_halved(caplog: Any, monkeypatch: Any) -> None:
-    sizes = limited(monkeypatch, lambda program: program.num_slots <= 4)
-    first, *others = rounds_of(FlatModel(convolutions(), DEVICE), [images(6, seed) for seed in range(3)], 3)
-    assert list(dict.fromkeys(sizes)) == [16, 8, 4]
-    assert caplog.text.count("do not fit into memory") == 2
-    for rows in others:
-        torch.testing.assert_close([row.cpu() for row in rows], [row.cpu() for row in first], atol=1e-5, rtol=1e-4)
 
 
 def test_a_lack_of_memory_is_told_from_other_errors() -> None:
@@ -439,22 +342,21 @@ class Wide(nn.Module):
         self.layer = nn.Linear(8, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.layer(inputs[:, :8])
-        return outputs
+        return self.layer(inputs[:, :8])
 
 
-def test_clients_with_other_records_that_do_not_fit_change_nothing_for_others(monkeypatch: Any) -> None:
-    """Neither in the round in which memory ends, nor later: only the size of their own groups changes."""
-    sizes = limited(monkeypatch, lambda program: program._inputs.shape[-1] < 100)
+def test_a_group_that_does_not_fit_into_memory_is_halved_and_other_records_change_nothing(monkeypatch: Any, caplog: Any) -> None:
+    """Neither in the round in which memory ends, nor later: only the size of the groups of records of one kind changes."""
     clients, model = [flat(6, 1), flat(9, 2), flat(12, 3)], FlatModel(Wide(), DEVICE)
-    expected = rounds_of(FlatModel(Wide(), DEVICE), clients, 2)
-    found = rounds_of(model, [*clients, flat(6, 4, width=100)], 2)
+    expected = rounds_of(FlatModel(Wide(), DEVICE), clients, 3)
+    tried = limited(monkeypatch, lambda program: program._inputs.shape[-1] < 100 or program.num_slots <= 4)
+    found = rounds_of(model, [*clients, flat(6, 4, width=100)], 3)
+    assert list(dict.fromkeys(slots for width, slots in tried if width == 100)) == [16, 8, 4]
+    assert {slots for width, slots in tried if width < 100} == {16}
+    assert caplog.text.count("do not fit into memory") == 2
     for rows, others in zip(found, expected, strict=True):
         assert isinstance(rows[3], Tensor)
         assert all(torch.equal(row.cpu(), other.cpu()) for row, other in zip(rows[:3], others, strict=True))
-    sizes.clear()
-    rounds_of(model, clients, 1)
-    assert set(sizes) == {16}
 
 
 @pytest.mark.parametrize("read", ["first", "later"])
@@ -493,13 +395,8 @@ def test_no_sum_over_a_row_is_in_an_order_that_follows_from_its_place() -> None:
         made_of = pipeline(made(size=length, **asked), train=train, length=length)
         assert all(isinstance(reply, Reply) for reply in made_of.replies(torch.zeros(length).to(DEVICE), jobs))
     training = replace(RECIPE, batch_size=13)
-    rows_of(
-        nn.Sequential(nn.Flatten(), nn.Linear(72, 3), nn.GroupNorm(1, 3), nn.Linear(3, 45)),
-        [images(30, 1)],
-        DEVICE,
-        "batched",
-        training,
-    )
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 3), nn.GroupNorm(1, 3), nn.Linear(3, 45))
+    rows_of(model, [images(30, 1)], DEVICE, "batched", training)
     assert not Pretend.counted["sums whose order follows from the place"]
 
 
@@ -521,18 +418,6 @@ def test_a_transform_gets_rows_in_memory_of_the_clients_own() -> None:
 # What is drawn
 
 
-@pytest.mark.parametrize("engine", ["one_by_one"])
-def test_dropout_on_it_follows_the_clients_own_seed_alone(engine: str) -> None:
-    state = pretend._Module.default_generators[0].get_state()
-    first, second = images(6, 1), images(6, 2)
-    together = rows_of(dropping(), [first, second], DEVICE, engine)
-    assert torch.equal(pretend._Module.default_generators[0].get_state(), state)
-    pretend._Module.default_generators[0].manual_seed(123)
-    assert all(torch.equal(*pair) for pair in zip(together, rows_of(dropping(), [first, second], DEVICE, engine), strict=True))
-    (other,) = rows_of(dropping(), [first], DEVICE, engine)
-    assert torch.equal(other, together[0])
-
-
 def test_what_a_transform_draws_follows_from_its_clients_own_seed() -> None:
     """Also where the records of all clients are read with one lookup."""
     own = replace(images(9, 1), transform=lambda raw: raw.float() / 255 + torch.rand(raw.shape, device=raw.device))
@@ -542,79 +427,32 @@ def test_what_a_transform_draws_follows_from_its_clients_own_seed() -> None:
     assert torch.equal(both[0], alone)
 
 
+@pytest.mark.parametrize("lists", [True, False], ids=["lists its generators", "as MPS"])
 @pytest.mark.parametrize("device", [DEVICE, torch.device(pretend.NAME)], ids=str)
-def test_draws_on_it_resume_where_they_stopped(device: torch.device) -> None:
-    """Also on a device without an index."""
-    draws, expected = OwnDraws(device, 7), torch.Generator(device).manual_seed(7)
+def test_draws_on_it_resume_where_they_stopped(device: torch.device, lists: bool, monkeypatch: Any) -> None:
+    (own,) = pretend._Module.default_generators
+    if not lists:
+        monkeypatch.setattr(pretend._Module, "default_generators", ())
+        with pytest.raises(RuntimeError, match=f"device {device}: its random generator can't be found"):
+            OwnDraws(device, 7)
+        functions = {"get_rng_state": own.get_state, "set_rng_state": own.set_state, "manual_seed": own.manual_seed}
+        for name, function in functions.items():
+            monkeypatch.setattr(pretend._Module, name, staticmethod(function), raising=False)
+    before, draws, expected = own.get_state(), OwnDraws(device, 7), torch.Generator(device).manual_seed(7)
     for _ in range(3):
         with draws:
-            drawn = torch.rand(5, device=DEVICE)
-        assert torch.equal(drawn.cpu(), torch.rand(5, device=DEVICE, generator=expected).cpu())
-
-
-def test_a_device_whose_generator_cannot_be_found_is_refused(monkeypatch: Any) -> None:
-    monkeypatch.setattr(pretend._Module, "default_generators", ())
-    with pytest.raises(RuntimeError, match="device pretend:0: its random generator can't be found"):
-        OwnDraws(DEVICE, 7)
-
-
-def test_a_device_that_lists_no_generators_is_seeded_by_its_functions(monkeypatch: Any) -> None:
-    """As MPS."""
-    (own,) = pretend._Module.default_generators
-    monkeypatch.setattr(pretend._Module, "default_generators", ())
-    for name, function in (("get_rng_state", own.get_state), ("set_rng_state", own.set_state), ("manual_seed", own.manual_seed)):
-        monkeypatch.setattr(pretend._Module, name, staticmethod(function), raising=False)
-    before, draws = own.get_state(), OwnDraws(DEVICE, 7)
-    for _ in range(2):
-        with draws:
             drawn = torch.rand(5, device=DEVICE, generator=own)
-    expected = torch.rand(10, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(7))
-    assert torch.equal(drawn.cpu(), expected.cpu()[5:])
+        assert torch.equal(drawn.cpu(), torch.rand(5, device=DEVICE, generator=expected).cpu())
     assert torch.equal(own.get_state(), before)
 
 
 # Records
 
 
-class Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(0)
-        self.table, self.output = nn.Embedding(9, 4), nn.Linear(4, 3)
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        outputs: Tensor = self.output((self.table(tokens) * mask[..., None]).sum(1))
-        return outputs
-
-
-def texts() -> TensorRecords:
-    rng = torch.Generator().manual_seed(1)
-    inputs = {"tokens": torch.randint(9, (8, 5), generator=rng), "mask": torch.ones(8, 5)}
-    return TensorRecords(inputs=inputs, targets=torch.randint(3, (8,), generator=rng))
-
-
-def test_named_inputs_train_on_it() -> None:
-    """And have the gradients of single records that they have on the CPU."""
-    from flower_dp.clients.training.per_record import record_gradients
-
-    own = texts()
-    here = replace(own, inputs={name: value.to(DEVICE) for name, value in own.inputs.items()}, targets=own.targets.to(DEVICE))
-    (expected,) = rows_of(Named(), [own], "cpu", "one_by_one")
-    for there in (own, here):
-        assert torch.equal(rows_of(Named(), [there], DEVICE, "one_by_one")[0], expected)
-    found = []
-    for device in ("cpu", DEVICE):
-        flat = FlatModel(Named(), torch.device(device))
-        inputs, targets = own.batch(torch.arange(8), flat.device)
-        rows, losses = record_gradients(flat, inputs, targets, loss=nn.functional.cross_entropy, engine="torch.func")
-        found.append((rows.cpu(), losses.cpu()))
-    torch.testing.assert_close(*found)
-
-
 @pytest.mark.parametrize("device", ["cpu", DEVICE], ids=str)
 def test_records_of_a_data_set_may_be_anywhere(device: Any) -> None:
     pairs = [(torch.full((3,), float(index)).to(device), index % 2) for index in range(6)]
-    own = DatasetRecords(dataset=pairs, example=(torch.zeros(3), 0))
+    own = dp.DatasetRecords(dataset=pairs, example=(torch.zeros(3), 0))
     inputs, targets = own.batch(torch.tensor([4, 1]), DEVICE)
     assert inputs.device == targets.device == DEVICE
     assert (inputs.tolist(), targets.tolist()) == ([[4.0] * 3, [1.0] * 3], [0, 1])
@@ -629,6 +467,8 @@ def test_a_row_that_does_not_exist_is_refused_before_the_device_is_asked(rows: l
 
 def test_records_that_fit_are_kept_on_it_and_others_stay_where_they_are(monkeypatch: Any) -> None:
     own, other = images(9, 1), images(9, 2)
+    named = OnDevice(DEVICE)(replace(own, inputs={"a": own.inputs, "b": own.inputs}))
+    assert {value.device for value in named.inputs.values()} == {DEVICE}
     size = own.inputs.nbytes + own.targets.nbytes
     for free, moves in ((16 * size, [True, True]), (16 * size - 1, [True, False]), (8 * size - 1, [False, False])):
         monkeypatch.setattr(pretend._Module, "mem_get_info", lambda *_, free=free: (free, 2**32))
@@ -637,14 +477,11 @@ def test_records_that_fit_are_kept_on_it_and_others_stay_where_they_are(monkeypa
         assert [one.inputs.device == one.targets.device == DEVICE for one in kept] == moves  # all of them have one limit
         assert kept[0].indices is own.indices  # whether a row exists is asked on the CPU
         assert torch.equal(kept[0].inputs.cpu(), own.inputs)
-    named = OnDevice(DEVICE)(texts())
-    assert {value.device for value in named.inputs.values()} == {DEVICE}
     assert OnDevice(torch.device("cpu"))(own) is own
-
-    class Own(TensorRecords):
-        """A class that may read anything in its own way."""
-
-    for others in (DatasetRecords(dataset=[]), Own(inputs=own.inputs, targets=own.targets)):
+    for others in (
+        dp.DatasetRecords(dataset=[]),
+        Doubled(inputs=own.inputs, targets=own.targets),
+    ):  # which may read in their own way
         assert OnDevice(DEVICE)(others) is others
 
 
@@ -652,10 +489,10 @@ def test_tensors_that_clients_share_are_moved_once() -> None:
     """Also where each client wraps the same array anew."""
     inputs, targets = np.zeros((9, 4), np.float32), np.zeros(9, np.int64)
     keep = OnDevice(DEVICE)
-    first, second = (keep(as_records((inputs, targets))) for _ in range(2))
+    first, second = (keep(dp.as_records((inputs, targets))) for _ in range(2))
     assert first.inputs is second.inputs
     assert first.targets is second.targets
-    apart = keep(as_records((inputs.copy(), targets)))
+    apart = keep(dp.as_records((inputs.copy(), targets)))
     assert apart.inputs is not first.inputs
 
 
@@ -663,34 +500,7 @@ def test_tensors_that_clients_share_are_moved_once() -> None:
 
 
 def test_the_hash_of_a_frozen_base_is_the_same_on_it() -> None:
-    assert base_hash(LoRA().to(DEVICE)) == base_hash(LoRA()) != ""
-
-
-# Why nothing trains
-
-
-class Broken(nn.Module):
-    """Makes a tensor on the CPU, wherever its inputs are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.layer(inputs + torch.ones(6))
-        return outputs
-
-
-def test_the_log_of_a_node_says_why_no_client_trains(caplog: Any) -> None:
-    """In one line, and with a traceback in lines of their own; once, though there are several clients."""
-    hosted = {name: records(name, 8) for name in ("c0", "c1")}
-    client = DPClient(model=Broken(), clients=hosted, training=Training(learning_rate=0.1), device=DEVICE)
-    assert client.why_unable() is not None
-    (told,) = [record.getMessage() for record in caplog.records if "first cause" in record.getMessage()]
-    first, *trace = told.splitlines()
-    assert "Expected all tensors to be on the same device" in first
-    assert any("in forward" in line for line in trace)
-    assert all(line.startswith("traceback | ") for line in trace)
+    assert base_hash(LoRA(72).to(DEVICE)) == base_hash(LoRA(72)) != ""
 
 
 # Precision
@@ -718,12 +528,9 @@ def test_convolutions_on_cuda_are_deterministic_and_without_tf32_unless_asked(mo
 
 def test_all_that_a_client_computes_is_in_that_context(monkeypatch: Any) -> None:
     """Training by either engine, gradients of single records, evaluation, and the dry run."""
-    from contextlib import contextmanager
-
     from flower_dp.clients import node_client
 
-    inside: list[bool] = [False]
-    seen: list[bool] = []
+    inside, seen = [False], []
 
     @contextmanager
     def context(device: Any) -> Iterator[None]:
@@ -744,48 +551,28 @@ def test_all_that_a_client_computes_is_in_that_context(monkeypatch: Any) -> None
     assert all(seen)
 
 
-def test_the_newer_switches_of_torch_end_nothing() -> None:
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="an older torch")
+@pytest.mark.parametrize("switch", ["fp32_precision", "cudnn.fp32_precision", "cudnn.conv.fp32_precision"])
+def test_the_newer_switches_of_torch_end_nothing(switch: str) -> None:
     """In a process of its own: torch keeps them."""
-    code = """
+    code = f"""
 import torch
 from flower_dp.clients.training.devices import reproducible
 torch.backends.{switch} = "ieee"
 with reproducible(torch.device("cuda")), reproducible(torch.device("cuda")):
-    assert torch.backends.cudnn.deterministic
-    assert torch.backends.{switch} == "ieee"
-assert not torch.backends.cudnn.deterministic
-assert torch.backends.{switch} == "ieee"
+    assert (torch.backends.cudnn.deterministic, torch.backends.{switch}) == (True, "ieee")
+assert (torch.backends.cudnn.deterministic, torch.backends.{switch}) == (False, "ieee")
 """
-    if not hasattr(torch.backends, "fp32_precision"):
-        pytest.skip("an older torch")
-    for switch in ("fp32_precision", "cudnn.fp32_precision", "cudnn.conv.fp32_precision"):
-        subprocess.run([sys.executable, "-c", code.format(switch=switch)], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.usefixtures("without_float64")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_metrics_of_clients_are_told_without_float64(engine: str) -> None:
-    clients = {f"c{index}": records(f"c{index}", 8) for index in range(2)}
-    client = DPClient(
-        model=linear(),
-        clients=clients,
-        training=Training(learning_rate=0.1),
-        policy=ClientPolicy(allow_metrics=True),
-        device=DEVICE,
-        engine=engine,
-    )
-    sampling = FullSampling()
-    strategy = DPFedAvg(
-        clip_norm=0.5, noise_multiplier=1.0, sampling=sampling, num_clients=2, delta=1e-3, report_client_metrics=True
-    )
-    strategy.start(LocalGrid(client_app(lambda _: client), 1), model_arrays(linear()), num_rounds=2)
+    clients, policy = {f"c{index}": records(f"c{index}", 8) for index in range(2)}, dp.ClientPolicy(allow_metrics=True)
+    node: dict[str, Any] = {"policy": policy, "device": DEVICE, "engine": engine}
+    client = DPClient(model=linear(), clients=clients, training=Training(learning_rate=0.1), **node)
+    terms: dict[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 2}
+    strategy = DPFedAvg(**terms, delta=1e-3, report_client_metrics=True)
+    strategy.start(LocalGrid(dp.client_app(lambda _: client), 1), dp.model_arrays(linear()), num_rounds=2)
     assert [report.replies for report in strategy.rounds] == [2, 2]
-
-
-def test_an_error_that_is_its_own_cause_ends_the_search_for_the_first(caplog: Any) -> None:
-    from flower_dp.clients.training.dry_run import _log_cause
-
-    error = RuntimeError("of itself")
-    error.__cause__ = error
-    _log_cause("a step", error)
-    assert "first cause: a step fails: RuntimeError: of itself" in caplog.text

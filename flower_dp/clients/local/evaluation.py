@@ -13,13 +13,14 @@ from flower_dp.clients.local.row import evaluation_pipeline
 from flower_dp.clients.reasons import Declined, contained
 from flower_dp.clients.reply.pipeline import Job, Pipeline
 from flower_dp.clients.training.attributes import evaluating
+from flower_dp.clients.training.batches import Inputs, num_rows, split
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.joins import one_alone
 from flower_dp.clients.training.losses import Loss, record_cross_entropy
 from flower_dp.clients.training.per_record import keeps_records_apart
 from flower_dp.clients.training.reading import apart
-from flower_dp.clients.training.recipe import FlatModel
-from flower_dp.clients.training.records import Inputs, Records, num_rows, outputs_of, split
+from flower_dp.clients.training.recipe import FlatModel, outputs_of
+from flower_dp.clients.training.records import Records
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget

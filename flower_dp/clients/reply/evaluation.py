@@ -12,8 +12,8 @@ from flower_dp.clients.reply.pipeline import Job, Trained
 from flower_dp.clients.reply.rows import one_by_one
 from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.losses import Loss, checked
-from flower_dp.clients.training.recipe import FlatModel
-from flower_dp.clients.training.records import Records, outputs_of
+from flower_dp.clients.training.recipe import FlatModel, outputs_of
+from flower_dp.clients.training.records import Records
 from flower_dp.core.metric_bounds import MetricBounds
 
 # A model in evaluation mode, and one client's records -> the metrics by name.

@@ -1,14 +1,17 @@
 """Rows of several clients, made one after another; arrays of any library."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from flower_dp.clients.reasons import contained
-from flower_dp.clients.reply.pipeline import Job, Trained
+from flower_dp.clients.reply.pipeline import Trained
 from flower_dp.core.vectors import Array
+
+Work = TypeVar("Work")
 
 
 def one_by_one(
-    jobs: Sequence[Job], row: Callable[[Job], tuple[Array, Array]], *, reset: Callable[[], None] = lambda: None
+    jobs: Sequence[Work], row: Callable[[Work], tuple[Array, Array]], *, reset: Callable[[], None] = lambda: None
 ) -> Iterator[Trained]:
     """Yield what `row` makes of every client, its row and its training loss, or its error, in order.
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flower_dp.clients.reply.pipeline import Job
+from flower_dp.clients.reply.pipeline import Job, Trained
 from flower_dp.clients.training.devices import exact_device, is_accelerator
 from flower_dp.clients.training.engines import local_updates, num_slots
-from flower_dp.clients.training.engines.one_by_one import Trained
 from flower_dp.clients.training.recipe import FlatModel, Training
 
 

@@ -20,12 +20,13 @@ from flower_dp.clients.reasons import UnfitModelError
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.reply.pipeline import Job, Trained
 from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.training.batches import Inputs
 from flower_dp.clients.training.draws import draws_seed
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum
-from flower_dp.clients.training.records import Inputs, Records, made_up
+from flower_dp.clients.training.records import Records
 from flower_dp.core import checks
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, block_of
 
@@ -187,9 +188,6 @@ class ConvexModel:
 
     def _read(self, records: Records, positions: Tensor, seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Return features [n, f] and targets [n] of the records that can be read and fit the model, in float64."""
-        made = made_up(records, device)
-        if made is not None and not isinstance(made[0], Tensor):
-            raise UnfitModelError(f"convex-glm needs inputs in one tensor: this client's are {type(made[0]).__name__}")
         size = max(1, len(positions))
         read = apart(records, positions, self.fitting, size=size, device=device, seed=seed, problems=set())
         return [(features[places], labels[places]) for _, places, (features, labels) in read]

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from flower_dp.clients import reasons
 from flower_dp.clients.tracebacks import place_of, traceback_of
+from flower_dp.clients.training import batches
+from flower_dp.clients.training.batches import Batch
 from flower_dp.clients.training.clipped_steps import ConvexModel
 from flower_dp.clients.training.devices import is_accelerator
 from flower_dp.clients.training.draws import OwnDraws
@@ -28,20 +30,9 @@ from flower_dp.clients.training.engines import local_updates
 from flower_dp.clients.training.findings import findings_of
 from flower_dp.clients.training.joins import KeepsError, Watch, differs
 from flower_dp.clients.training.losses import Loss, checked
-from flower_dp.clients.training.recipe import FlatModel, Training
+from flower_dp.clients.training.recipe import FlatModel, Training, outputs_of
 from flower_dp.clients.training.record_clipping import check_model
-from flower_dp.clients.training.records import (
-    Batch,
-    DatasetRecords,
-    Records,
-    TensorRecords,
-    canonical,
-    each,
-    kind_of,
-    made_up,
-    mapped,
-    outputs_of,
-)
+from flower_dp.clients.training.records import DatasetRecords, Records, TensorRecords, made_up
 from flower_dp.core import checks
 from flower_dp.core.root_logger import SHOWN
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
@@ -75,7 +66,7 @@ def of_training(model: FlatModel, records: Records, training: Training, *, publi
         example = _example(records, model.device, public=public)
         if not isinstance(example, tuple):
             return example
-        key, findings = ("trained", training, kind_of(*example)), findings_of(model)
+        key, findings = ("trained", training, batches.kind_of(*example)), findings_of(model)
         why = None if key in findings else _Trial(model, training).why_not(example)
         if why is None:
             findings[key] = True
@@ -128,7 +119,7 @@ def _why_no_record(model: FlatModel, records: Records, loss: Loss, error: BaseEx
     example = _example(records, model.device, public=True)
     if not isinstance(example, tuple):
         return example
-    record = mapped(canonical, *example)
+    record = batches.mapped(batches.canonical, *example)
     trial = _Trial(model, Training(learning_rate=1.0, batch_size=1, loss=loss))
     if (why := trial.why_no_outputs(record)) is not None:
         return why
@@ -185,7 +176,7 @@ class _Trial:
 
     def _keeps(self, batch: Batch, row: Tensor) -> bool:
         """Return whether the row of a batch is another one after a step on another batch."""
-        self._tried(self._row, (each(batch[0], _drawn), batch[1]))
+        self._tried(self._row, (batches.each(batch[0], _drawn), batch[1]))
         again = self._tried(self._row, batch)
         return isinstance(again, Exception) or differs(row, again)
 
@@ -200,7 +191,7 @@ class _Trial:
         """Return why the model has no outputs, None if it has."""
         if not self.fails(self._outputs, example):
             return None
-        floats = each(example[0], lambda tensor: tensor if tensor.is_floating_point() else tensor.float())
+        floats = batches.each(example[0], lambda tensor: tensor if tensor.is_floating_point() else tensor.float())
         return reasons.MODEL if self.fails(self._outputs, (floats, example[1])) else reasons.WHOLE_NUMBERS
 
     def fails(self, function: Callable[[Batch], object], example: Batch) -> bool:
@@ -229,7 +220,7 @@ class _Trial:
         """Return the update of one step, or its error; without the loss where it is not safe to ask it."""
         inputs, targets = batch
         asked = self._safe or targets.is_floating_point() or _is_torchs(self._training.loss)
-        loss = self._training.loss if asked else _no_loss
+        loss = self._training.loss if asked else lambda outputs, _: outputs.mean()
         brief = replace(self._training, batch_size=len(targets), num_local_epochs=1, num_local_steps=1, loss=loss)
         clients, start = [TensorRecords(inputs=inputs, targets=targets)], self._model.vector.clone()
         with self._shapes:
@@ -258,10 +249,6 @@ def _mixes(function: Any, given: list[Any]) -> str | None:
     return None
 
 
-def _no_loss(outputs: Tensor, _: Tensor) -> Tensor:
-    return outputs.mean()
-
-
 def _example(records: Records, device: torch.device, *, public: bool) -> Batch | str | None:
     """Return a record [1, ...] of a client's shapes and types, or why there is none; None if nobody knows them."""
     try:
@@ -272,11 +259,11 @@ def _example(records: Records, device: torch.device, *, public: bool) -> Batch |
     if made is not None or public:
         return made
     try:
-        if isinstance(records, DatasetRecords) and len(records) and not _is_pair(row := records.dataset[0]):
-            _log_once(logging.WARNING, f"dry run: a row of the data set is a {type(row).__name__}")
-            return reasons.ROWS
         if not len(records):
             return None
+        if isinstance(records, DatasetRecords) and not _is_pair(row := records.dataset[0]):
+            _log_once(logging.WARNING, f"dry run: a row of the data set is a {type(row).__name__}")
+            return reasons.ROWS
         inputs, targets = records.batch(torch.tensor([0]), device)
         return inputs, targets
     except Exception as error:
@@ -310,7 +297,7 @@ def _is_pair(row: Any) -> bool:
 
 def _filled(example: Batch, count: int, value: int) -> Batch:
     """Return a batch [count, ...] of one value, of the shapes and types of a record."""
-    return mapped(lambda one: torch.full((count, *one.shape[1:]), value, dtype=one.dtype, device=one.device), *example)
+    return batches.mapped(lambda one: torch.full((count, *one.shape[1:]), value, dtype=one.dtype, device=one.device), *example)
 
 
 def _drawn(tensor: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flower_dp.clients.reasons import UnfitModelError
+from flower_dp.clients.training.batches import Batch, Inputs, each, kind_of
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.findings import findings_of
 from flower_dp.clients.training.recipe import FlatModel, parts
-from flower_dp.clients.training.records import Batch, Inputs, each, kind_of
 
 log = logging.getLogger("flwr")
 

@@ -10,17 +10,15 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.reasons import UnfitModelError as UnfitModelError  # noqa: PLC0414 (others import it from here)
+from flower_dp.clients.training.batches import Inputs, each
 from flower_dp.clients.training.losses import Loss, record_cross_entropy
-from flower_dp.clients.training.recipe import FlatModel
-from flower_dp.clients.training.records import Inputs, each, mapped, outputs_of, split
+from flower_dp.clients.training.recipe import FlatModel, outputs_of
 from flower_dp.core import checks
 from flower_dp.core.root_logger import untouched_root_logger
 
@@ -37,11 +35,12 @@ _EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNo
 _FASTER = (nn.Conv1d, nn.Conv2d)
 # torch's compiler, whose import takes most of a second in every process of a device.
 _COMPILER = "torch._dynamo"
+_OPACUS_IS_THERE = find_spec("opacus") is not None  # it is in the extra `torch`
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def record_gradients(
-    model: FlatModel, inputs: Inputs, targets: Tensor, *, loss: Loss, chunk: int | None = None, engine: str | None = None
+    model: FlatModel, inputs: Inputs, targets: Tensor, *, loss: Loss, engine: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient [n, d] and the loss [n] of every record, at the model's present weights.
 
@@ -53,37 +52,23 @@ def record_gradients(
         inputs: one row a record, n of them; a tensor, or tensors by the names of the model's arguments.
         targets: one row a record.
         loss: model outputs, targets -> loss, for batches of one record.
-        chunk: the number of records computed together; a last chunk with fewer is filled up with copies of its first record. A
-            row's bits then don't depend on how many records there are, nor on what the others hold. None: all n together.
         engine: one of `ENGINES`; None: what `engine_of` says.
 
     Raises:
-        ValueError: for an unknown engine, or a chunk below 1.
+        ValueError: for an unknown engine.
     """
     name = engine_of(model) if engine is None else engine
     gradients = ENGINES[checks.one_of("engine", name, tuple(ENGINES))]
     checked = record_cross_entropy if loss is nn.functional.cross_entropy else loss
-    size = len(targets) if chunk is None else checks.integer("chunk", chunk, at_least=1)
-    rows, losses = [], []
-    for batch in zip(split(inputs, size), torch.split(targets, size), strict=True):
-        made, values = gradients(model, *mapped(lambda tensor: _filled(tensor, size), *batch), checked)
-        # With a dimension more, a parameter without dimensions has its column as well.
-        columns = torch.cat([one[:, None].flatten(start_dim=1) for one in made], dim=1)
-        rows.append(columns[: len(batch[1])].detach())
-        losses.append(values[: len(batch[1])].detach())
-    return (rows[0], losses[0]) if len(rows) == 1 else (torch.cat(rows), torch.cat(losses))
+    made, losses = gradients(model, inputs, targets, checked)
+    # With a dimension more, a parameter without dimensions has its column as well.
+    return torch.cat([one[:, None].flatten(start_dim=1) for one in made], dim=1).detach(), losses.detach()
 
 
 def engine_of(model: FlatModel) -> str:
     """Return the engine for a model: by its layers and its device, never by data."""
     faster = model.device.type == "cpu" and any(isinstance(layer, _FASTER) for layer in model.module.modules())
-    return "expanded-weights" if faster and opacus_is_there() and keeps_records_apart(model.module) else "torch.func"
-
-
-@cache
-def opacus_is_there() -> bool:
-    """Whether opacus is installed, which is in the extra `torch`."""
-    return find_spec("opacus") is not None
+    return "expanded-weights" if faster and _OPACUS_IS_THERE and keeps_records_apart(model.module) else "torch.func"
 
 
 def keeps_records_apart(module: nn.Module) -> bool:
@@ -107,12 +92,6 @@ def _keeps_apart(layer: nn.Module) -> bool:
     if isinstance(layer, nn.Embedding):
         return layer.padding_idx is None and layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
     return True
-
-
-def _filled(batch: Tensor, size: int) -> Tensor:
-    if len(batch) in (0, size):
-        return batch
-    return torch.cat([batch, batch[:1].expand(size - len(batch), *batch.shape[1:])])
 
 
 def _by_vmap(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> tuple[Sequence[Tensor], Tensor]:

@@ -12,20 +12,11 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.reasons import contained
+from flower_dp.clients.training import batches
+from flower_dp.clients.training.batches import Inputs
 from flower_dp.clients.training.draws import OwnDraws, record_seed
 from flower_dp.clients.training.joins import Watch, looks_up
-from flower_dp.clients.training.records import (
-    Inputs,
-    Records,
-    TensorRecords,
-    canonical,
-    each,
-    kind_of,
-    mapped,
-    num_rows,
-    split,
-    stacked,
-)
+from flower_dp.clients.training.records import Records, TensorRecords
 
 Made = TypeVar("Made")
 Transform = Callable[[Any], Inputs]
@@ -52,7 +43,7 @@ class Batch:
         order = torch.full((size,), int(chosen[0]))
         order[self.places[chosen]] = chosen
         order = order.to(self.targets.device)
-        return mapped(lambda tensor: tensor.index_select(0, order), self.inputs, self.targets)
+        return batches.mapped(lambda tensor: tensor.index_select(0, order), self.inputs, self.targets)
 
 
 def apart(
@@ -92,7 +83,7 @@ def apart(
             if transform is not None:
                 with draws:
                     inputs = transform(inputs, lambda place: draws.restart(record_seed(seed, number * size + place)))
-            return compute(*mapped(canonical, inputs, targets))
+            return compute(*batches.mapped(batches.canonical, inputs, targets))
 
         for batch in _read(records, part, device, draws, seed, problems):
             for places, made in _computed(batch, run, size, problems):
@@ -121,12 +112,12 @@ def _read(
             try:
                 with contained():
                     inputs, targets = _one(records, position, device)
-                kinds.setdefault(kind_of(inputs, targets), []).append((place, inputs, targets))
+                kinds.setdefault(batches.kind_of(inputs, targets), []).append((place, inputs, targets))
             except Exception as error:
                 problems.add(type(error).__name__)
     for found in kinds.values():
         own_places, inputs_of, targets_of = zip(*found, strict=True)
-        yield Batch(places=torch.tensor(own_places), inputs=stacked(inputs_of), targets=torch.cat(targets_of))
+        yield Batch(places=torch.tensor(own_places), inputs=batches.stacked(inputs_of), targets=torch.cat(targets_of))
 
 
 def _working(count: int, function: Callable[[Tensor], Made], problems: set[str]) -> Iterator[tuple[Tensor, Made]]:
@@ -156,9 +147,9 @@ def _one(records: Records, position: int, device: torch.device) -> tuple[Inputs,
     tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
     if not all(isinstance(tensor, Tensor) for tensor in (*tensors, targets)):
         raise ValueError("records: inputs and targets must be tensors")
-    inputs, targets = mapped(canonical, inputs, targets)
-    if not num_rows(inputs) == len(targets) == 1:
-        raise ValueError(f"one record came with {num_rows(inputs)} inputs and {len(targets)} targets")
+    inputs, targets = batches.mapped(batches.canonical, inputs, targets)
+    if not batches.num_rows(inputs) == len(targets) == 1:
+        raise ValueError(f"one record came with {batches.num_rows(inputs)} inputs and {len(targets)} targets")
     return inputs, targets
 
 
@@ -169,12 +160,12 @@ def _transform(
 
     def one(row: Any) -> Any:
         made = transform(row)
-        if num_rows(made) != 1:
-            raise ValueError(f"transform: made {num_rows(made)} records of one")
+        if batches.num_rows(made) != 1:
+            raise ValueError(f"transform: made {batches.num_rows(made)} records of one")
         return made
 
     def alone(row: Any) -> Any:
-        return each(one(each(row, lambda tensor: tensor.unsqueeze(0))), lambda tensor: tensor.squeeze(0))
+        return batches.each(one(batches.each(row, lambda tensor: tensor.unsqueeze(0))), lambda tensor: tensor.squeeze(0))
 
     vectorised = torch.func.vmap(alone, randomness="different")
 
@@ -185,10 +176,10 @@ def _transform(
 
     def one_by_one(inputs: Inputs, restart: Callable[[int], None]) -> Inputs:
         made = []
-        for place, row in enumerate(split(inputs, 1)):
+        for place, row in enumerate(batches.split(inputs, 1)):
             restart(place)
             made.append(one(row))
-        return stacked(made)
+        return batches.stacked(made)
 
     try:
         with contained(), OwnDraws.of_data_sets(device), Watch(looks_up) as watch:

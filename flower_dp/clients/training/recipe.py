@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from flower_dp.clients import reasons
 from flower_dp.clients.training.attributes import Attributes, base_hash, fingerprint
+from flower_dp.clients.training.batches import Inputs, split
 from flower_dp.clients.training.channels_last import Convolutions
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.losses import Loss, checked
-from flower_dp.clients.training.records import Inputs, Records, outputs_of, split
+from flower_dp.clients.training.records import Records
 from flower_dp.clients.training.regularizers import LUS, Regularizer
 from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
@@ -274,6 +275,12 @@ class Training:
         _, uphill = self._gradients(model, inputs, targets)
         model.vector.copy_(here)
         return uphill
+
+
+def outputs_of(module: nn.Module, inputs: Inputs) -> Tensor:
+    """Return the model's outputs; named tensors are its keyword arguments."""
+    outputs: Tensor = module(inputs) if isinstance(inputs, Tensor) else module(**inputs)
+    return outputs
 
 
 def parts(vectors: Tensor, layout: Layout) -> list[Tensor]:

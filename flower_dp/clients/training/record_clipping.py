@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flower_dp.clients.reasons import LOSS_OF_WEIGHTS, LOSS_SHAPE, LOSS_UNEVEN, UnfitLossError, UnfitModelError
 from flower_dp.clients.reply.parts import RecordClip
+from flower_dp.clients.training.batches import Inputs, canonical, kind_of, mapped, repeated, split
 from flower_dp.clients.training.devices import exact_device, is_accelerator
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.findings import findings_of
@@ -17,7 +18,7 @@ from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import record_gradients
 from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
-from flower_dp.clients.training.records import Inputs, Records, canonical, kind_of, made_up, mapped, repeated, split
+from flower_dp.clients.training.records import Records, made_up
 from flower_dp.privacy.events import Relation
 
 log = logging.getLogger("flwr")
@@ -202,7 +203,7 @@ class _Gradients:
         with self._draws:
             self._draws.restart(self._seed)
             loss = self._checked or self._loss
-            made = record_gradients(self._model, inputs, targets, loss=loss, chunk=len(targets), engine=engine)
+            made = record_gradients(self._model, inputs, targets, loss=loss, engine=engine)
             if self._checked is not None:
                 self._checked.check()
         return made

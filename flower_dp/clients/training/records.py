@@ -1,83 +1,20 @@
 """Records: one client's data, in batches that are ready for the model."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from flower_dp.clients.reasons import TABLE, Declined
+from flower_dp.clients.training.batches import Batch, Inputs, mapped, split, stacked
 from flower_dp.clients.training.devices import free_memory, is_accelerator, select_rows
 
 # The part of a GPU's free memory that the tensors of a node's clients may take.
 _PART_OF_FREE_MEMORY = 8
-# A model's inputs, one row per record: a tensor, or tensors by the names of the model's arguments.
-Inputs = Tensor | Mapping[str, Tensor]
-# Inputs and targets, one row per record.
-Batch = tuple[Inputs, Tensor]
-
-
-def each(inputs: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
-    """Return inputs with a function applied to every tensor."""
-    return function(inputs) if isinstance(inputs, Tensor) else {name: function(value) for name, value in inputs.items()}
-
-
-def mapped(function: Callable[[Tensor], Tensor], inputs: Inputs, targets: Tensor) -> Batch:
-    """Return inputs and targets with a function applied to every tensor."""
-    return each(inputs, function), function(targets)
-
-
-def canonical(tensor: Tensor) -> Tensor:
-    """Return numbers as float32 or int64, the types of a model's weights and of classes; other types as they are."""
-    plain = tensor.detach().as_subclass(Tensor)
-    if plain.is_floating_point():
-        return plain.to(torch.float32)
-    return plain if plain.is_complex() or plain.dtype == torch.bool else plain.to(torch.int64)
-
-
-def num_rows(inputs: Inputs) -> int:
-    """Return the number of records.
-
-    Raises:
-        ValueError: if the tensors have different numbers of rows, or there is none.
-    """
-    counts = {len(inputs)} if isinstance(inputs, Tensor) else {len(value) for value in inputs.values()}
-    if len(counts) != 1:
-        raise ValueError(f"inputs: tensors with {sorted(counts)} rows: must be equally many")
-    return counts.pop()
-
-
-def split(inputs: Inputs, size: int | list[int]) -> Iterator[Inputs]:
-    """Yield parts of `size` records, the last of which may be smaller, or of these sizes."""
-    if isinstance(inputs, Tensor):
-        yield from torch.split(inputs, size)
-    else:
-        for parts in zip(*(torch.split(value, size) for value in inputs.values()), strict=True):
-            yield dict(zip(inputs, parts, strict=True))
-
-
-def outputs_of(module: nn.Module, inputs: Inputs) -> Tensor:
-    """Return the model's outputs; named tensors are its keyword arguments."""
-    outputs: Tensor = module(inputs) if isinstance(inputs, Tensor) else module(**inputs)
-    return outputs
-
-
-def repeated(inputs: Inputs, targets: Tensor, count: int) -> Batch:
-    """Return a batch of so many copies of one record [1, ...]."""
-    return mapped(lambda tensor: tensor.expand(count, *tensor.shape[1:]).clone(), inputs, targets)
-
-
-def kind_of(inputs: Inputs, targets: Tensor) -> object:
-    """Return what batches must have in common to be computed alike and to stand in one tensor, as a key; no values."""
-
-    def told(tensor: Tensor) -> object:
-        return tensor.shape, tensor.dtype, tensor.layout, tensor.device
-
-    named = {None: inputs} if isinstance(inputs, Tensor) else inputs
-    return frozenset((name, told(one)) for name, one in named.items()), told(targets)
 
 
 def made_up(records: "Records", device: torch.device) -> Batch | None:
@@ -313,14 +250,6 @@ class DatasetRecords:
     def made_up(self, device: torch.device) -> Batch | None:
         """Return inputs and target [1, ...] of the example; None without one."""
         return None if self._like is None else mapped(lambda tensor: tensor.to(device), *self._like)
-
-
-def stacked(parts: Sequence[Inputs]) -> Inputs:
-    """Return inputs of several batches [n, ...] as those of one."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat([part for part in parts if isinstance(part, Tensor)])
-    return {name: torch.cat([part[name] for part in parts if not isinstance(part, Tensor)]) for name in first}
 
 
 def _pairs(items: list[Any]) -> Batch:

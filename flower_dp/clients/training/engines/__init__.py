@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from flower_dp.clients.reply.pipeline import Trained
 from flower_dp.clients.training.devices import is_accelerator
 from flower_dp.clients.training.engines.batched import Trainer, num_slots
-from flower_dp.clients.training.engines.one_by_one import Trained, train_one
+from flower_dp.clients.training.engines.one_by_one import train_one
 from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records
 from flower_dp.clients.training.regularizers import LUS

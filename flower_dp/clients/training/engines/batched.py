@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.reasons import contained
+from flower_dp.clients.reply.pipeline import Trained
 from flower_dp.clients.training.devices import is_accelerator, is_out_of_memory, release_memory, total_memory
 from flower_dp.clients.training.engines.feed import Feed, Kind, MixedRecordsError
-from flower_dp.clients.training.engines.one_by_one import Trained, train_one
+from flower_dp.clients.training.engines.one_by_one import train_one
 from flower_dp.clients.training.engines.program import Program, UnevenLossError
 from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records, TensorRecords, rows_of_all

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flower_dp.clients.training.batches import Inputs, each, num_rows
 from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.recipe import Training
-from flower_dp.clients.training.records import Inputs, Records, each, num_rows
+from flower_dp.clients.training.records import Records
 
 # Inputs and targets of a step, [records, ...] each.
 Batch = tuple[Any, Tensor]

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 
 from flower_dp.clients.reasons import contained
+from flower_dp.clients.reply.pipeline import Trained
 from flower_dp.clients.training.devices import is_accelerator, is_out_of_memory, reproducible
 from flower_dp.clients.training.engines.feed import Batch, Kind
-from flower_dp.clients.training.engines.one_by_one import Trained
 from flower_dp.clients.training.engines.trace import LAYOUT, traced
 from flower_dp.clients.training.losses import checked, class_losses, cross_entropy, known_classes
 from flower_dp.clients.training.recipe import FlatModel, Training, parts
@@ -75,7 +75,8 @@ class Program:
             raise RuntimeError("the model looks numbers up (an embedding), which torch.func does across clients")
         _drop_idle_views(graph)
         if sliced:
-            _slice_products(graph)
+            for node in graph.find_nodes(op="call_function", target=_aten.bmm.default):
+                node.target = _sliced_product
         else:
             _factor_gradients(graph, len(self._weights))
         graph.eliminate_dead_code()
@@ -308,13 +309,6 @@ def _viewed(node: Any) -> Any:
     returned = getattr(getattr(node.target, "_schema", None), "returns", None)
     shares = returned and returned[0].alias_info is not None and not returned[0].alias_info.is_write
     return node.args[0] if shares or node.target is _aten._unsafe_view.default else None
-
-
-def _slice_products(graph: torch.fx.Graph) -> None:
-    """Replace every batched matrix product."""
-    for node in graph.nodes:
-        if node.target is _aten.bmm.default:
-            node.target = _sliced_product
 
 
 def _sliced_product(ones: Tensor, others: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Key of a node's meta: shape, strides and type of its tensor.
+# Key of a node's meta: shape, strides and type of its tensor, and whether its numbers are to be negated where they are read.
 LAYOUT = "layout"
 # Operations whose result, or its shape, is not known before they have been executed on the data.
 _OF_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -103,7 +103,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._nodes[tensor] = node
         if owned:
             self._own[tensor] = True
-        node.meta[LAYOUT] = tensor.shape, tensor.stride(), tensor.dtype
+        # A conjugate is a view as well.
+        node.meta[LAYOUT] = tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
