@@ -244,6 +244,7 @@ def test_what_is_asked_of_one_client_is_sent_to_its_node_alone() -> None:
             for placement in ("central", "local")
             for one in ({"noise_std": 0.1}, *SHORTER)
         ),
+        ({"placement": "edge", "noise_multiplier": 0.0}, "placement='edge': must be one of central, distributed, local"),
         ({"placement": "local", "step": 2.0**-12}, "step, mask: must not be there for placement='local'"),
         ({"placement": "local", "mask": RoundMask(seed=1, keep_ratio=0.5)}, "step, mask: must not be there"),
         ({"placement": "central", "own": LOCAL.own}, "own: must be there for placement='local' alone"),
