@@ -6,7 +6,10 @@ from typing import Any
 from uuid import uuid4
 
 from flower_dp.core import dp
+from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.charges import Charge, Charges, Scope, frozen
+from flower_dp.privacy.client_terms import Terms, own_release
+from flower_dp.privacy.mechanisms import Mechanism
 
 
 @dataclass(slots=True)
@@ -39,6 +42,12 @@ def charge_each(events: Mapping[str, dp.DpEvent], **fields: Any) -> Charge:
     places: dict[dp.DpEvent, int] = {}
     which = tuple(places.setdefault(frozen(event), len(places)) for event in events.values())
     return Charge(owners=tuple(events), events=tuple(places), which=which, **fields)
+
+
+def device_terms(num_replies: int, mechanism: Mechanism, *, sampler: Any = None, num_releases: int = 1, **words: Any) -> Terms:
+    """Terms of a client with 100 records."""
+    release = own_release("a reply", mechanism, sampler or FullSampling(), clip_norm=1.0, num_units=100, **words)
+    return Terms(release=release, num_replies=num_replies, num_releases=num_releases)
 
 
 def folded(charges: Iterable[Charge]) -> Charges:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import shutil
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -18,10 +17,11 @@ from hypothesis import strategies as st
 from flower_dp.privacy.budget import JointBudget
 from flower_dp.privacy.charges import EVERY_CLIENT, Scope
 from flower_dp.privacy.device_store import DeviceLedger, Numbered
+from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.renyi_filter import order_for
 from flower_dp.privacy.store import Store
-from tests.charges import charge_each
+from tests.charges import charge_each, device_terms
 from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
 
@@ -187,45 +187,7 @@ def test_another_ledger_in_the_place_of_one_is_refused_whatever_both_have(ours, 
             Store(path, read_only=read_only).close()
 
 
-@quickly(10)
-@given(st.integers(1, 3), st.integers(0, 2), st.booleans())
-def test_an_older_copy_is_refused_and_the_newest_is_not(charges, more, read_only):
-    with TemporaryDirectory() as folder:
-        path, copy = Path(folder, "ledger"), Path(folder, "copy")
-        run = filled(path, charges=charges)
-        shutil.copy2(path, copy)
-        with Store(path) as ledger:
-            for number in range(charges + 1, charges + more + 1):
-                ledger.append(run, charge(number, (GaussianDpEvent(3.0),)))
-        os.replace(copy, path)
-        if more:
-            with pytest.raises(LedgerError, match="older copy"):
-                Store(path, read_only=read_only).close()
-        else:
-            with Store(path, read_only=read_only) as ledger:
-                assert len(ledger.read(run)) == charges
-
-
 # A device's file
-
-
-def terms(replies, multiplier=3.0):
-    from flower_dp.core.sampling import FullSampling
-    from flower_dp.privacy.client_terms import Terms
-    from flower_dp.privacy.mechanisms import Gaussian
-    from flower_dp.privacy.release import Release
-
-    release = Release(
-        what="w",
-        seen_by="s",
-        unit="record",
-        relation=REPLACE,
-        clip_norm=1.0,
-        mechanism=Gaussian(noise_multiplier=multiplier),
-        sampler=FullSampling(),
-        num_clients=5,
-    )
-    return Terms(release=release, num_replies=replies)
 
 
 asked = st.lists(
@@ -243,7 +205,7 @@ def test_a_devices_ledger_counts_every_client_alone(history, most):
         path, count, opened = Path(folder, "ledger"), Counter(), {}
         DeviceLedger.create(path, NAMES)
         for number, (names, factor) in enumerate(history, start=1):
-            due = {name: terms(most[name], 3.0 * factor) for name in sorted(names)}
+            due = {name: device_terms(most[name], Gaussian(noise_multiplier=3.0 * factor)) for name in sorted(names)}
             noise = {name: opened.get(name, 3.0 * factor) for name in due}
             fits = {name for name in due if count[name] < most[name] and noise[name] <= 3.0 * factor <= noise[name] * 1.001}
             numbered = {name: Numbered(run="r", number=number) for name in due}
@@ -257,7 +219,11 @@ def test_a_devices_ledger_counts_every_client_alone(history, most):
                 name: count[name] for name in NAMES
             }
             with pytest.raises(LedgerError, match="older copy"):
-                DeviceLedger(path).charge({"a": terms(9)}, {"a": Numbered(run="s", number=1)}, at_least={"a": count["a"] + 1})
+                DeviceLedger(path).charge(
+                    {"a": device_terms(9, Gaussian(noise_multiplier=3.0))},
+                    {"a": Numbered(run="s", number=1)},
+                    at_least={"a": count["a"] + 1},
+                )
         found, text = DeviceLedger(path).read(), path.read_bytes()
         for place in range(0, len(text), max(1, len(text) // 12)):
             path.write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
