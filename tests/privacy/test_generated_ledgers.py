@@ -21,18 +21,13 @@ from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.renyi_filter import order_for
 from flower_dp.privacy.store import Store
-from tests.charges import charge_each, device_terms
+from tests.charges import device_terms, one_charge
 from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
 
 ADD, REPLACE = "add-or-remove-one", "replace-one"
 NAMES = "abc"
 TOLERANCE = 1e-6
-
-
-def charge(number, events, *, relation=ADD, release="r", owners=(EVERY_CLIENT,)):
-    words = {"release": release, "number": number, "kind": "k", "scope": Scope(unit="client", relation=relation)}
-    return charge_each(dict(zip(owners, events, strict=True)), server_round=number, **words)
 
 
 def divergence(event, order, relation):
@@ -91,7 +86,7 @@ def test_a_budget_of_all_runs_ends_where_the_sum_by_hand_does(history, adaptive,
             after = [by_hand([*spent[name], event], ledger.budget, relation) for name in named]
             number = numbers[run] + 1
             try:
-                ledger.append(run, charge(number, (event,) * len(owners), relation=relation, owners=owners))
+                ledger.append(run, one_charge(number, event, owners, relation=relation))
             except BudgetSpentError:
                 refused += 1
                 assert max(after) > epsilon * (1 - TOLERANCE)
@@ -136,7 +131,7 @@ def test_a_sampled_release_fits_as_often_as_the_librarys_divergence_says(relatio
             run, number = ledger.begin(method="m", delta=1e-5), 0
             with suppress(BudgetSpentError):
                 while number <= most[0]:
-                    ledger.append(run, charge(number + 1, (event,), relation=relation))
+                    ledger.append(run, one_charge(number + 1, event, relation=relation))
                     number += 1
     assert number == most[0] if relation == ADD else most[1] <= number < most[0]
 
@@ -159,7 +154,7 @@ def filled(path, budget=None, *, charges=0):
     with Store(path) as ledger:
         run = ledger.begin(method="m", delta=1e-3)
         for number in range(1, charges + 1):
-            ledger.append(run, charge(number, (GaussianDpEvent(3.0),)))
+            ledger.append(run, one_charge(number, GaussianDpEvent(3.0)))
     return run
 
 
@@ -179,7 +174,7 @@ def test_another_ledger_in_the_place_of_one_is_refused_whatever_both_have(ours, 
             ledger = Store(path)
             os.replace(foreign, path)
             with pytest.raises(LedgerError, match="was moved, replaced or removed"):
-                ledger.append(ledger.begin(method="m", delta=1e-3), charge(1, (GaussianDpEvent(3.0),)))
+                ledger.append(ledger.begin(method="m", delta=1e-3), one_charge(1, GaussianDpEvent(3.0)))
             ledger.close()
             return
         os.replace(foreign, path)

@@ -6,9 +6,7 @@ import math
 import multiprocessing
 import os
 import random
-import resource
 import shutil
-import signal
 import sqlite3
 import sys
 import tempfile
@@ -22,10 +20,10 @@ import pytest
 from flower_dp.core import dp
 from flower_dp.privacy import accounting, ledger_tables, store
 from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.charges import EVERY_CLIENT, Scope
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.store import Store
-from tests.charges import charge_each
+from tests.charges import charge_each, one_charge
 from tests.closed_forms import gaussian_epsilon
 from tests.crash.points import Points
 
@@ -37,8 +35,7 @@ DELTA = 1e-5
 
 
 def charge(number=1, owners=(EVERY_CLIENT,), event=GAUSSIAN, **changes):
-    words = {"release": "dp-fedavg", "number": number, "server_round": number, "kind": "z = 2", "scope": CLIENTS}
-    return Charge(**words | {"owners": owners, "events": (event,)} | changes)
+    return one_charge(number, event, owners, **{"release": "dp-fedavg", "kind": "z = 2"} | changes)
 
 
 def local(number=1, owners=("a", "b"), event=GAUSSIAN, **changes):
@@ -602,49 +599,6 @@ def test_a_damaged_lock_file_is_no_missing_one(path):
         refused(path, r"its \.mark file is damaged; remove that if you know that the ledger is no older copy")
     lock.write_bytes(whole)
     assert content(path) == made
-
-
-# A full disk, a folder that can't be written
-
-
-def fill_up(path, made, acknowledged):
-    """Charge until the files may not grow any more: SQLite sees what it sees on a full disk, a write that fails."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    ledger = Store(path)
-    run = next(iter(made))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20_000, resource.RLIM_INFINITY))
-    for number in range(len(made[run]) + 1, 200):
-        ledger.append(run, charge(number))
-        acknowledged.value = number
-
-
-def test_on_a_full_disk_a_charge_fails_and_what_was_acknowledged_stays(path):
-    made, acknowledged = filled(path, 2), FORK.Value("i", 0)
-    run = next(iter(made))
-    assert in_child(fill_up, path, made, acknowledged) == 3
-    assert 2 < acknowledged.value < 199
-    assert len(content(path)[run]) - acknowledged.value in (0, 1)
-    with Store(path) as ledger:
-        ledger.append(run, charge(len(ledger.read(run)) + 1))
-
-
-def as_nobody(function, *arguments):
-    if os.geteuid() == 0:
-        os.setuid(65534)
-    function(*arguments)
-
-
-def test_in_a_folder_that_cannot_be_written_a_ledger_is_read_alone():
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "ledger.sqlite"
-        filled(path, 2)
-        if os.geteuid() == 0:
-            for entry in (path.parent, *path.parent.iterdir()):
-                os.chown(entry, 65534, 65534)
-        path.parent.chmod(0o500)
-        for function, arguments, status in ((content, path, 0), (Store, path, 3), (Store.create, path.with_name("new"), 3)):
-            assert in_child(as_nobody, function, arguments) == status
-        path.parent.chmod(0o700)
 
 
 # Kill -9, Ctrl-C
