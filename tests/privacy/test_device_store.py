@@ -124,7 +124,7 @@ FAULTS = {
     ),
     "for all to write": (lambda path: path.chmod(0o622), "is open to others .mode 622"),
     "for all to read": (lambda path: path.chmod(0o604), "is open to others .mode 604"),
-    "in a folder for all to write": (lambda path: path.parent.chmod(0o777), "in a folder that others can write to .mode 777"),
+    "in a folder for all to write": (lambda path: path.parent.chmod(0o777), "its folder: others can write to it .mode 777"),
     "two links": (lambda path: os.link(path, path.with_name("second")), "has 2 hard links"),
 }
 
@@ -144,7 +144,7 @@ def test_a_file_that_does_not_look_right_pays_nothing(path, fault):
 
 def test_a_folder_for_all_to_write_is_refused_but_for_a_sticky_one(tmp_path):
     tmp_path.chmod(0o775)
-    with pytest.raises(LedgerError, match="in a folder that others can write"):
+    with pytest.raises(LedgerError, match="its folder: others can write"):
         DeviceLedger.create(tmp_path / "ledger.sqlite", ["a"])
     tmp_path.chmod(0o1777)
     assert pay(DeviceLedger.create(tmp_path / "ledger.sqlite", ["a"]).path, {"a": terms()})[1] == {"a": 1}
@@ -160,7 +160,7 @@ def test_a_file_of_another_user_pays_nothing(path, monkeypatch):
 @pytest.mark.parametrize(
     ("field", "value", "why"),
     [
-        (4, os.geteuid() + 1, f"is in a folder of user {os.geteuid() + 1}"),
+        (4, os.geteuid() + 1, f"its folder: belongs to user {os.geteuid() + 1}"),
         (2, -1, "is mounted without its folder"),  # what SQLite must write beside it would be lost with the container
     ],
 )
