@@ -8,8 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from dp_accounting import GaussianDpEvent, LaplaceDpEvent, NeighboringRelation, PoissonSampledDpEvent
-from dp_accounting.rdp import RdpAccountant
+from dp_accounting import GaussianDpEvent, LaplaceDpEvent
 from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,39 +110,6 @@ def test_a_budget_of_all_runs_ends_where_the_sum_by_hand_does(history, adaptive,
             own = Counter(each for _, _, owners, each in charged if owners == (EVERY_CLIENT,) or name in owners)
             assert ledger.all.history(scope, name).counts == own
         ledger.close()
-
-
-@pytest.mark.parametrize("relation", [ADD, REPLACE])
-def test_a_sampled_release_fits_as_often_as_the_librarys_divergence_says(relation):
-    """Poisson sampling of Gaussian noise at a whole order, where the library's divergence is exact under add-or-remove-one."""
-    budget = JointBudget(epsilon=4.0, delta=1e-5, fully_adaptive=True)
-    event = PoissonSampledDpEvent(0.5, GaussianDpEvent(6.0))
-    kind = NeighboringRelation.ADD_OR_REMOVE_ONE
-    # Under replace-one no less than under add-or-remove-one, and no more than without sampling.
-    accountant = RdpAccountant([budget.renyi_order], kind)
-    accountant.compose(event)
-    one = float(accountant._rdp[0])
-    most = [math.floor(allowed(budget) / cost) for cost in (one, divergence(event.event, budget.renyi_order, relation))]
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "ledger")
-        Store.create(path, budget)
-        with Store(path) as ledger:
-            run, number = ledger.begin(method="m", delta=1e-5), 0
-            with suppress(BudgetSpentError):
-                while number <= most[0]:
-                    ledger.append(run, one_charge(number + 1, event, relation=relation))
-                    number += 1
-    assert number == most[0] if relation == ADD else most[1] <= number < most[0]
-
-
-def allowed(budget):
-    """The divergence that makes the budget's epsilon, by bisection of the library's own conversion."""
-    low, high = 0.0, 100.0
-    for _ in range(80):
-        middle = (low + high) / 2
-        fits = compute_epsilon([budget.renyi_order], [middle], budget.delta)[0] <= budget.epsilon
-        low, high = (middle, high) if fits else (low, middle)
-    return low
 
 
 # Files that are not what they were
