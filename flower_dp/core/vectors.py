@@ -58,15 +58,11 @@ class Layout:
             dtype = _dtype_name(array)
             if name.rsplit(".", 1)[-1] in _STATISTICS:
                 layer = name.rpartition(".")[0] or name
-                raise ValueError(
-                    f"layer {layer!r}: {name!r} holds batch statistics that depend on private data and can't be made private; "
-                    "use GroupNorm (or LayerNorm) instead of BatchNorm"
-                )
+                why = "holds batch statistics that depend on private data and can't be made private"
+                raise ValueError(f"layer {layer!r}: {name!r} {why}; use GroupNorm (or LayerNorm) instead of BatchNorm")
             if dtype not in _FLOATS:
-                raise ValueError(
-                    f"array {name!r} has dtype {dtype}: only floating-point arrays ({', '.join(_FLOATS)}) can be trained with "
-                    "differential privacy; leave buffers out, and use GroupNorm instead of BatchNorm"
-                )
+                floats = f"only floating-point arrays ({', '.join(_FLOATS)}) can be trained with differential privacy"
+                raise ValueError(f"array {name!r} has dtype {dtype}: {floats}; leave buffers out")
         return cls(
             names=tuple(arrays),
             shapes=tuple(tuple(int(n) for n in array.shape) for array in arrays.values()),
