@@ -464,22 +464,16 @@ def test_what_is_no_generator_is_refused(name: str, like: Any, scale: float) -> 
 # The source of randomness
 
 
-def test_generators_without_a_seed_differ_every_time_and_with_one_repeat() -> None:
-    draws = [noise_generator().standard_normal(4).tolist() for _ in range(50)]
-    assert len({tuple(draw) for draw in draws}) == 50
-    assert noise_generator(5).standard_normal() == noise_generator(5).standard_normal()
-    # States that differ in the low or high words alone would be a smaller seed.
-    states = [noise_generator().bit_generator.state["state"]["state"] for _ in range(50)]
-    assert len({state >> 64 for state in states}) == len({state % 2**64 for state in states}) == 50
-
-
 def test_without_a_seed_every_call_takes_256_new_bits_and_the_purpose_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that differ in the low or high words alone would be a smaller seed."""
     asked: list[int] = []
     true = secrets.randbits
     monkeypatch.setattr(secrets, "randbits", lambda bits: asked.append(bits) or true(bits))
-    draws = {noise_generator(None, "server", 1).standard_normal() for _ in range(20)}
-    assert asked == [256] * 20
-    assert len(draws) == 20
+    generators = [noise_generator(None, "server", 1) for _ in range(50)]
+    assert asked == [256] * 50
+    assert len({rng.standard_normal() for rng in generators}) == 50
+    states = [noise_generator().bit_generator.state["state"]["state"] for _ in range(50)]
+    assert len({state >> 64 for state in states}) == len({state % 2**64 for state in states}) == 50
 
 
 def test_every_one_of_the_256_bits_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,15 +112,10 @@ def test_packed_and_squeezed_payloads_say_the_same(levels, length):
         assert payload.num_bytes <= qsgd_bytes(length, levels)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-40, 1e-30, 1.0, 1e30, 3e38])
 @pytest.mark.parametrize("levels", [1, 10, 32767])
-def test_a_vector_of_zeros_is_zeros(levels):
-    assert not decode(qsgd(np.zeros(50), levels, np.random.default_rng(0)), 50).any()
-    assert decode(qsgd(np.zeros(0), levels, np.random.default_rng(0)), 0).size == 0
-
-
-@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-30, 1.0, 1e30, 3e38])
-@pytest.mark.parametrize("levels", [1, 10])
 def test_huge_and_small_norms(size, levels):
+    assert decode(qsgd(np.zeros(0), levels, np.random.default_rng(0)), 0).size == 0
     vector = np.zeros(5)
     vector[2] = -size
     decoded = decode(qsgd(vector, levels, np.random.default_rng(0)), 5)

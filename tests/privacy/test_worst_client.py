@@ -54,20 +54,14 @@ def test_the_bound_is_never_below_any_clients_own_cost_and_never_falls(populatio
         last = bound
 
 
-def test_a_thousand_unequal_clients_take_four_accounts_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_unequal_clients_take_four_accounts_at_most(monkeypatch):
     population = {
         f"c{size}": terms(gaussian(2.0 + 100 / size), PoissonSampling(sampling_rate=20 / size), size=size, epsilon=8.0)
         for size in range(100, 1100)
     }
     worst = WorstClient(population, relation=REPLACE, delta=DELTA)
-    calls = []
-    account = accounting.epsilon
-
-    def counted(*args: Any, **arguments: Any) -> Any:
-        calls.append(args)
-        return account(*args, **arguments)
-
-    monkeypatch.setattr(accounting, "epsilon", counted)
+    calls, account = [], accounting.epsilon
+    monkeypatch.setattr(accounting, "epsilon", lambda *given, **words: calls.append(given) or account(*given, **words))
     for replies, most in ((1, 4), (1, 4), (30, 8), (31, 12), (32, 12), (33, 12), (34, 16), (36, 16)):
         worst.epsilon(dict.fromkeys(population, replies), {})
         assert len(calls) <= most
