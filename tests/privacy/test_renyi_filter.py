@@ -11,6 +11,7 @@ from scipy import integrate
 from flower_dp.privacy import accounting, renyi, renyi_filter
 from flower_dp.privacy.budget import JointBudget
 from flower_dp.privacy.events import UnsupportedEventError
+from flower_dp.privacy.private_file import BudgetSpentError
 from flower_dp.privacy.store import Store
 from tests.charges import one_charge
 
@@ -98,6 +99,18 @@ def test_a_release_without_a_bound_is_refused_and_not_charged(path):
         assert not ledger.num_charges
     assert renyi_filter.divergence(event, 4.0, REPLACE) < math.inf
     assert renyi_filter.divergence(dp.NonPrivateDpEvent(), 4.0, ADD) == math.inf
+
+
+def test_charges_of_one_kind_end_where_their_divergences_do(path):
+    """Mixed ones: tests/privacy/test_generated_ledgers.py."""
+    Store.create(path, BUDGET(epsilon=8.0))
+    with Store(path) as ledger:
+        order, run = ledger.budget.renyi_order, ledger.begin(method="m", delta=1e-5)
+        with pytest.raises(BudgetSpentError, match="budget, epsilon 8 at delta 1e-05, fully adaptive, for all runs together"):
+            for number in range(1, 100):
+                ledger.append(run, one_charge(number, Gaussian(2.0)))
+    costs = [compute_epsilon([order], [charged * order / 8], 1e-5)[0] for charged in (number - 1, number)]
+    assert costs[0] <= 8.0 < costs[1]
 
 
 @pytest.mark.exact
