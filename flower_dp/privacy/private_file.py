@@ -102,11 +102,6 @@ class Mark:
             raise LedgerError("is not safe: its .mark file is damaged; remove that if you know that the ledger is no older copy")
         return cls(number=int(found[1]), digest=bytes.fromhex(found[2].decode()))
 
-    @property
-    def line(self) -> bytes:
-        """The content of a file: of one length, so that one write replaces another."""
-        return f"{self.number:020d} {self.digest.hex()}\n".encode()
-
 
 class Lock:
     """An exclusive lock (flock) on the file PATH.mark, and the mark in it.
@@ -166,7 +161,8 @@ class Lock:
     @mark.setter
     def mark(self, mark: Mark) -> None:
         # Not forced onto the disk: after a crash of the machine it may be an earlier one, which is no less true.
-        os.pwrite(self._descriptor, mark.line, 0)
+        # All are of one length, so that one write replaces another.
+        os.pwrite(self._descriptor, f"{mark.number:020d} {mark.digest.hex()}\n".encode(), 0)
 
     @property
     def _is_here(self) -> bool:

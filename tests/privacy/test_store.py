@@ -44,22 +44,16 @@ def gaussian(*multipliers, relation=ADD):
     return gaussian_epsilon(multipliers, relation, DELTA)
 
 
-@pytest.fixture
-def create(tmp_path):
+def created(folder, epsilon=None):
     """Make a ledger with a budget, or without."""
-    tmp_path.chmod(0o700)
-
-    def created(epsilon=None):
-        path = tmp_path / "ledger.sqlite"
-        Store.create(path, None if epsilon is None else JointBudget(epsilon=epsilon, delta=DELTA))
-        return path
-
-    return created
+    folder.chmod(0o700)
+    Store.create(folder / "ledger.sqlite", None if epsilon is None else JointBudget(epsilon=epsilon, delta=DELTA))
+    return folder / "ledger.sqlite"
 
 
 @pytest.fixture
-def path(create):
-    return create()
+def path(tmp_path):
+    return created(tmp_path)
 
 
 def begun(ledger, **words):
@@ -257,9 +251,9 @@ def test_noise_from_a_fixed_seed_protects_nobody(path):
 # A budget
 
 
-def test_what_a_budget_does_not_cover_is_not_written(create):
+def test_what_a_budget_does_not_cover_is_not_written(tmp_path):
     """Where a budget ends, for each client and over all runs: tests/privacy/test_generated_ledgers.py."""
-    path = create(gaussian(2, 2) * (1 + 1e-6))
+    path = created(tmp_path, gaussian(2, 2) * (1 + 1e-6))
     said = "^it would pass the ledger's budget, epsilon [0-9.]+ at delta 1e-05 for all runs together"
     for _ in range(2):
         with Store(path) as ledger:
@@ -273,8 +267,8 @@ def test_what_a_budget_does_not_cover_is_not_written(create):
     assert lengths(path) == [1, 1, 1]
 
 
-def test_a_budget_covers_one_kind_of_charges_and_no_noise_from_a_seed(create):
-    with Store(create(1e6)) as ledger:
+def test_a_budget_covers_one_kind_of_charges_and_no_noise_from_a_seed(tmp_path):
+    with Store(created(tmp_path, 1e6)) as ledger:
         with pytest.raises(BudgetSpentError, match="noise from a fixed seed is within no budget"):
             ledger.append(begun(ledger, private=False), charge())
         with pytest.raises(BudgetSpentError, match="would pass"):
@@ -285,8 +279,8 @@ def test_a_budget_covers_one_kind_of_charges_and_no_noise_from_a_seed(create):
             ledger.append(begun(ledger), local())
 
 
-def test_far_from_its_end_a_budget_needs_few_accounts(create, monkeypatch):
-    path, calls, epsilon = create(100.0), [], accounting.epsilon
+def test_far_from_its_end_a_budget_needs_few_accounts(tmp_path, monkeypatch):
+    path, calls, epsilon = created(tmp_path, 100.0), [], accounting.epsilon
     monkeypatch.setattr(accounting, "epsilon", lambda *arguments, **named: calls.append(1) or epsilon(*arguments, **named))
     with Store(path) as ledger:
         run = begun(ledger)
