@@ -4,6 +4,7 @@ The statistical tests use fixed seeds; for a random seed each would raise a fals
 shown to reject a scale that is wrong by 5 %.
 """
 
+import itertools
 import math
 import secrets
 from fractions import Fraction
@@ -484,30 +485,8 @@ def test_every_one_of_the_256_bits_counts(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_with_a_seed_numbers_follow_from_the_seed_and_every_part_of_the_purpose() -> None:
-    numbered: list[tuple[Any, ...]] = [
-        (),
-        (1,),
-        (2,),
-        (1, "a"),
-        (1, "b"),
-        (2, "a"),
-        ("a", 1),
-        (1, "a", 0),
-        (1, "a", 1),
-        (11, 1),
-        (1, 11),
-    ]
-    named: list[tuple[Any, ...]] = [
-        ("1",),
-        ("server", 1),
-        ("server", "1"),
-        ("a", "b"),
-        ("ab",),
-        ("a, b",),
-        ("a', 'b",),
-        (("a", "b"),),
-    ]
-    purposes = [*numbered, *named, ("",), (None,)]
+    parts: list[Any] = [0, 1, 2, 11, "1", "a", "b", "ab", "a, b", "a', 'b", "", None, ("a", "b")]
+    purposes = [(), *((one,) for one in parts), *itertools.product(parts, repeat=2), *itertools.product(parts[:6], repeat=3)]
     keys = [(seed, *purpose) for seed in (0, 1, 2**32, 2**64, 2**64 + 1) for purpose in purposes]
     draws = [tuple(noise_generator(*key).standard_normal(2).tolist()) for key in keys]
     assert len(set(draws)) == len(keys)
