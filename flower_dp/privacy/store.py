@@ -91,6 +91,7 @@ class Store:
         self.all = Charges()
         self.each: list[tuple[str, Charge]] = []
         self._lock: Lock | None = None
+        self.num_charges, self._digest = 0, b""
         with naming(self.path), ExitStack() as opened:
             place = self.path.resolve(strict=True)
             status = place.stat()
