@@ -22,8 +22,8 @@ from tests.charges import device_terms
 FORK = multiprocessing.get_context("fork")
 
 
-def terms(num_replies=3, noise=4.0, **words):
-    return device_terms(num_replies, words.pop("mechanism", None) or Laplace(noise_multiplier=noise), **words)
+def terms(num_replies=3, mechanism=None, *, noise=4.0, relation="add-or-remove-one", **words):
+    return device_terms(num_replies, mechanism or Laplace(noise_multiplier=noise), relation=relation, **words)
 
 
 @pytest.fixture
@@ -58,21 +58,21 @@ def test_what_was_paid_stays_paid_for_every_object_that_is_made_anew(path):
 
 def test_an_account_keeps_its_terms(path):
     pay(path, {"a": terms(3)})
-    for other in (terms(100), terms(3, 0.1), terms(mechanism=Gaussian(noise_multiplier=4.0))):
+    for other in (terms(100), terms(noise=0.1), terms(mechanism=Gaussian(noise_multiplier=4.0))):
         refused, _ = pay(path, {"a": other})
         assert refused["a"].public == "its account was opened on other terms"
         assert refused["a"].own.startswith("its account was opened on other terms (3 replies, Laplace")
     assert replies(path) == 1
 
 
-SAMPLED = {"mechanism": Gaussian(noise_multiplier=1.1), "sampler": FixedSizeSampling(cohort_size=10)}
+SAMPLED = {"mechanism": Gaussian(noise_multiplier=1.1), "sampler": FixedSizeSampling(cohort_size=10), "relation": "replace-one"}
 STEPS = {"mechanism": Gaussian(noise_multiplier=2.0), "num_releases": 4}
 
 
 @pytest.mark.parametrize(
     ("keywords", "event"),
     [
-        ({"relation": "add-or-remove-one"}, dp.LaplaceDpEvent(4.0)),
+        ({}, dp.LaplaceDpEvent(4.0)),
         (SAMPLED, dp.SampledWithoutReplacementDpEvent(100, 10, dp.GaussianDpEvent(1.1))),
         (STEPS, dp.SelfComposedDpEvent(dp.GaussianDpEvent(2.0), 4)),  # a reply of several noised steps: all of them
     ],
@@ -82,7 +82,7 @@ def test_the_file_says_what_was_spent(path, keywords, event):
         assert pay(path, {"a": terms(**keywords)}) == ({}, {"a": count})
     entry = DeviceLedger(path).read()["a"]
     assert (entry.counts, entry.spent.num_charges) == ({event: 2}, 2)
-    assert entry.relation == keywords.get("relation", "replace-one")
+    assert entry.relation == keywords.get("relation", "add-or-remove-one")
     assert (entry.num_replies, entry.terms) == (3, terms(**keywords).text)
     assert DeviceLedger(path).read()["b"].counts == {}
 
@@ -280,7 +280,7 @@ def test_an_account_goes_on_with_the_noise_of_its_opening_and_charges_every_repl
 
 def test_many_small_differences_never_add_up(path):
     """Each is compared with the terms of the opening, not with the last."""
-    results = [bool(pay(path, {"a": terms(50, 4.0 * (1 - step * 4e-10))})[0]) for step in range(9)]
+    results = [bool(pay(path, {"a": terms(50, noise=4.0 * (1 - step * 4e-10))})[0]) for step in range(9)]
     assert results == [False] * 3 + [True] * 6
 
 
