@@ -1,12 +1,16 @@
 """Charges of a run, kept as a durable ledger would, and compared with the strategy's own ledgers."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 from flower_dp.core import dp
-from flower_dp.privacy.charges import Charge, Charges, Scope, frozen
+from flower_dp.core.sampling import FullSampling
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, Scope, frozen
+from flower_dp.privacy.client_terms import Terms, own_release
+from flower_dp.privacy.mechanisms import Mechanism
 
 
 @dataclass(slots=True)
@@ -39,6 +43,22 @@ def charge_each(events: Mapping[str, dp.DpEvent], **fields: Any) -> Charge:
     places: dict[dp.DpEvent, int] = {}
     which = tuple(places.setdefault(frozen(event), len(places)) for event in events.values())
     return Charge(owners=tuple(events), events=tuple(places), which=which, **fields)
+
+
+def one_charge(number: int, event: dp.DpEvent, owners: tuple[str, ...] = (EVERY_CLIENT,), **changes: Any) -> Charge:
+    """A charge of one event for all its owners."""
+    scope = Scope(unit="client", relation=changes.pop("relation", "add-or-remove-one"))
+    words = {"release": "r", "number": number, "server_round": number, "kind": "k", "scope": scope}
+    return Charge(**words | {"owners": owners, "events": (event,)} | changes)
+
+
+def device_terms(
+    num_replies: int, mechanism: Mechanism, *, sampler: Any = None, num_releases: int = 1, epsilon: float = math.inf, **words: Any
+) -> Terms:
+    """Terms of a client with 100 records."""
+    words = {"clip_norm": 1.0, "num_units": 100} | words
+    release = own_release("a reply", mechanism, sampler or FullSampling(), **words)
+    return Terms(release=release, num_replies=num_replies, num_releases=num_releases, epsilon=epsilon)
 
 
 def folded(charges: Iterable[Charge]) -> Charges:

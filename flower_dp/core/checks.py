@@ -13,6 +13,7 @@ MOST_NAME = 200
 MOST_ID = 64
 # Of what is counted for as long as a ledger lasts.
 MOST_COUNT = 2**53
+_Bound = float | None
 
 
 class SettingsError(ValueError):
@@ -92,13 +93,7 @@ class Findings:
 
 
 def number(
-    name: str,
-    value: Any,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
+    name: str, value: Any, *, above: _Bound = None, at_least: _Bound = None, below: _Bound = None, at_most: _Bound = None
 ) -> float:
     """Return `value` as a plain Python float if it is a finite real number within the bounds.
 

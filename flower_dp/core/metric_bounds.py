@@ -41,8 +41,7 @@ class MetricBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not isinstance(self.bounds, Mapping) or not 0 < len(self.bounds) <= _MOST_METRICS:
             raise checks.bad("metrics", self.bounds, f"1 to {_MOST_METRICS} metrics, each with its upper bound")
         for name, bound in self.bounds.items():
-            if not isinstance(name, str) or not name:
-                raise ValueError(f"metrics: {name!r} is not the name of a metric")
+            checks.line("metrics: name", name)
             checks.number(f"metrics[{name!r}]", bound, above=0)
 
     @property

@@ -114,7 +114,26 @@ class PoissonSampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FixedSizeSampling:
+class _OfOneSize:
+    """A sampler whose cohorts have one public size."""
+
+    secret_size: ClassVar[bool] = False
+    cohort_size: int
+
+    def __post_init__(self) -> None:
+        checks.integer("cohort_size", self.cohort_size, at_least=1)
+
+    def expected_cohort(self, num_clients: int) -> float:
+        """Return cohort_size."""
+        return float(self.largest_cohort(num_clients))
+
+    def largest_cohort(self, num_clients: int) -> int:
+        """Return cohort_size, which must be one of such a population."""
+        return checks.integer("cohort_size", self.cohort_size, at_least=1, at_most=num_clients)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedSizeSampling(_OfOneSize):
     """Exactly `cohort_size` clients, drawn uniformly without replacement; accounted as such, under replace-one.
 
     Example:
@@ -124,34 +143,20 @@ class FixedSizeSampling:
         3
     """
 
-    secret_size: ClassVar[bool] = False
-    cohort_size: int
-
-    def __post_init__(self) -> None:
-        checks.integer("cohort_size", self.cohort_size, at_least=1)
-
     def choose(self, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
         """Return a uniformly random subset."""
-        return np.sort(rng.choice(num_clients, _cohort(self.cohort_size, num_clients), replace=False))
-
-    def expected_cohort(self, num_clients: int) -> float:
-        """Return cohort_size."""
-        return float(_cohort(self.cohort_size, num_clients))
-
-    def largest_cohort(self, num_clients: int) -> int:
-        """Return cohort_size."""
-        return _cohort(self.cohort_size, num_clients)
+        return np.sort(rng.choice(num_clients, self.largest_cohort(num_clients), replace=False))
 
     def event(self, release: dp.DpEvent, server_round: int, num_clients: int) -> dp.DpEvent:
         """Return the event of a release on a subset drawn without replacement."""
-        size = _cohort(self.cohort_size, num_clients)
+        size = self.largest_cohort(num_clients)
         if isinstance(release, dp.NonPrivateDpEvent) or size == num_clients:
             return release
         return dp.SampledWithoutReplacementDpEvent(num_clients, size, release)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundRobinSampling:
+class RoundRobinSampling(_OfOneSize):
     """`cohort_size` clients a round in a fixed public order: participations differ by at most one; no amplification.
 
     Example:
@@ -164,25 +169,11 @@ class RoundRobinSampling:
         2
     """
 
-    secret_size: ClassVar[bool] = False
-    cohort_size: int
-
-    def __post_init__(self) -> None:
-        checks.integer("cohort_size", self.cohort_size, at_least=1)
-
     def choose(self, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
         """Return the next clients in order."""
-        size = _cohort(self.cohort_size, num_clients)
+        size = self.largest_cohort(num_clients)
         start = (server_round - 1) * size
         return np.sort(np.arange(start, start + size) % num_clients)
-
-    def expected_cohort(self, num_clients: int) -> float:
-        """Return cohort_size."""
-        return float(_cohort(self.cohort_size, num_clients))
-
-    def largest_cohort(self, num_clients: int) -> int:
-        """Return cohort_size."""
-        return _cohort(self.cohort_size, num_clients)
 
     def event(self, release: dp.DpEvent, server_round: int, num_clients: int) -> dp.DpEvent:
         """Return the release's event in rounds in which the largest number of participations grows, else one without cost."""
@@ -191,7 +182,7 @@ class RoundRobinSampling:
 
     def participations(self, num_rounds: int, num_clients: int) -> int:
         """Return how often the client asked most often has been asked after `num_rounds` rounds: ceil(m T / N)."""
-        return -(-num_rounds * _cohort(self.cohort_size, num_clients) // num_clients)
+        return -(-num_rounds * self.largest_cohort(num_clients) // num_clients)
 
 
 def check_sampler(sampling: Sampler) -> None:
@@ -202,10 +193,6 @@ def check_sampler(sampling: Sampler) -> None:
     """
     if not all(hasattr(sampling, word) for word in ("choose", "event", "expected_cohort", "largest_cohort", "secret_size")):
         raise checks.bad("sampling", sampling, "a sampler of flower_dp.core.sampling, such as PoissonSampling")
-
-
-def _cohort(cohort_size: int, num_clients: int) -> int:
-    return checks.integer("cohort_size", cohort_size, at_least=1, at_most=num_clients)
 
 
 @lru_cache(maxsize=64)

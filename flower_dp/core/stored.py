@@ -40,7 +40,7 @@ def stored(kind: type[T]) -> type[T]:
         True
     """
     stored_as(kind)
-    setattr(kind, "__eq__", _equal)  # noqa: B010
+    setattr(kind, "__eq__", same)  # noqa: B010
     setattr(kind, "__hash__", None)  # noqa: B010
     return kind
 
@@ -123,10 +123,6 @@ def same(one: Any, other: Any) -> bool:  # noqa: PLR0911
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
-
-
-def _equal(self: Any, other: Any) -> bool:
-    return same(self, other)
 
 
 def _kind_of(value: Any) -> Any:

@@ -4,7 +4,7 @@ Arrays may be NumPy arrays or torch tensors on any device; a `Layout` made from 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,15 +58,11 @@ class Layout:
             dtype = _dtype_name(array)
             if name.rsplit(".", 1)[-1] in _STATISTICS:
                 layer = name.rpartition(".")[0] or name
-                raise ValueError(
-                    f"layer {layer!r}: {name!r} holds batch statistics that depend on private data and can't be made private; "
-                    "use GroupNorm (or LayerNorm) instead of BatchNorm"
-                )
+                why = "holds batch statistics that depend on private data and can't be made private"
+                raise ValueError(f"layer {layer!r}: {name!r} {why}; use GroupNorm (or LayerNorm) instead of BatchNorm")
             if dtype not in _FLOATS:
-                raise ValueError(
-                    f"array {name!r} has dtype {dtype}: only floating-point arrays ({', '.join(_FLOATS)}) can be trained with "
-                    "differential privacy; leave buffers out, and use GroupNorm instead of BatchNorm"
-                )
+                floats = f"only floating-point arrays ({', '.join(_FLOATS)}) can be trained with differential privacy"
+                raise ValueError(f"array {name!r} has dtype {dtype}: {floats}; leave buffers out")
         return cls(
             names=tuple(arrays),
             shapes=tuple(tuple(int(n) for n in array.shape) for array in arrays.values()),
@@ -109,23 +105,24 @@ class Layout:
         """
         if tuple(vector.shape) != (self.size,):
             raise ValueError(f"vector has shape {tuple(vector.shape)}: the model's is ({self.size},)")
-        xp = array_namespace(vector)
-        arrays, start = {}, 0
-        for name, shape, dtype, size in zip(self.names, self.shapes, self.dtypes, self.sizes, strict=True):
-            part = xp.reshape(vector[start : start + size], shape)
-            arrays[name] = xp.astype(part, getattr(xp, dtype), copy=copy)
-            start += size
+        xp, arrays = array_namespace(vector), {}
+        for name, shape, dtype, part in self._parts(vector):
+            arrays[name] = xp.astype(xp.reshape(part, shape), getattr(xp, dtype), copy=copy)
         return arrays
+
+    def _parts(self, vector: Array) -> Iterator[tuple[str, tuple[int, ...], str, Array]]:
+        """Yield name, shape and dtype of every array, and its part of a vector."""
+        start = 0
+        for name, shape, dtype, size in zip(self.names, self.shapes, self.dtypes, self.sizes, strict=True):
+            yield name, shape, dtype, vector[start : start + size]
+            start += size
 
     def overflows(self, vector: Array) -> tuple[str, ...]:
         """Return the names of arrays whose entries, taken from a vector, are NaN or beyond the range of the array's own dtype."""
-        xp = array_namespace(vector)
-        names, start = [], 0
-        for name, dtype, size in zip(self.names, self.dtypes, self.sizes, strict=True):
-            part = vector[start : start + size]
-            if size and not bool((xp.min(part) >= -_LARGEST[dtype]) & (xp.max(part) <= _LARGEST[dtype])):
+        xp, names = array_namespace(vector), []
+        for name, shape, dtype, part in self._parts(vector):
+            if 0 not in shape and not bool((xp.min(part) >= -_LARGEST[dtype]) & (xp.max(part) <= _LARGEST[dtype])):
                 names.append(name)
-            start += size
         return tuple(names)
 
 

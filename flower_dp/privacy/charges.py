@@ -106,19 +106,6 @@ class Charge:
         """The events as each adversary sees them."""
         return {self.scope: self.events} | {replace(self.scope, view=view): events for view, events in self.views.items()}
 
-    def check_after(self, last: Charge | None) -> None:
-        """Refuse to follow the last charge of the same release in the same run; None if there is none.
-
-        Raises:
-            LedgerError: if it is not the next one, or is of something else: with other noise, for example.
-        """
-        if last is None:
-            return
-        if self.number != last.number + 1:
-            raise LedgerError(f"has {last.number} charges of {self.release} in this run: number {self.number} is not the next")
-        if (self.kind, self.scope) != (last.kind, last.scope):
-            raise LedgerError(f"has charges of {self.release} in this run for something else: {last.kind}, {last.scope}")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
@@ -274,7 +261,12 @@ class Charges:
             LedgerError: if it is not the next one of its release, or is of something else than the last one.
         """
         key = (run, charge.release)
-        charge.check_after(self.last.get(key))
+        if (last := self.last.get(key)) is not None:
+            so_far = f"of {charge.release} in this run"
+            if charge.number != last.number + 1:
+                raise LedgerError(f"has {last.number} charges {so_far}: number {charge.number} is not the next")
+            if (charge.kind, charge.scope) != (last.kind, last.scope):
+                raise LedgerError(f"has charges {so_far} for something else: {last.kind}, {last.scope}")
         owners = self._owners
         who = np.fromiter((owners.setdefault(name, len(owners)) for name in charge.owners), np.int64, len(charge.owners))
         which = np.asarray(charge.which, np.int64)

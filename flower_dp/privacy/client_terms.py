@@ -109,18 +109,9 @@ class Terms:
         return None
 
     def _goes_on(self, opened: str) -> bool:
-        kind, _, _ = opened.rpartition(_NOISE)
-        before, now = noise_multiplier_of(opened), float(self.release.mechanism.noise_multiplier)
-        return kind == self.kind and before * (1 - _LESS_NOISE) <= now <= before * (1 + _MORE_NOISE)
-
-
-def noise_multiplier_of(text: str) -> float:
-    """Return the noise multiplier of terms as one line, `Terms.text`; NaN if the line has none."""
-    number = text.rpartition(_NOISE)[2].removeprefix("np.float64(").removesuffix(")")
-    try:
-        return float(number)
-    except ValueError:
-        return math.nan
+        kind, _, noise = opened.rpartition(_NOISE)
+        now = float(self.release.mechanism.noise_multiplier)
+        return kind == self.kind and float(noise) * (1 - _LESS_NOISE) <= now <= float(noise) * (1 + _MORE_NOISE)
 
 
 def num_replies_of(text: str) -> int:

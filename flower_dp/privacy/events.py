@@ -130,9 +130,7 @@ def leaves_of(event: dp.DpEvent, count: int = 1) -> Leaves:
             for child in node.events:
                 visit(child, times)
         elif times and not isinstance(node, dp.NoOpDpEvent):
-            node = _joined(node)
-            _validate(node)
-            node = _in_range(node)
+            node = _checked(_joined(node))
             merged[node] = merged.get(node, 0) + times
 
     visit(event, count)
@@ -158,10 +156,13 @@ def _joined(leaf: dp.DpEvent) -> dp.DpEvent:
     return around(leaf, dp.GaussianDpEvent(1 / inverse))
 
 
-def _validate(leaf: dp.DpEvent) -> None:
-    """Refuse events that the accountants would misread; for example, a NaN multiplier costs nothing in an RDP accountant."""
+def _checked(leaf: dp.DpEvent) -> dp.DpEvent:
+    """Refuse events that the accountants would misread; for example, a NaN multiplier costs nothing in an RDP accountant.
+
+    Return the event; if its multiplier is out of range, one without privacy or with less noise, which costs no less.
+    """
     if isinstance(leaf, dp.NonPrivateDpEvent):
-        return
+        return leaf
     if isinstance(leaf, dp.PoissonSampledDpEvent):
         checks.number("sampling_probability", leaf.sampling_probability, above=0, at_most=1)
     elif isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
@@ -171,15 +172,6 @@ def _validate(leaf: dp.DpEvent) -> None:
     if not isinstance(inner, (dp.GaussianDpEvent, dp.LaplaceDpEvent)):
         raise UnsupportedEventError(f"event {leaf}: only (sampled) Gaussian and Laplace releases can be accounted")
     checks.number("noise_multiplier", inner.noise_multiplier, above=0)
-
-
-def _in_range(leaf: dp.DpEvent) -> dp.DpEvent:
-    """Return the event; if its multiplier is out of range, one without privacy or with less noise, which costs no less."""
-    if isinstance(leaf, dp.NonPrivateDpEvent):
-        return leaf
-    inner, _ = inner_of(leaf)
-    if 1 / LARGEST_MULTIPLIER <= inner.noise_multiplier <= LARGEST_MULTIPLIER:
-        return leaf
-    if inner.noise_multiplier < 1:
+    if inner.noise_multiplier < 1 / LARGEST_MULTIPLIER:
         return dp.NonPrivateDpEvent()
-    return around(leaf, type(inner)(LARGEST_MULTIPLIER))
+    return leaf if inner.noise_multiplier <= LARGEST_MULTIPLIER else around(leaf, type(inner)(LARGEST_MULTIPLIER))

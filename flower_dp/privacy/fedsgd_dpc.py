@@ -94,7 +94,6 @@ def gradient_terms(
     else:
         checks.number("delta", delta, above=0, below=1)
         checks.number("sampling_rate", sampling_rate, above=0, at_most=1)
-    sampler: FullSampling | PoissonSampling
     sampler = FullSampling() if sampling_rate == 1 else PoissonSampling(sampling_rate=sampling_rate)
     noise: Mechanism
     if mechanism == "laplace":

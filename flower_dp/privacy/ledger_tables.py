@@ -88,11 +88,6 @@ def charge_of(words: str, owners: tuple[str, ...], which: bytes, events: list[dp
     return Charge(**said, scope=scope, owners=owners, events=seen[0], which=places, views=views)
 
 
-def all_events(charge: Charge) -> list[dp.DpEvent]:
-    """Return all events of a charge: the strongest adversary's, and those of each view."""
-    return [event for events in charge.by_scope.values() for event in events]
-
-
 def about_of(run: LedgerRun) -> str:
     """Return what is said of a run, besides its name, as the file has it."""
     return json.dumps({key: value for key, value in asdict(run).items() if key != "name"}, allow_nan=False)
@@ -102,11 +97,6 @@ def digest_of(before: bytes, run: LedgerRun, about: str, owners: Sequence[str], 
     """Return the digest of a charge: of all that it says, and of the digest before it."""
     said = json.dumps([run.name, about_of(run), about, list(owners), which.hex(), list(events)])
     return hashlib.sha256(before + said.encode()).digest()
-
-
-def blob_of(numbers: Sequence[int]) -> bytes:
-    """Return numbers as the file has them."""
-    return np.asarray(numbers, "<i4").tobytes()
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:

@@ -34,7 +34,15 @@ class Mechanism(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gaussian:
+class _Scaled:
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaussian(_Scaled):
     """Gaussian noise of standard deviation noise_multiplier x L2 clip norm; 0 means none, and no privacy.
 
     Example:
@@ -44,10 +52,6 @@ class Gaussian:
     """
 
     norm: ClassVar[str] = "l2"
-    noise_multiplier: float
-
-    def __post_init__(self) -> None:
-        checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
 
     def noise(self, like: Array, scale: float, step: float, rng: Generator) -> Array:
         """Draw Gaussian noise."""
@@ -59,7 +63,7 @@ class Gaussian:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Laplace:
+class Laplace(_Scaled):
     """Laplace noise of scale noise_multiplier x L1 clip norm; 0 means none, and no privacy.
 
     Example:
@@ -69,10 +73,6 @@ class Laplace:
     """
 
     norm: ClassVar[str] = "l1"
-    noise_multiplier: float
-
-    def __post_init__(self) -> None:
-        checks.number("noise_multiplier", self.noise_multiplier, at_least=0)
 
     def noise(self, like: Array, scale: float, step: float, rng: Generator) -> Array:
         """Draw Laplace noise."""

@@ -99,8 +99,9 @@ def weights_terms(
     check_epsilons(epsilon, paper_epsilon)
     if paper_epsilon is not None:
         if uplink_exposures is None:
-            of = f"paper_epsilon={paper_epsilon:g} is made for so many replies of a client"
-            raise ValueError(f"uplink_exposures: is missing; {of}")
+            raise ValueError(
+                f"uplink_exposures: is missing; paper_epsilon={paper_epsilon:g} is made for so many replies of a client"
+            )
         checks.integer("uplink_exposures", uplink_exposures, at_least=1)
         replies, std = uplink_exposures if num_replies is None else num_replies, 0.0
         if math.isfinite(budget(paper_epsilon, "paper_epsilon")):
@@ -108,8 +109,8 @@ def weights_terms(
             std = uplink_exposures * unit
     else:
         if uplink_exposures is not None:
-            read = f"is read with paper_epsilon only; epsilon={epsilon} covers all replies"
-            raise ValueError(f"uplink_exposures={uplink_exposures}: {read}")
+            why = f"is read with paper_epsilon only; epsilon={epsilon} covers all replies"
+            raise checks.refusal("uplink_exposures", uplink_exposures, why)
         if num_replies is None:
             raise ValueError(f"num_replies: is missing; the noise of epsilon={epsilon} is made for so many replies of a client")
         replies = checks.integer("num_replies", num_replies, at_least=1)

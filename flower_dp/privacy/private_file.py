@@ -45,16 +45,16 @@ def check_owner(status: os.stat_result) -> None:
 def check_folder(folder: Path) -> None:
     """Refuse a folder in which others could rename an older copy over the file; with the sticky bit only its owner could."""
     status = folder.stat()
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:
-        mode = stat.S_IMODE(status.st_mode)
-        raise LedgerError(f"is in a folder that others can write to (mode {mode:o}); chmod 700 makes it the owner's alone")
-    if status.st_uid not in (os.geteuid(), 0):
-        raise LedgerError(f"is in a folder of user {status.st_uid}; this process is user {os.geteuid()}")
+    if why := why_not_own(status, sticky=bool(status.st_mode & stat.S_ISVTX)):
+        raise LedgerError(f"its folder: {why}")
 
 
-def why_not_own(status: os.stat_result) -> str | None:
-    """Return why somebody else could have written a file, or into a folder; None if only this user, or root, could."""
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+def why_not_own(status: os.stat_result, *, sticky: bool = False) -> str | None:
+    """Return why somebody else could have written a file, or into a folder; None if only this user, or root, could.
+
+    Others may write to a folder that is `sticky`: they can't replace what is not theirs.
+    """
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
         return f"others can write to it (mode {stat.S_IMODE(status.st_mode):o}); chmod go-w makes it its owner's alone"
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to user {status.st_uid}; this process is user {os.geteuid()}"
@@ -101,11 +101,6 @@ class Mark:
         if not (found := _LINE.fullmatch(line)):
             raise LedgerError("is not safe: its .mark file is damaged; remove that if you know that the ledger is no older copy")
         return cls(number=int(found[1]), digest=bytes.fromhex(found[2].decode()))
-
-    @property
-    def line(self) -> bytes:
-        """The content of a file: of one length, so that one write replaces another."""
-        return f"{self.number:020d} {self.digest.hex()}\n".encode()
 
 
 class Lock:
@@ -166,7 +161,8 @@ class Lock:
     @mark.setter
     def mark(self, mark: Mark) -> None:
         # Not forced onto the disk: after a crash of the machine it may be an earlier one, which is no less true.
-        os.pwrite(self._descriptor, mark.line, 0)
+        # All are of one length, so that one write replaces another.
+        os.pwrite(self._descriptor, f"{mark.number:020d} {mark.digest.hex()}\n".encode(), 0)
 
     @property
     def _is_here(self) -> bool:

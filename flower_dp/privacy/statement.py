@@ -203,10 +203,8 @@ class PrivacyStatement:
     def __str__(self) -> str:
         if self.private:
             tight = "" if self.accountant.startswith("selection-") else "tight, "  # of a choice it is a bound
-            promise = (
-                f"({epsilon_in_words(self.epsilon)}, {delta_in_words(self.delta)})-differential privacy for each {self.unit} "
-            )
-            promise += f"({self.relation}; {tight}accountant {self.accountant}), over {self.num_rounds} rounds."
+            spent = f"({epsilon_in_words(self.epsilon)}, {delta_in_words(self.delta)})-differential privacy for each {self.unit}"
+            promise = f"{spent} ({self.relation}; {tight}accountant {self.accountant}), over {self.num_rounds} rounds."
         else:
             promise = f"NOT PRIVATE. No differential-privacy guarantee holds for any {self.unit}: epsilon is infinite."
         lines = [

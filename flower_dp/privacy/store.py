@@ -272,10 +272,10 @@ class Store:
     def _row(self, db: sqlite3.Connection, charge: Charge) -> tuple[tuple[str, bytes, bytes, bytes], list[str]]:
         """Return the columns of a charge, and its events as text; write down its owners and events if they are new."""
         self._number(db, "owners", self._owners, charge.owners)
-        texts = [tables.text_of(event) for event in tables.all_events(charge)]
+        texts = [tables.text_of(event) for events in charge.by_scope.values() for event in events]
         self._number(db, "events", self._events, texts)
         numbers = [self._owners[name] for name in charge.owners], charge.which, [self._events[text] for text in texts]
-        owners, which, events = map(tables.blob_of, numbers)
+        owners, which, events = (np.asarray(one, "<i4").tobytes() for one in numbers)
         return (tables.words_of(charge), owners, which, events), texts
 
     def _number(self, db: sqlite3.Connection, table: str, known: dict[str, int], texts: Iterable[str]) -> None:

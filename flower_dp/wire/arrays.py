@@ -97,10 +97,8 @@ class Model:
         layout = Layout.of(trained)
         for name, dtype in zip(layout.names, layout.dtypes, strict=True):
             if dtype == "float16":
-                raise ValueError(
-                    f"array {name!r} has dtype float16, whose rounding would swallow the steps of most rounds: start with "
-                    "float32, for example ArrayRecord(model.float().state_dict())"
-                )
+                why = "whose rounding would swallow the steps of most rounds: start with float32, for example"
+                raise ValueError(f"array {name!r} has dtype float16, {why} ArrayRecord(model.float().state_dict())")
         for name, array in trained.items():
             if not np.isfinite(array).all():
                 raise ValueError(f"array {name!r} has NaN or infinite entries; if it is a constant, name it in frozen_arrays")

@@ -64,13 +64,10 @@ def hosted_of(content: RecordDict, *, most_names: int) -> Hosted | None:
     Raises:
         ValueError: if the answer is malformed, names more clients, or says that the node has none; the text says why.
     """
-    for record in list(content.config_records.values())[:_MOST_RECORDS]:
-        if isinstance(text := record.get(structs.KEY), str):
-            return _read(text, most_names)
-    return None
-
-
-def _read(text: str, most_names: int) -> Hosted:
+    configs = list(content.config_records.values())[:_MOST_RECORDS]
+    text = next((text for record in configs if isinstance(text := record.get(structs.KEY), str)), None)
+    if text is None:
+        return None
     try:
         hosted = structs.read(Hosted, text, most=_BESIDE_NAMES + _PER_NAME * most_names)
     except ValueError as error:

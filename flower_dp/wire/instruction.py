@@ -89,8 +89,6 @@ class Instruction(structs.Part, frozen=True, kw_only=True):
         names = list(read.ask.vectors)
         if len(names) > len(arrays):
             shown = checks.one_line(str(names), most=_SHOWN)
-            raise ValueError(
-                f"vectors={shown}: must be names of vectors that came with the model, and that this client works with"
-            )
+            raise ValueError(f"vectors={shown}: must be names of vectors that came with the model for a method of this client")
         vectors = dict(zip(names, arrays[len(arrays) - len(names) :], strict=True))
         return replace(read, ask=replace(read.ask, vectors=vectors)) if names else read

@@ -66,23 +66,17 @@ def train_message(
     node_id: int, record_names: RecordNames, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
 ) -> Message:
     """Return the message that asks one node to train in one round."""
-    return _message("train", node_id, record_names, arrays, config, instruction)
-
-
-def evaluate_message(
-    node_id: int, record_names: RecordNames, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
-) -> Message:
-    """Return the message that asks one node to evaluate the model in one round."""
-    return _message("evaluate", node_id, record_names.to_evaluate, arrays, config, instruction)
-
-
-def _message(
-    kind: str, node_id: int, record_names: RecordNames, arrays: ArrayRecord, config: Mapping[str, Any], instruction: Instruction
-) -> Message:
     settings = ConfigRecord({**config, "server-round": instruction.server_round, KEY: instruction.to_json()})
     sent = with_vectors(arrays, instruction.ask.vectors)
     content = RecordDict({record_names.arrays: sent, record_names.config: settings})
-    return Message(content, node_id, kind, group_id=str(instruction.server_round))
+    return Message(content, node_id, "train", group_id=str(instruction.server_round))
+
+
+def evaluate_message(node_id: int, record_names: RecordNames, *asked: Any) -> Message:
+    """Return the message that asks one node to evaluate the model in one round; the other arguments are those of training."""
+    message = train_message(node_id, record_names.to_evaluate, *asked)
+    message.metadata.message_type = "evaluate"
+    return message
 
 
 def records_of(content: RecordDict, kind: type[Record]) -> dict[str, Record]:

@@ -62,9 +62,8 @@ def _check_protocol(text: str) -> None:
     try:
         msgspec.json.decode(text, type=_Protocol)
     except msgspec.ValidationError:
-        raise ValueError(
-            f"{KEY!r} text is not of protocol {PROTOCOL}: server and client need the same release of flower-dp"
-        ) from None
+        same = "server and client need the same release of flower-dp"
+        raise ValueError(f"{KEY!r} text is not of protocol {PROTOCOL}: {same}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         raise ValueError(f"{KEY!r} text is not JSON") from None
 

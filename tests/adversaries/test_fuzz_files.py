@@ -43,24 +43,10 @@ def changed(draw: st.DrawFn, content: bytes, *, read: Any = json.loads, write: A
 
 # The folder of a run
 
-CONFIG = {
-    "method": "dp-fedavg",
-    "task": "mnist",
-    "num-rounds": 2,
-    "dp-fedavg.clip-norm": 0.5,
-    "dp-fedavg.noise-multiplier": 1.0,
-    "seed": 0,
-    "data-dir": "",
-}
-STATEMENT = {
-    "private": True,
-    "epsilon": 1.5,
-    "delta": 1e-3,
-    "unit": "client",
-    "relation": "add-or-remove-one",
-    "noise": {"clip_norm": 0.5, "noise_multiplier": 1.0},
-    "incidents": ["one"],
-}
+CONFIG = {"method": "dp-fedavg", "task": "mnist", "num-rounds": 2, "seed": 0, "data-dir": ""}
+CONFIG |= {"dp-fedavg.clip-norm": 0.5, "dp-fedavg.noise-multiplier": 1.0}
+STATEMENT = {"private": True, "epsilon": 1.5, "delta": 1e-3, "unit": "client", "relation": "add-or-remove-one"}
+STATEMENT |= {"noise": {"clip_norm": 0.5, "noise_multiplier": 1.0}, "incidents": ["one"]}
 NORMS = {"client-update-norm": 0.3, "client-update-norm-squared": 0.1, "clip-norm": 0.5}
 ROWS = [
     {"round": at, "num-rounds": 2, "accuracy": 0.5 + 0.1 * at, "loss": 1.0, "epsilon": 0.5 * at, "delta": 1e-3, **NORMS}
@@ -130,10 +116,6 @@ def test_a_changed_run_is_read_or_refused(name: str, data: st.DataObject, place:
         assert math.isinf(runs[1].epsilon)
 
 
-def model() -> nn.Module:
-    return nn.Linear(3, 2)
-
-
 @pytest.mark.slow
 @examples(80)
 @given(data=st.data())
@@ -142,7 +124,7 @@ def test_a_changed_model_is_the_runs_own_or_refused(data: st.DataObject, place: 
     content = written[name]
     other = data.draw(changed(content) if name == run_folder.MODEL_JSON else safetensors(content))
     put(place / "changed", written | {name: other})
-    module = model()
+    module = nn.Linear(3, 2)
     with bounded():
         try:
             RunFolder(place / "changed").model_into(module)

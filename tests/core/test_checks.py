@@ -9,23 +9,21 @@ import pytest
 
 from flower_dp.core import checks
 
+HUGE = 10**5000  # Python refuses to write it out
+BOOLS = [True, np.True_, np.array(True)]
 
-@pytest.mark.parametrize(
-    "value",
-    [10**400, -(10**400), 10**5000, np.ones(3), 1j, None, True, "1", float("nan")],
-    ids=["huge", "negative", "unwritable", "array", "complex", "none", "bool", "text", "nan"],
-)
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), HUGE, np.ones(3), 1j, None, *BOOLS, "1", float("nan")], ids=lambda _: "")
 def test_what_is_not_a_finite_number_is_refused_by_name(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^field=.*: must be a finite number > 0$") as caught:
         checks.number("field", value, above=0)
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("value", [True, np.True_, np.array(True)], ids=["Python", "NumPy", "an array"])
-def test_a_bool_of_any_library_is_no_number(value: Any) -> None:
-    for check in (checks.number, checks.integer):
-        with pytest.raises(ValueError, match=r"^clip_norm=.*: must be a"):
-            check("clip_norm", value)
+@pytest.mark.parametrize("value", [HUGE, 0, 1.5, None, *BOOLS], ids=lambda _: "")
+def test_integers_out_of_range_are_refused_by_name(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^field=.*: must be a whole number >= 1 and <= 9$"):
+        checks.integer("field", value, at_least=1, at_most=9)
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.array(0.5), 0.5])
@@ -33,12 +31,6 @@ def test_numbers_come_back_as_plain_floats(value: Any) -> None:
     number = checks.number("field", value, above=0)
     assert type(number) is float
     assert json.dumps(number) == "0.5"
-
-
-@pytest.mark.parametrize("value", [10**5000, 0, 1.5, None], ids=["huge", "zero", "fraction", "none"])
-def test_integers_out_of_range_are_refused_by_name(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^field=.*: must be a whole number >= 1 and <= 9$"):
-        checks.integer("field", value, at_least=1, at_most=9)
 
 
 @pytest.mark.parametrize("value", ["no", 1, 0, None, np.True_])

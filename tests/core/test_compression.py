@@ -10,15 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from flower_dp.core.compression import (
-    Payload,
-    decode,
-    dense,
-    rand_k,
-    random_mask,
-    smallest,
-    top_k,
-)
+from flower_dp.core.compression import Payload, decode, dense, rand_k, random_mask, smallest, top_k
+
+LIBRARIES = pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
 
 
 def _vector(size: int, seed: int = 0) -> np.ndarray:
@@ -26,7 +20,7 @@ def _vector(size: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("size", [0, 1, 17, 1000])
-@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
+@LIBRARIES
 def test_dense_round_trip_is_exact_and_four_bytes_a_coordinate(size: int, library: Any) -> None:
     vector = _vector(size)
     payload = dense(library(vector))
@@ -35,33 +29,22 @@ def test_dense_round_trip_is_exact_and_four_bytes_a_coordinate(size: int, librar
 
 
 # Numbers with more bits than float32 has, as exact sums on a lattice may be, and numbers beyond its range.
-WIDE = st.sampled_from([0.0, 0.0, 0.0, -1.5, 1 + 2.0**-40, 2.0**-149, 2.0**-1074, 3e38, -1e300, 2.0**53 - 1])
+WIDE = np.array([0.0, 0.0, 0.0, -1.5, 1 + 2.0**-40, 2.0**-149, 2.0**-1074, 3e38, -1e300, 2.0**53 - 1])
 
 
-@settings(max_examples=40)
-@given(hnp.arrays(np.float64, st.integers(0, 200), elements=WIDE), st.sampled_from([np.asarray, torch.from_numpy]))
-def test_float64_is_without_loss_and_four_bytes_a_coordinate_wherever_float32_is_exact(vector: np.ndarray, library: Any) -> None:
+@settings(max_examples=60)
+@given(
+    hnp.arrays(st.sampled_from([np.float32, np.float64]), st.integers(0, 200), elements=st.integers(0, 9)),
+    st.sampled_from([np.asarray, torch.from_numpy]),
+)
+def test_what_is_sent_is_without_loss_and_four_bytes_a_coordinate_wherever_float32_is_exact(kinds: Any, library: Any) -> None:
     with np.errstate(over="ignore"):
+        vector = WIDE.astype(kinds.dtype)[kinds.astype(int)]
         bytes_each = 4 if (vector.astype(np.float32).astype(np.float64) == vector).all() else 8
-    payload = dense(library(vector.copy()))
-    assert payload.num_bytes == bytes_each * vector.size
-    np.testing.assert_array_equal(decode(payload, vector.size), vector)
-    small = smallest(library(vector.copy()))
-    assert small.num_bytes <= payload.num_bytes
-    np.testing.assert_array_equal(decode(small, vector.size), vector)
-
-
-@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
-def test_top_k_of_float64_keeps_every_bit_of_the_largest(library: Any) -> None:
-    vector = np.random.default_rng(5).standard_normal(1000)
-    payload = top_k(library(vector), 0.1)
-    decoded = decode(payload, 1000)
-    assert decoded.dtype == np.float64
-    assert payload.num_bytes == 8 * 100 + 125
-    np.testing.assert_array_equal(decoded, np.where(np.abs(vector) >= np.sort(np.abs(vector))[900], vector, 0))
-    # Differences that float32 does not see decide too.
-    close = 1 + np.arange(20) * 2.0**-40
-    assert np.flatnonzero(decode(top_k(library(close), 0.25), 20)).tolist() == [15, 16, 17, 18, 19]
+    payload, small = dense(library(vector.copy())), smallest(library(vector.copy()))
+    assert small.num_bytes <= payload.num_bytes == bytes_each * vector.size
+    for one in (payload, small):
+        np.testing.assert_array_equal(decode(one, vector.size), vector)
 
 
 def test_nan_and_infinity_are_not_made_to_look_finite() -> None:
@@ -72,20 +55,25 @@ def test_nan_and_infinity_are_not_made_to_look_finite() -> None:
 
 @pytest.mark.parametrize("ratio", [0.001, 0.1, 1.0])
 @pytest.mark.parametrize("size", [1, 9, 1000, 70_000])
-@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
-def test_top_k_keeps_the_largest_and_is_as_small_as_it_says(ratio: float, size: int, library: Any) -> None:
-    vector = _vector(size, 1)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@LIBRARIES
+def test_top_k_keeps_the_largest_and_is_as_small_as_it_says(ratio: float, size: int, dtype: Any, library: Any) -> None:
+    vector = np.random.default_rng(1).standard_normal(size, dtype=dtype)
     payload = top_k(library(vector), ratio)
     decoded = decode(payload, size)
     kept = max(1, math.ceil(ratio * size))
-    assert decoded.dtype == np.float32
-    assert np.count_nonzero(decoded) == kept
-    np.testing.assert_array_equal(decoded[decoded != 0], vector[decoded != 0])
+    assert decoded.dtype == dtype
     # The second source: a full sort.
     threshold = np.sort(np.abs(vector))[size - kept]
     np.testing.assert_array_equal(decoded, np.where(np.abs(vector) >= threshold, vector, 0))
     index_bytes = min(math.ceil(size / 8), kept * (2 if size <= 65_536 else 4))
-    assert payload.num_bytes == 4 * kept + index_bytes == sum(len(array.tobytes()) for array in payload.arrays)
+    assert payload.num_bytes == vector.itemsize * kept + index_bytes == sum(len(array.tobytes()) for array in payload.arrays)
+
+
+@LIBRARIES
+def test_differences_that_float32_does_not_see_decide_too(library: Any) -> None:
+    close = 1 + np.arange(20) * 2.0**-40
+    assert np.flatnonzero(decode(top_k(library(close), 0.25), 20)).tolist() == [15, 16, 17, 18, 19]
 
 
 @pytest.mark.parametrize("size", [65_535, 65_536, 65_537])
@@ -97,15 +85,7 @@ def test_the_last_index_survives_where_the_index_type_changes(size: int) -> None
     np.testing.assert_array_equal(decode(payload, size), vector)
 
 
-@settings(max_examples=50)
-@given(hnp.arrays(np.float32, st.integers(0, 200), elements=st.sampled_from([0.0, 0.0, 0.0, -1.5, 2.0, 1e-42, 3e38])))
-def test_smallest_is_without_loss_and_never_larger_than_dense(vector: np.ndarray) -> None:
-    payload = smallest(vector)
-    np.testing.assert_array_equal(decode(payload, vector.size), vector)
-    assert payload.num_bytes <= vector.nbytes
-
-
-@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy])
+@LIBRARIES
 def test_rand_k_sends_the_masks_values_and_nothing_else(library: Any) -> None:
     vector = _vector(1000, 2)
     mask = random_mask(1000, 0.05, np.random.default_rng(3))
@@ -136,6 +116,10 @@ def _sparse(indices: Any, values: Any) -> Payload:
     return Payload(arrays=(indices, values), header={"encoding": "top-k", "length": LENGTH})
 
 
+def _dense(*arrays: Any, **header: Any) -> Payload:
+    return Payload(arrays=arrays, header={"encoding": "dense", "length": LENGTH} | header)
+
+
 def _bits(*indices: int, length: int = 24) -> np.ndarray:
     bits = np.zeros(length, bool)
     bits[list(indices)] = True
@@ -143,68 +127,39 @@ def _bits(*indices: int, length: int = 24) -> np.ndarray:
 
 
 def test_the_forgeries_below_are_one_step_from_a_valid_payload() -> None:
-    listed = _sparse(np.array([3, 7], np.uint16), np.ones(2, F))
-    packed = _sparse(_bits(3, 7), np.ones(2, F))
-    wide = _sparse(_bits(3, 7), np.ones(2, np.float64))
-    for payload in (listed, packed, wide):
+    for payload in (
+        _sparse(np.array([3, 7], np.uint16), np.ones(2, F)),
+        _sparse(_bits(3, 7), np.ones(2, F)),
+        _sparse(_bits(3, 7), np.ones(2, np.float64)),
+    ):
         assert np.flatnonzero(decode(payload, LENGTH)).tolist() == [3, 7]
-    for values in (np.ones(LENGTH, F), np.ones(LENGTH)):
-        dense_one = Payload(arrays=(values,), header={"encoding": "dense", "length": LENGTH})
-        assert decode(dense_one, LENGTH).dtype == values.dtype
+    for dtype in (F, np.float64):
+        assert decode(_dense(np.ones(LENGTH, dtype)), LENGTH).dtype == dtype
+
+
+INDICES = [([7, 3], "u2"), ([3, 3], "u2"), ([3, 20], "u2"), ([3, 65_535], "u2"), ([-1, 3], "i2"), ([3, 7], "u4"), ([3, 7], ">u2")]
 
 
 @pytest.mark.parametrize(
     "payload",
     [
-        pytest.param(_sparse(np.array([7, 3], np.uint16), np.ones(2, F)), id="unsorted"),
-        pytest.param(_sparse(np.array([3, 3], np.uint16), np.ones(2, F)), id="duplicate"),
-        pytest.param(_sparse(np.array([3, 20], np.uint16), np.ones(2, F)), id="out of range"),
-        pytest.param(_sparse(np.array([3, 65_535], np.uint16), np.ones(2, F)), id="far out of range"),
-        pytest.param(_sparse(np.array([-1, 3], np.int16), np.ones(2, F)), id="signed indices"),
-        pytest.param(_sparse(np.array([3, 7], np.uint32), np.ones(2, F)), id="wide indices"),
-        pytest.param(_sparse(np.array([3, 7], ">u2"), np.ones(2, F)), id="big-endian indices"),
-        pytest.param(_sparse(np.array([3.0, 7.0]), np.ones(2, F)), id="float indices"),
-        pytest.param(_sparse(np.array([3, 7], np.uint16), np.ones(3, F)), id="more values than indices"),
-        pytest.param(_sparse(np.array([3, 7], np.uint16), np.ones(1, F)), id="fewer values than indices"),
-        pytest.param(_sparse(np.array([], np.uint16), np.ones(0, F)), id="nothing"),
-        pytest.param(_sparse(np.array([[3, 7]], np.uint16), np.ones((1, 2), F)), id="two dimensions"),
-        pytest.param(_sparse(np.array(3, np.uint16), np.ones((), F)), id="no dimension"),
-        pytest.param(_sparse(np.arange(21, dtype=np.uint16), np.ones(21, F)), id="more than there are"),
-        pytest.param(_sparse(_bits(3, 20), np.ones(2, F)), id="bits beyond the length"),
-        pytest.param(_sparse(_bits(3, 7, 23), np.ones(2, F)), id="one more bit beyond the length"),
-        pytest.param(_sparse(_bits(3, 7), np.ones(3, F)), id="more values than bits"),
-        pytest.param(_sparse(_bits(3), np.ones(2, F)), id="fewer bits than values"),
-        pytest.param(_sparse(_bits(3, 7)[:2], np.ones(2, F)), id="too few bytes of bits"),
-        pytest.param(_sparse(_bits(3, 7, length=32), np.ones(2, F)), id="too many bytes of bits"),
-        pytest.param(_sparse(_bits(), np.ones(0, F)), id="no bit"),
-        pytest.param(_sparse(_bits(3, 7), np.ones(2, np.float16)), id="float16 values"),
-        pytest.param(_sparse(_bits(3, 7), np.ones(2, ">f8")), id="big-endian float64 values"),
-        pytest.param(_sparse(_bits(3, 7), np.ones(2, np.longdouble)), id="wider values"),
-        pytest.param(_sparse(_bits(3, 7), np.ones(2, np.complex64)), id="complex values"),
-        pytest.param(_sparse(_bits(3, 7), np.ones(2, bool)), id="true or false"),
-        pytest.param(_sparse(np.array([3.0, 7.0]), np.ones(2)), id="float indices, float64 values"),
-        pytest.param(_sparse(_bits(3, 7), np.ones(3)), id="more float64 values than bits"),
-        pytest.param(_sparse(_bits(3, 7), np.ones(2, ">f4")), id="big-endian values"),
-        pytest.param(_sparse(_bits(3, 7), np.ones(2, np.int32)), id="integer values"),
-        pytest.param(Payload(arrays=(np.ones(19, F),), header={"encoding": "dense", "length": LENGTH}), id="short"),
-        pytest.param(Payload(arrays=(np.ones(21, F),), header={"encoding": "dense", "length": LENGTH}), id="long"),
-        pytest.param(Payload(arrays=(np.ones((20, 1), F),), header={"encoding": "dense", "length": LENGTH}), id="column"),
-        pytest.param(
-            Payload(arrays=(np.ones(20, np.float16),), header={"encoding": "dense", "length": LENGTH}), id="dense float16"
+        *(_sparse(np.array(indices, dtype), np.ones(2, F)) for indices, dtype in [*INDICES, ([3.0, 7.0], "f8")]),
+        *(_sparse(np.arange(3, dtype=np.uint16), np.ones(shape, F)) for shape in (2, 4, (1, 3))),
+        *(_sparse(np.zeros(shape, np.uint16), np.ones(shape, F)) for shape in (0, (), (1, 1))),
+        _sparse(np.arange(21, dtype=np.uint16), np.ones(21, F)),
+        *(_sparse(_bits(*bits), np.ones(2, F)) for bits in ((3, 20), (3, 7, 23), (3,), (3, 7, 8))),
+        *(_sparse(bits, np.ones(2, F)) for bits in (_bits(3, 7)[:2], _bits(3, 7, length=32))),
+        _sparse(_bits(), np.ones(0, F)),
+        *(_sparse(_bits(3, 7), np.ones(2, dtype)) for dtype in ("f2", ">f4", ">f8", "g", "c8", "?", "i4")),
+        *(_dense(np.ones(shape, dtype)) for shape in (19, 21, (20, 1)) for dtype in ("f4", "f8")),
+        *(_dense(np.ones(20, dtype)) for dtype in ("f2", "i8", ">f8")),
+        *(
+            _dense(*[np.ones(20, F)] * count, encoding=one)
+            for one, count in (("dense", 0), ("dense", 2), ("top-k", 0), ("top-k", 1))
         ),
-        pytest.param(
-            Payload(arrays=(np.ones(20, np.int64),), header={"encoding": "dense", "length": LENGTH}), id="dense integers"
-        ),
-        pytest.param(
-            Payload(arrays=(np.ones(20, ">f8"),), header={"encoding": "dense", "length": LENGTH}), id="dense big-endian"
-        ),
-        pytest.param(Payload(arrays=(np.ones(19),), header={"encoding": "dense", "length": LENGTH}), id="short float64"),
-        pytest.param(Payload(arrays=(np.ones((20, 1)),), header={"encoding": "dense", "length": LENGTH}), id="float64 column"),
-        pytest.param(Payload(arrays=(np.ones(20, F),), header={"encoding": "top-k", "length": LENGTH}), id="one array"),
-        pytest.param(Payload(arrays=(np.ones(20, F),) * 2, header={"encoding": "dense", "length": LENGTH}), id="two arrays"),
-        pytest.param(Payload(arrays=(), header={"encoding": "dense", "length": LENGTH}), id="no array"),
-        pytest.param(Payload(arrays=(), header={"encoding": "top-k", "length": LENGTH}), id="no arrays"),
-        pytest.param(Payload(arrays=(np.ones(20, F),), header={"encoding": "rand-k", "length": LENGTH}), id="no mask"),
+        _dense(np.ones(20, F), encoding="rand-k"),
+        *(_dense(np.ones(LENGTH, F), **words) for words in ({"scale": 1.5}, {"mask": 3})),
+        Payload(arrays=(np.ones(LENGTH, F),), header={"encoding": "dense", "length": LENGTH, 3: 1}),  # type: ignore[dict-item]
     ],
 )
 def test_malformed_payloads_are_refused(payload: Payload) -> None:
@@ -215,54 +170,15 @@ def test_malformed_payloads_are_refused(payload: Payload) -> None:
 ABSURD: list[Any] = [None, [], ["dense"], {}, {"dense": 1}, 0, 1.5, True, "", "DENSE", "QSGD", "dense\0", ("dense",), math.nan]
 
 
-@pytest.mark.parametrize("encoding", ABSURD)
-def test_absurd_encodings_are_refused(encoding: Any) -> None:
-    with pytest.raises(ValueError, match="payload encoding"):
-        decode(Payload(arrays=(np.ones(LENGTH, F),), header={"encoding": encoding, "length": LENGTH}), LENGTH)
+@pytest.mark.parametrize("value", [*ABSURD, 19, 21, -20, "20", 1e300, 10**400])
+def test_absurd_encodings_and_lengths_are_refused(value: Any) -> None:
+    for word in ("encoding", "length"):
+        with pytest.raises(ValueError, match=f"payload {word}"):
+            decode(_dense(np.ones(LENGTH, F), **{word: value}), LENGTH)
 
 
-@pytest.mark.parametrize("length", [*ABSURD, 19, 21, -20, "20", 1e300, 10**400])
-def test_absurd_lengths_are_refused(length: Any) -> None:
-    with pytest.raises(ValueError, match="payload length"):
-        decode(Payload(arrays=(np.ones(LENGTH, F),), header={"encoding": "dense", "length": length}), LENGTH)
-
-
-def test_rand_k_values_must_fit_the_mask() -> None:
-    payload = Payload(arrays=(np.ones(3, F),), header={"encoding": "rand-k", "length": LENGTH})
-    with pytest.raises(ValueError, match="payload values"):
-        decode(payload, LENGTH, mask=np.arange(4))
-
-
-_HEADERS = st.fixed_dictionaries(
-    {},
-    optional={
-        "encoding": st.one_of(st.sampled_from(["dense", "top-k", "rand-k", "qsgd"]), st.sampled_from(ABSURD)),
-        "length": st.one_of(st.just(LENGTH), st.integers(), st.sampled_from(ABSURD)),
-    },
-)
-_ANY_ARRAY = hnp.arrays(
-    st.sampled_from([np.float32, np.uint16, np.uint8, np.uint32, np.float64, np.int64, np.bool_]),
-    hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=24),
-)
 _NEAR_INDICES = st.lists(st.integers(0, 21), max_size=6).map(lambda values: np.array(sorted(values), np.uint16))
 _NEAR_BITS = hnp.arrays(np.uint8, 3, elements=st.sampled_from([0, 1, 64, 255]))
-_ARRAYS = st.one_of(
-    st.lists(_ANY_ARRAY, max_size=3),
-    st.tuples(st.one_of(_NEAR_INDICES, _NEAR_BITS), hnp.arrays(st.sampled_from([np.float32, np.float64]), st.integers(0, 6))),
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=120)
-@given(header=_HEADERS, arrays=_ARRAYS, mask=st.sampled_from([None, np.array([0, 5])]))
-def test_decode_raises_value_error_or_returns_the_right_length(header: Any, arrays: Any, mask: Any) -> None:
-    try:
-        vector = decode(Payload(arrays=tuple(arrays), header=header), LENGTH, mask=mask)
-    except ValueError:
-        return
-    assert vector.shape == (LENGTH,)
-    assert vector.dtype in (np.float32, np.float64)
-    assert vector.dtype == arrays[-1].dtype
 
 
 @settings(max_examples=60)
@@ -277,16 +193,6 @@ def test_decode_accepts_only_what_encoding_again_gives_back(indices: np.ndarray,
     np.testing.assert_array_equal(vector != 0, chosen.astype(bool))
 
 
-# The registry of codecs
-
-
-@pytest.mark.parametrize("arguments", [{"scale": 1.5}, {"mask": 3}, {3: 1}])
-def test_words_that_a_codec_does_not_know_are_refused(arguments: Any) -> None:
-    header = {"encoding": "dense", "length": LENGTH, **arguments}
-    with pytest.raises(ValueError, match="payload header"):
-        decode(Payload(arrays=(np.ones(LENGTH, F),), header=header), LENGTH)
-
-
 @pytest.mark.parametrize("answer", [None, 0, 1.5, True, "x", -1, 10**400])
 def test_a_mask_must_be_the_one_that_both_sides_know(answer: Any) -> None:
     mask = np.arange(4)
@@ -295,3 +201,5 @@ def test_a_mask_must_be_the_one_that_both_sides_know(answer: Any) -> None:
     for payload in (Payload(arrays=good.arrays, header={**good.header, "mask": answer}), rand_k(_vector(LENGTH), mask + 1)):
         with pytest.raises(ValueError, match="payload mask"):
             decode(payload, LENGTH, mask=mask)
+    with pytest.raises(ValueError, match="payload values"):
+        decode(Payload(arrays=(np.ones(3, F),), header=good.header), LENGTH, mask=mask)

@@ -60,21 +60,6 @@ def test_the_expectation_is_the_vector(levels, library):
     assert np.max(np.abs(draws.mean(0) - vector) / std) < stats.norm.isf(5e-7 / 400)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("levels", [1, 60])
-def test_the_variance_is_exact_and_below_its_bound(levels):
-    vector = gaussian(300)
-    norm = np.linalg.norm(vector)
-    errors = np.asarray([np.sum((quantized(vector, levels, seed) - vector) ** 2) for seed in range(1000)])
-    part = rounded_up(vector, levels)
-    exact = (norm / levels) ** 2 * np.sum(part * (1 - part))
-    band = stats.norm.isf(5e-7) * errors.std() / math.sqrt(len(errors))
-    assert abs(errors.mean() - exact) < band
-    assert abs(errors.mean() * 1.05**2 - exact) > band
-    assert errors.mean() <= qsgd_variance(300, levels) * norm**2
-    assert qsgd_variance(300, levels) == min(300 / levels**2, math.sqrt(300) / levels)
-
-
 @settings(max_examples=50)
 @given(hnp.arrays(np.float64, st.integers(1, 60), elements=st.floats(-1e3, 1e3, allow_subnormal=False)), st.integers(1, 200))
 def test_the_variance_bound_holds_for_every_vector(vector, levels):
@@ -82,6 +67,7 @@ def test_the_variance_bound_holds_for_every_vector(vector, levels):
     assume(norm > 1e-3)
     part = rounded_up(vector, levels)
     assert np.sum(part * (1 - part)) / levels**2 <= qsgd_variance(vector.size, levels) * (1 + 1e-9)
+    assert qsgd_variance(vector.size, levels) == min(vector.size / levels**2, math.sqrt(vector.size) / levels)
 
 
 # Round trips
@@ -126,15 +112,10 @@ def test_packed_and_squeezed_payloads_say_the_same(levels, length):
         assert payload.num_bytes <= qsgd_bytes(length, levels)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-40, 1e-30, 1.0, 1e30, 3e38])
 @pytest.mark.parametrize("levels", [1, 10, 32767])
-def test_a_vector_of_zeros_is_zeros(levels):
-    assert not decode(qsgd(np.zeros(50), levels, np.random.default_rng(0)), 50).any()
-    assert decode(qsgd(np.zeros(0), levels, np.random.default_rng(0)), 0).size == 0
-
-
-@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-30, 1.0, 1e30, 3e38])
-@pytest.mark.parametrize("levels", [1, 10])
 def test_huge_and_small_norms(size, levels):
+    assert decode(qsgd(np.zeros(0), levels, np.random.default_rng(0)), 0).size == 0
     vector = np.zeros(5)
     vector[2] = -size
     decoded = decode(qsgd(vector, levels, np.random.default_rng(0)), 5)
@@ -156,11 +137,9 @@ def test_no_draw_is_longer_than_it_can_be(length, levels):
         norms = [np.linalg.norm(quantized(shape, levels, seed)) / np.linalg.norm(shape) for seed in range(50)]
         assert max(norms) <= qsgd_norm_ratio(length, levels)
     # And it says something: a Gaussian vector's typical draw is at least a third as long.
-    assert (
-        np.mean([np.linalg.norm(quantized(gaussian(length), levels, seed)) for seed in range(20)])
-        / np.linalg.norm(gaussian(length))
-        > qsgd_norm_ratio(length, levels) / 6
-    )
+    vector = gaussian(length)
+    typical = np.mean([np.linalg.norm(quantized(vector, levels, seed)) for seed in range(20)]) / np.linalg.norm(vector)
+    assert typical > qsgd_norm_ratio(length, levels) / 6
 
 
 # Forged payloads
@@ -168,9 +147,12 @@ def test_no_draw_is_longer_than_it_can_be(length, levels):
 LENGTH = 20
 
 
+def coded(array: np.ndarray, **header: Any) -> Payload:
+    return Payload(arrays=(array,), header={"encoding": "qsgd", "length": LENGTH, "levels": 1, "coding": "packed"} | header)
+
+
 def forged(body: bytes, *, scale: float = 1.0, **header: Any) -> Payload:
-    coded = np.frombuffer(np.asarray([scale], "<f4").tobytes() + body, np.uint8)
-    return Payload(arrays=(coded,), header={"encoding": "qsgd", "length": LENGTH, "levels": 1, "coding": "packed"} | header)
+    return coded(np.frombuffer(np.asarray([scale], "<f4").tobytes() + body, np.uint8), **header)
 
 
 PACKED = bytes(4)  # five digits a byte, all of level -1
@@ -186,54 +168,17 @@ def test_honest_ones_are_read():
 @pytest.mark.parametrize(
     "payload",
     [
-        pytest.param(forged(PACKED[:-1]), id="short"),
-        pytest.param(forged(PACKED + b"\0"), id="long"),
-        pytest.param(forged(b""), id="nothing"),
-        pytest.param(forged(bytes([243, 0, 0, 0])), id="a word beyond its digits"),
-        pytest.param(forged(bytes([255] * 4)), id="words beyond their digits"),
-        pytest.param(forged(PACKED, scale=math.nan), id="scale NaN"),
-        pytest.param(forged(PACKED, scale=math.inf), id="scale infinite"),
-        pytest.param(forged(PACKED, scale=-1.0), id="scale negative"),
-        pytest.param(forged(PACKED, levels=0), id="no levels"),
-        pytest.param(forged(PACKED, levels=-1), id="negative levels"),
-        pytest.param(forged(PACKED, levels=10), id="more levels than bytes"),
-        pytest.param(forged(PACKED, levels=10**400), id="levels beyond all bounds"),
-        pytest.param(forged(PACKED, levels=1.0), id="levels a float"),
-        pytest.param(forged(PACKED, levels="1"), id="levels a text"),
-        pytest.param(forged(PACKED, levels=True), id="levels a flag"),
-        pytest.param(forged(PACKED, coding="gzip"), id="another coding"),
-        pytest.param(forged(PACKED, coding=["packed"]), id="coding a list"),
-        pytest.param(forged(PACKED, coding="deflate"), id="no stream"),
-        pytest.param(forged(ZEROS), id="a stream that says it is packed"),
-        pytest.param(forged(ZEROS[:-5], coding="deflate"), id="stream cut short"),
-        pytest.param(forged(ZEROS + b"\0", coding="deflate"), id="stream and more"),
-        pytest.param(forged(zlib.compress(bytes(LENGTH - 1)), coding="deflate"), id="a digit too few"),
-        pytest.param(forged(zlib.compress(bytes(LENGTH + 1)), coding="deflate"), id="a digit too many"),
-        pytest.param(forged(zlib.compress(bytes(10**7)), coding="deflate"), id="bomb"),
-        pytest.param(forged(zlib.compress(bytes([3] * LENGTH)), coding="deflate"), id="digits beyond the levels"),
-        pytest.param(forged(PACKED, extra=1), id="unknown word"),
-        pytest.param(
-            Payload(
-                arrays=(np.zeros(8, np.int8),), header={"encoding": "qsgd", "length": LENGTH, "levels": 1, "coding": "packed"}
-            ),
-            id="signed bytes",
-        ),
-        pytest.param(
-            Payload(
-                arrays=(np.zeros((8, 1), np.uint8),),
-                header={"encoding": "qsgd", "length": LENGTH, "levels": 1, "coding": "packed"},
-            ),
-            id="a column",
-        ),
-        pytest.param(
-            Payload(
-                arrays=(np.zeros(2, np.uint8),), header={"encoding": "qsgd", "length": LENGTH, "levels": 1, "coding": "packed"}
-            ),
-            id="no room for a scale",
-        ),
-        pytest.param(
-            Payload(arrays=(np.zeros(8, np.uint8),), header={"encoding": "qsgd", "length": LENGTH}), id="no levels said"
-        ),
+        *(forged(body) for body in (PACKED[:-1], PACKED + b"\0", b"", ZEROS)),
+        *(forged(body) for body in (bytes([243, 0, 0, 0]), bytes([255] * 4))),  # words beyond their digits
+        *(forged(PACKED, scale=scale) for scale in (math.nan, math.inf, -1.0)),
+        *(forged(PACKED, levels=levels) for levels in (0, -1, 10, 10**400, 1.0, "1", True, None)),
+        *(forged(PACKED, coding=coding) for coding in ("gzip", ["packed"], "deflate", None)),
+        *(forged(body, coding="deflate") for body in (ZEROS[:-5], ZEROS + b"\0")),
+        *(forged(zlib.compress(bytes(length)), coding="deflate") for length in (LENGTH - 1, LENGTH + 1, 10**7)),
+        forged(zlib.compress(bytes([3] * LENGTH)), coding="deflate"),  # digits beyond the levels
+        forged(PACKED, extra=1),
+        *(coded(np.zeros(shape, dtype)) for shape, dtype in ((8, np.int8), ((8, 1), np.uint8), (2, np.uint8))),
+        Payload(arrays=(np.zeros(8, np.uint8),), header={"encoding": "qsgd", "length": LENGTH}),
     ],
 )
 def test_forged_payloads_are_refused(payload):
@@ -244,10 +189,7 @@ def test_forged_payloads_are_refused(payload):
 @settings(max_examples=100)
 @given(body=st.binary(max_size=30), levels=st.integers(-1, 40), coding=st.sampled_from(["packed", "deflate", "no"]))
 def test_whatever_comes_is_refused_or_finite_and_no_longer_than_its_scale(body, levels, coding):
-    payload = Payload(
-        arrays=(np.frombuffer(body, np.uint8),),
-        header={"encoding": "qsgd", "length": LENGTH, "levels": levels, "coding": coding},
-    )
+    payload = coded(np.frombuffer(body, np.uint8), levels=levels, coding=coding)
     try:
         vector = decode(payload, LENGTH)
     except ValueError:

@@ -9,21 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dp_accounting import (
-    GaussianDpEvent,
-    NonPrivateDpEvent,
-    NoOpDpEvent,
-    PoissonSampledDpEvent,
-    SampledWithoutReplacementDpEvent,
-)
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from flower_dp.core import dp
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, check_sampler
 
 FALSE_ALARM = 1e-6
-RELEASE = GaussianDpEvent(1.0)
+RELEASE = dp.GaussianDpEvent(1.0)
 
 
 def _cohorts(sampler: Any, num_clients: int, rounds: int, seed: int = 0) -> np.ndarray:
@@ -44,30 +38,30 @@ def _within(counts: np.ndarray, trials: int, rate: float) -> bool:
     return bool(np.all((counts >= low) & (counts <= high)))
 
 
-def test_full_sampling_takes_everybody_and_changes_no_event() -> None:
-    sampler = FullSampling()
-    assert _cohorts(sampler, 7, 3).all()
-    assert sampler.expected_cohort(7) == 7
-    assert sampler.event(RELEASE, 2, 7) is RELEASE
+@pytest.mark.parametrize(
+    ("sampler", "cohort", "event"),
+    [
+        (FullSampling(), 8, RELEASE),
+        (PoissonSampling(sampling_rate=0.25), 2, dp.PoissonSampledDpEvent(0.25, RELEASE)),
+        (FixedSizeSampling(cohort_size=3), 3, dp.SampledWithoutReplacementDpEvent(8, 3, RELEASE)),
+        (PoissonSampling(sampling_rate=1), 8, RELEASE),
+        (FixedSizeSampling(cohort_size=8), 8, RELEASE),
+    ],
+)
+def test_events_and_expected_cohorts(sampler: Any, cohort: float, event: dp.DpEvent) -> None:
+    assert sampler.expected_cohort(8) == cohort
+    assert sampler.event(RELEASE, 9, 8) == event
+    assert isinstance(sampler.event(dp.NonPrivateDpEvent(), 1, 8), dp.NonPrivateDpEvent)
+    assert event is not RELEASE or _cohorts(sampler, 8, 3).all()
 
 
-@pytest.mark.parametrize("rate", [0.03])
-def test_poisson_includes_everybody_at_the_rate(rate: float) -> None:
+def test_poisson_includes_everybody_at_the_rate() -> None:
+    rate = 0.03
     table = _cohorts(PoissonSampling(sampling_rate=rate), 40, 20_000)
     assert _within(table.sum(axis=0), 20_000, rate)
     assert not _within(table.sum(axis=0), 20_000, rate * 1.2)
     assert _within(np.array([table.sum()]), table.size, rate)
     assert not _within(np.array([table.sum()]), table.size, rate * 1.05)
-
-
-def test_poisson_cohort_sizes_are_binomial() -> None:
-    sizes = _cohorts(PoissonSampling(sampling_rate=0.1), 50, 20_000).sum(axis=1)
-    law = stats.binom(50, 0.1)
-    edges = np.arange(1, 11)
-    seen = np.array([np.sum(sizes < edges[0]), *(np.sum(sizes == k) for k in edges), np.sum(sizes > edges[-1])])
-    expected = 20_000 * np.array([law.cdf(0), *law.pmf(edges), law.sf(10)])
-    assert stats.chisquare(seen, expected).pvalue > FALSE_ALARM
-    assert seen[0] > 0  # empty cohorts happen
 
 
 def test_poisson_clients_are_independent() -> None:
@@ -76,15 +70,6 @@ def test_poisson_clients_are_independent() -> None:
     assert np.abs(correlations).max() < stats.norm.isf(FALSE_ALARM / 30) / math.sqrt(20_000)
     over_time = [np.corrcoef(column[1:], column[:-1])[0, 1] for column in table.T]
     assert np.abs(over_time).max() < stats.norm.isf(FALSE_ALARM / 12) / math.sqrt(20_000)
-
-
-def test_poisson_event_and_expected_cohort() -> None:
-    sampler = PoissonSampling(sampling_rate=0.25)
-    assert sampler.expected_cohort(30) == 7.5
-    assert sampler.event(RELEASE, 9, 30) == PoissonSampledDpEvent(0.25, RELEASE)
-    assert PoissonSampling(sampling_rate=1).event(RELEASE, 1, 30) is RELEASE
-    assert isinstance(sampler.event(NonPrivateDpEvent(), 1, 30), NonPrivateDpEvent)
-    assert _cohorts(PoissonSampling(sampling_rate=1), 30, 2).all()
 
 
 def test_fixed_size_is_exact_and_uniform() -> None:
@@ -97,15 +82,6 @@ def test_fixed_size_is_exact_and_uniform() -> None:
     assert stats.chisquare(seen).pvalue > FALSE_ALARM
 
 
-def test_fixed_size_event_and_expected_cohort() -> None:
-    sampler = FixedSizeSampling(cohort_size=3)
-    assert sampler.expected_cohort(8) == 3
-    assert sampler.event(RELEASE, 1, 8) == SampledWithoutReplacementDpEvent(8, 3, RELEASE)
-    assert sampler.event(RELEASE, 1, 3) is RELEASE
-    assert isinstance(sampler.event(NonPrivateDpEvent(), 1, 8), NonPrivateDpEvent)
-    assert _cohorts(sampler, 3, 2).all()
-
-
 @given(clients=st.integers(1, 40), data=st.data(), rounds=st.integers(1, 120))
 def test_round_robin_is_balanced_after_any_number_of_rounds(clients: int, data: Any, rounds: int) -> None:
     size = data.draw(st.integers(1, clients))
@@ -116,7 +92,7 @@ def test_round_robin_is_balanced_after_any_number_of_rounds(clients: int, data: 
     assert (asked.max(axis=1) - asked.min(axis=1)).max() <= 1
     events = [sampler.event(RELEASE, number, clients) for number in range(1, rounds + 1)]
     charged = np.cumsum([event is RELEASE for event in events])
-    assert all(event is RELEASE or isinstance(event, NoOpDpEvent) for event in events)
+    assert all(event is RELEASE or isinstance(event, dp.NoOpDpEvent) for event in events)
     assert np.array_equal(charged, asked.max(axis=1))  # at every moment what the client asked most often has paid
     assert charged[-1] == sampler.participations(rounds, clients) == math.ceil(size * rounds / clients)
 

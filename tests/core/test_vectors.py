@@ -42,10 +42,8 @@ def test_flat_vector_has_every_entry_in_order(kind: Any) -> None:
 def test_round_trip_of_any_shapes(shapes: list[list[int]], seed: int) -> None:
     rng = np.random.default_rng(seed)
     arrays = {f"p{i}": rng.standard_normal(shape, dtype=np.float32) for i, shape in enumerate(shapes)}
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}
     layout = Layout.of(arrays)
     vector = layout.flatten(arrays)
-    assert vector.shape == (sum(int(np.prod(shape)) for shape in shapes),)
     for name, array in layout.unflatten(vector).items():
         np.testing.assert_array_equal(array, arrays[name])
 
@@ -73,33 +71,30 @@ def test_order_is_the_layouts_not_the_mappings() -> None:
     assert layout.flatten({"b": np.full(1, 2, np.float32), "a": np.full(1, 1, np.float32)}).tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "bool", "complex64"])
-def test_arrays_that_are_not_floats_are_refused_by_name(dtype: str) -> None:
-    with pytest.raises(ValueError, match=rf"'steps' has dtype {dtype}"):
-        Layout.of({"weight": np.zeros(1, np.float32), "steps": np.zeros(2, dtype)})
-
-
-@pytest.mark.parametrize("statistic", ["running_mean", "running_var", "num_batches_tracked"])
-def test_batch_statistics_are_refused_naming_the_layer_and_the_replacement(statistic: str) -> None:
-    with pytest.raises(ValueError, match=r"layer 'net\.1'.*GroupNorm"):
-        Layout.of({f"net.1.{statistic}": np.zeros(2, np.float32)})
-
-
-def test_a_model_without_arrays_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "why"),
+    [
+        *(("steps", dtype, f"'steps' has dtype {dtype}") for dtype in ("int64", "bool", "complex64")),
+        *((f"net.1.{one}", "float32", r"layer 'net\.1'.*GroupNorm") for one in ("running_mean", "num_batches_tracked")),
+    ],
+)
+def test_what_cant_be_trained_in_private_is_refused_by_name(name: str, dtype: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Layout.of({"w": np.zeros(1, np.float32), name: np.zeros(2, dtype)})
     with pytest.raises(ValueError, match="no arrays"):
         Layout.of({})
 
 
 @pytest.mark.parametrize(
-    ("arrays", "arguments"),
+    ("shapes", "why"),
     [
-        ({"a": np.zeros(2, np.float32)}, "missing \\['b'\\]"),
-        ({"a": np.zeros(2, np.float32), "b": np.zeros(1, np.float32), "c": np.zeros(1, np.float32)}, "unknown \\['c'\\]"),
-        ({"a": np.zeros((2, 1), np.float32), "b": np.zeros(1, np.float32)}, r"'a' has shape \(2, 1\)"),
-        ({"a": np.zeros(3, np.float32), "b": np.zeros(0, np.float32)}, r"'a' has shape \(3,\)"),
+        ({"a": (2,)}, r"missing \['b'\]"),
+        ({"a": (2,), "b": (1,), "c": (1,)}, r"unknown \['c'\]"),
+        ({"a": (2, 1), "b": (1,)}, r"'a' has shape \(2, 1\)"),
+        ({"a": (3,), "b": (0,)}, r"'a' has shape \(3,\)"),
     ],
 )
-def test_other_names_and_shapes_are_refused(arrays: dict[str, np.ndarray], arguments: str) -> None:
+def test_other_names_and_shapes_are_refused(shapes: dict[str, tuple[int, ...]], why: str) -> None:
     layout = Layout.of({"a": np.zeros(2, np.float32), "b": np.zeros(1, np.float32)})
-    with pytest.raises(ValueError, match=arguments):
-        layout.flatten(arrays)
+    with pytest.raises(ValueError, match=why):
+        layout.flatten({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})

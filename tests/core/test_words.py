@@ -28,12 +28,7 @@ def test_significant_digits_are_rounded_up(number, digits):
 
 
 def test_words_by_hand():
-    assert [epsilon_in_words(one) for one in (0.0, 0.1, 1.00001, math.inf, None)] == [
-        "0.0000",
-        "0.1000",
-        "1.0001",
-        "infinite",
-        "infinite",
-    ]
+    shown = [epsilon_in_words(one) for one in (0.0, 0.1, 1.00001, math.inf, None)]
+    assert shown == ["0.0000", "0.1000", "1.0001", "infinite", "infinite"]
     assert [delta_in_words(one) for one in (1e-5, 0.001, 0.00100001, 1.234e-7)] == ["1e-05", "0.001", "0.00101", "1.24e-07"]
     assert spent_in_words(1.23401, 1.0001e-5) == "epsilon 1.2341 at delta 1.01e-05"

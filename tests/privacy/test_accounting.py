@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,14 +10,13 @@ from typing import Any
 import dp_accounting as dp
 import numpy as np
 import pytest
-from dp_accounting.rdp.rdp_privacy_accountant import RdpAccountant, compute_epsilon
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy import integrate, optimize, special, stats
+from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
+from scipy import stats
 
 from flower_dp.privacy import accounting, pld, renyi
 from flower_dp.privacy.accounting import affordable, calibrate, epsilon, epsilon_by_round, rdp_epsilon, repeated
 from flower_dp.privacy.events import Relation, UnsupportedEventError
+from tests.closed_forms import gaussian_epsilon
 
 ADD: Relation = "add-or-remove-one"
 REPLACE: Relation = "replace-one"
@@ -29,69 +28,24 @@ def fixed_size(num_clients: int, cohort_size: int, release: dp.DpEvent) -> dp.Dp
     return dp.SampledWithoutReplacementDpEvent(num_clients, cohort_size, release)
 
 
-# Second sources
-
-
-def gaussian_delta(multiplier: float, eps: float) -> float:
-    """Balle & Wang 2018, Theorem 8, for noise std / sensitivity."""
-    upper, lower = 1 / (2 * multiplier) - eps * multiplier, -1 / (2 * multiplier) - eps * multiplier
-    return float(special.ndtr(upper) - np.exp(eps + special.log_ndtr(lower)))
-
-
-def gaussian_epsilon(multiplier: float, delta: float) -> float:
-    return float(optimize.brentq(lambda eps: gaussian_delta(multiplier, eps) - delta, 0, 500, xtol=1e-13))
-
-
-def hockey_stick(pair: tuple[Callable[[float], float], Callable[[float], float]], eps: float, width: float) -> float:
-    """Integral of max(0, p - e^eps q) for two densities on the line."""
-    p, q = pair
-    points = np.linspace(-width, width, 200_001)
-    return float(integrate.simpson(np.maximum(0, p(points) - math.exp(eps) * q(points)), x=points))  # type: ignore[arg-type]
-
-
-def mixture(std: float, *parts: tuple[float, float]) -> Callable[[Any], Any]:
-    """Density of a mixture of normals: (weight, mean) of each."""
-    return lambda x: (
-        sum(weight * np.exp(-(((x - mean) / std) ** 2) / 2) for weight, mean in parts) / (std * math.sqrt(2 * math.pi))
-    )
-
-
-def poisson_rdp_epsilon(multiplier: float, rate: float, rounds: int, delta: float) -> float:
-    """Renyi accounting by quadrature at real orders, and the conversion of Canonne et al. 2020."""
-    x, step = np.linspace(-14 * multiplier, 14 * multiplier + 70, 8001, retstep=True)
-    loss = np.log1p(rate * np.expm1((2 * x - 1) / (2 * multiplier**2)))
-    best = math.inf
-    for order in np.arange(1.1, 40, 0.1):
-        rdp = rounds * special.logsumexp(stats.norm.logpdf(x, 0, multiplier) + order * loss, b=step) / (order - 1)
-        best = min(best, rdp + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1))
-    return best
-
-
 # Numbers that are known
 
 
 @pytest.mark.parametrize(("relation", "golden"), [(ADD, 4.377178), (REPLACE, 9.997256)])
 def test_one_gaussian_release_is_exact(relation: Relation, golden: float) -> None:
     cost = epsilon(Gaussian(1.0), delta=1e-5, relation=relation)
-    assert cost.accountant == "gaussian-exact"
     assert cost.epsilon == pytest.approx(golden, abs=1e-6)
-    assert cost.epsilon == pytest.approx(gaussian_epsilon(1.0 if relation == ADD else 0.5, 1e-5), abs=1e-8)
-    assert (cost.delta, cost.relation) == (1e-5, relation)
+    assert (cost.delta, cost.relation, cost.accountant) == (1e-5, relation, "gaussian-exact")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("multiplier", [0.1, 1.0, 30.0])
 @pytest.mark.parametrize("delta", [1e-9, 1e-2])
 @pytest.mark.parametrize(("relation", "rounds"), [(ADD, 9), (REPLACE, 1)])
 def test_gaussian_releases_are_never_below_the_closed_form(
     multiplier: float, delta: float, rounds: int, relation: Relation
 ) -> None:
-    effective = multiplier / math.sqrt(rounds) / (2 if relation == REPLACE else 1)
-    if gaussian_delta(effective, 0) <= delta:
-        assert epsilon(Repeat(Gaussian(multiplier), rounds), delta=delta, relation=relation).epsilon < 1e-9
-        return
     got = epsilon(Repeat(Gaussian(multiplier), rounds), delta=delta, relation=relation).epsilon
-    second = float(optimize.brentq(lambda eps: gaussian_delta(effective, eps) - delta, 0, 1e5, xtol=1e-12))
+    second = gaussian_epsilon([multiplier] * rounds, relation, delta)
     assert second - 1e-10 * second - 1e-11 <= got <= second * (1 + 1e-8) + 1e-8
 
 
@@ -109,8 +63,6 @@ def test_poisson_by_rdp(multiplier: float, rate: float, rounds: int, delta: floa
     got = rdp_epsilon(Repeat(Poisson(rate, Gaussian(multiplier)), rounds), delta=delta, relation=ADD)
     assert got is not None
     assert got == pytest.approx(golden, abs=tolerance)
-    second = poisson_rdp_epsilon(multiplier, rate, rounds, delta)
-    assert second * (1 - 1e-4) <= got <= second * 1.01
 
 
 @pytest.mark.slow
@@ -218,85 +170,10 @@ def test_the_pure_epsilon_of_a_sampled_replacement_is_an_upper_bound(multiplier:
 # Bounds that are computed another way
 
 
-@pytest.mark.exact
-@pytest.mark.slow
-@pytest.mark.parametrize(("multiplier", "rate"), [(0.6, 0.1), (1.0, 0.3), (2.0, 0.02)])
-@pytest.mark.parametrize("delta", [1e-2, 1e-4])
-def test_one_poisson_sampled_release_against_quadrature(multiplier: float, rate: float, delta: float) -> None:
-    """Both directions of add-or-remove-one; and replace-one, where any pair of data sets gives a lower bound."""
-    without = mixture(multiplier, (1.0, 0.0))
-    plus, minus = (mixture(multiplier, (1 - rate, 0.0), (rate, sign)) for sign in (1.0, -1.0))
-    width = 12 * multiplier + 2
-    add = epsilon(Poisson(rate, Gaussian(multiplier)), delta=delta, relation=ADD).epsilon
-    replace = epsilon(Poisson(rate, Gaussian(multiplier)), delta=delta, relation=REPLACE).epsilon
-    deltas = {
-        "removed": hockey_stick((plus, without), add, width),
-        "added": hockey_stick((without, plus), add, width),
-        "replaced": hockey_stick((plus, minus), replace, width),
-    }
-    assert all(value <= delta * (1 + 1e-6) for value in deltas.values())
-    if add > 0:
-        assert max(deltas["removed"], deltas["added"]) == pytest.approx(delta, rel=2e-3)
-    if replace > 0:
-        assert deltas["replaced"] == pytest.approx(delta, rel=2e-3)
-        # The same test rejects an epsilon of half the sensitivity.
-        assert hockey_stick((plus, minus), add, width) > delta
-
-
-@pytest.mark.slow
-def test_many_poisson_sampled_releases_against_monte_carlo() -> None:
-    """delta(epsilon) = E max(0, 1 - e^(epsilon - L)) for the sum L of the rounds' privacy losses."""
-    multiplier, rate, rounds, delta = 0.95, 0.1, 200, 2e-3
-    rng = np.random.default_rng(20)
-    losses = np.zeros(100_000)
-    for _ in range(rounds):
-        out = rng.standard_normal(losses.size) * multiplier + (rng.random(losses.size) < rate)
-        losses += np.log1p(rate * np.expm1((2 * out - 1) / (2 * multiplier**2)))
-    got = epsilon(Repeat(Poisson(rate, Gaussian(multiplier)), rounds), delta=delta, relation=ADD).epsilon
-    gains = np.maximum(0, -np.expm1(got - losses))
-    band = 5 * gains.std() / math.sqrt(losses.size)  # false alarm 6e-7
-    assert abs(gains.mean() - delta) < band
-    wrong = epsilon(Repeat(Poisson(rate, Gaussian(1.05 * multiplier)), rounds), delta=delta, relation=ADD).epsilon
-    gains = np.maximum(0, -np.expm1(wrong - losses))
-    assert abs(gains.mean() - delta) > 5 * gains.std() / math.sqrt(losses.size)
-
-
-def _naive_without_replacement(
-    multiplier: float, population: int, cohort: int, rounds: int, delta: float, orders: list[float] | None = None
-) -> float:
-    accountant = RdpAccountant(orders, neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
-    accountant.compose(Repeat(fixed_size(population, cohort, Gaussian(multiplier)), rounds))
-    return float(accountant.get_epsilon(delta))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("cohort", "rounds", "multiplier"), [(10, 1000, 1.0), (900, 1, 1.0)])
-def test_sampling_without_replacement_takes_twice_the_clip_norm_as_sensitivity(
-    cohort: int, rounds: int, multiplier: float
-) -> None:
-    event = Repeat(fixed_size(1000, cohort, Gaussian(multiplier)), rounds)
-    right = _naive_without_replacement(multiplier / 2, 1000, cohort, rounds, 1e-5)
-    found = rdp_epsilon(event, delta=1e-5, relation=REPLACE)
-    assert found is not None
-    assert found <= right * (1 + 1e-9)  # Wang, Balle & Kasiviswanathan 2019, with what float64's rounding may have lost
-    assert right > 1.5 * _naive_without_replacement(multiplier, 1000, cohort, rounds, 1e-5, orders=[2, 4, 8, 16, 32])  # too much
-    unsampled = epsilon(Repeat(Gaussian(multiplier), rounds), delta=1e-5, relation=REPLACE).epsilon
-    got = epsilon(event, delta=1e-5, relation=REPLACE).epsilon
-    assert got < min(right, unsampled)
-    # The losses of a pair that can happen, at twice the clip norm: tests/privacy/test_fixed_size.py.
-    pair = Repeat(Poisson(cohort / 1000, Gaussian(multiplier / 2)), rounds)
-    assert got >= epsilon(pair, delta=1e-5, relation=ADD).epsilon * (1 - 1e-4)
-    pairs = rdp_epsilon(pair, delta=1e-5, relation=ADD)
-    assert pairs is not None
-    assert pairs * (1 - 1e-9) <= found
-
-
 def test_all_of_a_population_is_no_sampling() -> None:
-    for relation in (ADD, REPLACE):
-        want = epsilon(Gaussian(1.0), delta=1e-5, relation=relation)
-        assert epsilon(Poisson(1.0, Gaussian(1.0)), delta=1e-5, relation=relation) == want
-    want = epsilon(Gaussian(1.0), delta=1e-5, relation=REPLACE)
-    assert epsilon(fixed_size(10, 10, Gaussian(1.0)), delta=1e-5, relation=REPLACE) == want
+    for relation, samples in ((ADD, [Poisson(1.0, Gaussian(1.0))]), (REPLACE, [fixed_size(10, 10, Gaussian(1.0))])):
+        for event in samples:
+            assert epsilon(event, delta=1e-5, relation=relation) == epsilon(Gaussian(1.0), delta=1e-5, relation=relation)
 
 
 def test_composition_is_order_free_and_flat() -> None:
@@ -307,103 +184,52 @@ def test_composition_is_order_free_and_flat() -> None:
 
 
 def test_nothing_costs_nothing_and_no_privacy_costs_infinity() -> None:
-    for event in (dp.NoOpDpEvent(), Compose([]), Repeat(Gaussian(1.0), 0)):
-        for relation in (ADD, REPLACE):
+    for relation in (ADD, REPLACE):
+        for event in (dp.NoOpDpEvent(), Compose([]), Repeat(Gaussian(1.0), 0)):
             assert epsilon(event, delta=0, relation=relation).epsilon == 0
-    for event in (NonPrivate(), Compose([Gaussian(10.0), Repeat(NonPrivate(), 2)])):
-        for relation in (ADD, REPLACE):
-            for delta in (0, 1e-5):
-                assert epsilon(event, delta=delta, relation=relation).epsilon == math.inf
-        assert rdp_epsilon(event, delta=1e-5, relation=ADD) is None
-
-
-# Order
-
-
-def _event(mechanism: Any, sampling: str, multiplier: float, rate: float, rounds: int) -> dp.DpEvent:
-    release = mechanism(multiplier)
-    if sampling == "poisson":
-        release = Poisson(rate, release)
-    elif sampling == "fixed-size":
-        release = fixed_size(1000, max(1, round(1000 * rate)), release)
-    return Repeat(release, rounds)
-
-
-CASES = [
-    (Gaussian, "none", ADD),
-    (Gaussian, "none", REPLACE),
-    (Gaussian, "poisson", ADD),
-    (Gaussian, "poisson", REPLACE),
-    (Gaussian, "fixed-size", REPLACE),
-    (Laplace, "none", ADD),
-    (Laplace, "none", REPLACE),
-    (Laplace, "poisson", ADD),
-    (Laplace, "poisson", REPLACE),
-    (Laplace, "fixed-size", REPLACE),
-]
-
-
-@pytest.mark.slow
-@settings(max_examples=7)
-@given(
-    case=st.sampled_from(CASES),
-    multiplier=st.floats(1.5, 6),
-    rate=st.floats(0.005, 0.9),
-    rounds=st.integers(1, 40),
-    delta=st.floats(-8, -2),
-    factor=st.floats(1.02, 2),
-)
-def test_epsilon_is_monotone(case: Any, multiplier: float, rate: float, rounds: int, delta: float, factor: float) -> None:
-    mechanism, sampling, relation = case
-
-    def cost(z: float, q: float, t: int, d: float) -> float:
-        return epsilon(_event(mechanism, sampling, z, q, t), delta=10.0**d, relation=relation).epsilon
-
-    here = cost(multiplier, rate, rounds, delta)
-    slack = 1e-6 * (1 + here)
-    assert 0 <= here < math.inf
-    assert cost(multiplier, rate, rounds + 7, delta) >= here - slack
-    assert cost(multiplier * factor, rate, rounds, delta) <= here + slack
-    assert cost(multiplier, rate, rounds, delta - 1) >= here - slack
-    if sampling != "none":
-        assert cost(multiplier, min(1.0, rate * factor), rounds, delta) >= here - slack
-        unsampled = epsilon(_event(mechanism, "none", multiplier, 1, rounds), delta=10.0**delta, relation=relation).epsilon
-        assert here <= unsampled + slack
+        for event in (NonPrivate(), Compose([Gaussian(10.0), Repeat(NonPrivate(), 2)])):
+            assert [epsilon(event, delta=delta, relation=relation).epsilon for delta in (0, 1e-5)] == [math.inf] * 2
+            assert rdp_epsilon(event, delta=1e-5, relation=relation) is None
 
 
 # Calibration
 
 
+SAMPLED = [lambda release: release, partial(Poisson, 0.1)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("mechanism", "sampling", "relation"), CASES)
-@pytest.mark.parametrize(("target", "delta"), [(2.0, 1e-5)])
-def test_calibrated_noise_is_enough_and_at_most_one_percent_too_much(
-    mechanism: Any, sampling: str, relation: Relation, target: float, delta: float
+@pytest.mark.exact
+@pytest.mark.parametrize(
+    ("event", "target", "delta", "relation", "more"),
+    [
+        *(
+            (lambda z, kind=kind, sampled=sampled: Repeat(sampled(kind(z)), 20), 2.0, 1e-5, relation, 1.01)
+            for kind in (Gaussian, Laplace)
+            for relation in (ADD, REPLACE)
+            for sampled in (SAMPLED if relation == ADD else [*SAMPLED, partial(fixed_size, 1000, 100)])
+        ),
+        # On the grid of the search these cost twice as much as `epsilon` says.
+        (lambda z: Repeat(Poisson(1e-3, Gaussian(z)), 10**6), 0.75, 1e-5, ADD, 1.001),
+        (lambda z: Repeat(fixed_size(1000, 10, Gaussian(z)), 10**6), 1.0, 1e-5, REPLACE, 1.001),
+        # A small epsilon at a large delta took more than two minutes.
+        (lambda z: Repeat(Poisson(0.1, Gaussian(z)), 20), 0.01, 0.3, ADD, 1.001),
+    ],
+)
+def test_calibrated_noise_is_enough_and_not_much_too_much(
+    event: Any, target: float, delta: float, relation: Relation, more: float
 ) -> None:
-    def make(multiplier: float) -> dp.DpEvent:
-        return _event(mechanism, sampling, multiplier, 0.1, 20)
-
-    found = calibrate(make, epsilon=target, delta=delta, relation=relation)
-    assert epsilon(make(found), delta=delta, relation=relation).epsilon <= target
-    assert epsilon(make(found / 1.01), delta=delta, relation=relation).epsilon > target
+    found = calibrate(event, epsilon=target, delta=delta, relation=relation)
+    costs = [epsilon(event(one), delta=delta, relation=relation).epsilon for one in (found, found / more)]
+    assert costs[0] <= target < costs[1]
 
 
-def test_calibrated_gaussian_noise_is_the_closed_forms() -> None:
-    for relation, factor in ((ADD, 1), (REPLACE, 2)):
-        found = calibrate(Gaussian, epsilon=2.0, delta=1e-6, relation=relation)
-        second = optimize.brentq(lambda z: gaussian_delta(z, 2.0) - 1e-6, 0.5, 50)
-        assert 1 <= found / (factor * second) < 1.0002
-
-
-def test_calibrated_pure_noise_by_hand() -> None:
-    found = calibrate(lambda z: Repeat(Laplace(z), 10), epsilon=2.5, delta=0, relation=ADD)
-    assert 4.0 <= found < 4.0 * 1.0002
-
-
-@pytest.mark.slow
-def test_calibration_of_huge_targets_is_not_too_little() -> None:
-    found = calibrate(Gaussian, epsilon=2e6, delta=1e-5, relation=ADD)
-    assert epsilon(Gaussian(found), delta=1e-5, relation=ADD).epsilon <= 2e6
+def test_calibrated_noise_is_that_by_hand() -> None:
+    for relation in (ADD, REPLACE):
+        for target in (2.0, 2e6):
+            found = calibrate(Gaussian, epsilon=target, delta=1e-6, relation=relation)
+            assert gaussian_epsilon([found], relation, 1e-6) <= target < gaussian_epsilon([found / 1.0002], relation, 1e-6)
+    assert 4.0 <= calibrate(lambda z: Repeat(Laplace(z), 10), epsilon=2.5, delta=0, relation=ADD) < 4.0 * 1.0002
 
 
 @pytest.mark.parametrize(("multiplier", "cohort_size"), [(1e8, 1), (1e9, 99), (1e60, 50)])
@@ -414,33 +240,11 @@ def test_samples_of_a_fixed_size_with_huge_noise_cost_little(multiplier: float, 
         assert rdp_epsilon(event, delta=delta, relation=REPLACE) <= most
 
 
-@pytest.mark.slow
-@pytest.mark.exact
-@pytest.mark.parametrize(
-    ("event", "target", "delta", "relation"),
-    [
-        # On the grid of the search these cost twice as much as `epsilon` says.
-        (lambda z: Repeat(Poisson(1e-3, Gaussian(z)), 10**6), 0.75, 1e-5, ADD),
-        (lambda z: Repeat(fixed_size(1000, 10, Gaussian(z)), 10**6), 1.0, 1e-5, REPLACE),
-        # A small epsilon at a large delta took more than two minutes.
-        (lambda z: Repeat(Poisson(0.1, Gaussian(z)), 20), 0.01, 0.3, ADD),
-    ],
-)
-def test_calibrated_noise_is_the_least_for_long_runs_and_large_deltas(
-    event: Any, target: float, delta: float, relation: Relation
-) -> None:
-    found = calibrate(event, epsilon=target, delta=delta, relation=relation)
-    assert epsilon(event(found), delta=delta, relation=relation).epsilon <= target
-    assert epsilon(event(found / 1.001), delta=delta, relation=relation).epsilon > target
-
-
 @pytest.mark.exact
 @pytest.mark.parametrize(
     ("multiplier", "rate", "at"),
     [
         (0.10073009353097813, 0.6888337074785651, 1.849),
-        (0.12113313613322232, 0.6200942469547858, 1.8381),
-        (0.12762237200403232, 0.5427717646085853, 0.9713),
         (0.14480061027100832, 0.8673101722689285, 0.015),
         (1.0, 0.5, 0.3),
     ],
@@ -467,12 +271,9 @@ def test_targets_that_no_noise_meets_are_refused() -> None:
         calibrate(lambda z: NonPrivate(), epsilon=1.0, delta=1e-5, relation=ADD)
     with pytest.raises(UnsupportedEventError):
         calibrate(Gaussian, epsilon=1.0, delta=0, relation=ADD)
-
-
-@pytest.mark.parametrize("target", [0, -1, math.nan, math.inf, "8", None])
-def test_nonsense_targets_are_refused(target: Any) -> None:
-    with pytest.raises(ValueError, match=r"epsilon=.*> 0"):
-        calibrate(Gaussian, epsilon=target, delta=1e-5, relation=ADD)
+    for target in (0, -1, math.nan, math.inf, "8", None):
+        with pytest.raises(ValueError, match=r"epsilon=.*> 0"):
+            calibrate(Gaussian, epsilon=target, delta=1e-5, relation=ADD)  # type: ignore[arg-type]
 
 
 # Planning a run
@@ -516,38 +317,30 @@ def test_a_curve_is_an_upper_bound_that_never_falls(event: dp.DpEvent, relation:
 # What is refused
 
 
-@pytest.mark.parametrize("multiplier", [0.0, -1.0, math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kind", [Gaussian, Laplace])
-@pytest.mark.parametrize("wrap", [lambda e: e, lambda e: Poisson(0.1, e), lambda e: Compose([Gaussian(1.0), Repeat(e, 3)])])
-def test_nonsense_multipliers_are_refused_by_name(multiplier: float, kind: Any, wrap: Any) -> None:
-    with pytest.raises(ValueError, match=r"noise_multiplier=.*> 0"):
-        epsilon(wrap(kind(multiplier)), delta=1e-5, relation=ADD)
-    with pytest.raises(ValueError, match=r"noise_multiplier=.*> 0"):
-        rdp_epsilon(wrap(kind(multiplier)), delta=1e-5, relation=ADD)
+WRAPS = [lambda one: one, partial(Poisson, 0.1), lambda one: Compose([Gaussian(1.0), Repeat(one, 3)])]
+WRONG = [math.nan, math.inf, -1.0]
 
 
 @pytest.mark.parametrize(
-    "event", [*(Poisson(rate, Gaussian(1.0)) for rate in (0.0, 1.1, math.nan)), fixed_size(10, 11, Gaussian(1.0))]
+    ("words", "why"),
+    [
+        *(
+            ({"event": wrap(kind(multiplier))}, r"noise_multiplier=.*> 0")
+            for wrap in WRAPS
+            for kind in (Gaussian, Laplace)
+            for multiplier in (0.0, *WRONG)
+        ),
+        *(({"event": Poisson(rate, Gaussian(1.0))}, r"sampling_probability=.*must be") for rate in (0.0, 1.1, math.nan)),
+        ({"event": fixed_size(10, 11, Gaussian(1.0)), "relation": REPLACE}, r"sample_size=.*must be"),
+        *(({"delta": delta}, r"delta=.*>= 0 and < 1") for delta in (*WRONG, -1e-9, 1.0, "1e-5", None)),
+        *(({"relation": one}, r"relation=.*add-or-remove-one, replace-one") for one in ("", "add", "REPLACE-ONE", None, 1)),
+    ],
 )
-def test_nonsense_samples_are_refused_by_name(event: dp.DpEvent) -> None:
-    with pytest.raises(ValueError, match=r"(sampling_probability|sample_size)=.*must be"):
-        epsilon(event, delta=1e-5, relation=REPLACE)
-
-
-@pytest.mark.parametrize("delta", [-1e-9, 1.0, 2, math.nan, math.inf, "1e-5", None])
-def test_nonsense_deltas_are_refused_by_name(delta: Any) -> None:
+def test_nonsense_is_refused_by_name(words: dict[str, Any], why: str) -> None:
+    asked = {"event": Gaussian(1.0), "delta": 1e-5, "relation": ADD} | words
     for ask in (epsilon, rdp_epsilon):
-        with pytest.raises(ValueError, match=r"delta=.*>= 0 and < 1"):
-            ask(Gaussian(1.0), delta=delta, relation=ADD)
-
-
-@pytest.mark.parametrize("relation", ["", "add", "REPLACE-ONE", "replace_one", None, 1])
-def test_unknown_relations_are_refused_by_name(relation: Any) -> None:
-    for ask in (epsilon, rdp_epsilon):
-        with pytest.raises(ValueError, match=r"relation=.*add-or-remove-one, replace-one"):
-            ask(Gaussian(1.0), delta=1e-5, relation=relation)
-    with pytest.raises(ValueError, match="relation="):
-        accounting.relation_of(relation)
+        with pytest.raises(ValueError, match=why):
+            ask(asked["event"], delta=asked["delta"], relation=asked["relation"])
 
 
 @pytest.mark.parametrize(
@@ -571,9 +364,7 @@ def test_what_no_accountant_bounds_is_refused(event: dp.DpEvent, delta: float, r
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize(
-    ("rate", "multiplier", "rounds"), [(0.1, 0.9, 150), (0.01, 1.0, 1000), (0.5, 2.0, 3), (1e-3, 4.0, 10_000)]
-)
+@pytest.mark.parametrize(("rate", "multiplier", "rounds"), [(0.1, 0.9, 150), (0.5, 2.0, 3), (1e-3, 4.0, 10_000)])
 def test_sampling_under_replace_one_counts_at_every_delta(rate: float, multiplier: float, rounds: int) -> None:
     """Loss distributions end at 1e-9; Renyi divergences of the same pair go on below it, and are never below them above it."""
     event = Repeat(Poisson(rate, Gaussian(multiplier)), rounds)
@@ -600,8 +391,6 @@ def test_rdp_says_where_it_has_no_bound() -> None:
     [
         (Poisson(0.5, Gaussian(30.0)), ADD, 10_000, 1e-2),  # dp-accounting's bounds at 2.1 to 2.9 are far above those at 2 and 3
         (Poisson(0.0001, Gaussian(1.0)), ADD, 10_000, 1e-2),  # no more than delta: 0 at order 1.1 alone
-        (Poisson(0.01, Gaussian(0.3)), ADD, 1, 1e-5),
-        (Poisson(0.1, Gaussian(1.1)), ADD, 150, 1e-5),
         (fixed_size(100, 10, Gaussian(0.7)), REPLACE, 100, 1e-5),
         (Gaussian(0.1), ADD, 100, 1e-5),  # order 1.1
         (Gaussian(1000.0), REPLACE, 1, 1e-12),  # order 512, the last
@@ -632,16 +421,12 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     points: list[int] = []
     on_grid, composed = pld._composed, pld._self_composed
 
-    def counted(leaves: Any, relation: Relation, grid: float) -> Any:
-        grids.append(grid)
-        return on_grid(leaves, relation, grid)
-
     def measured(one: Any, count: int) -> Any:
         total = composed(one, count)
         points.extend((one._pmf_remove.size, total._pmf_remove.size))
         return total
 
-    monkeypatch.setattr(pld, "_composed", counted)
+    monkeypatch.setattr(pld, "_composed", lambda *asked: grids.append(asked[2]) or on_grid(*asked))
     monkeypatch.setattr(pld, "_self_composed", measured)
     pld._leaf_pld.cache_clear()
     accounting._least.cache_clear()
@@ -657,12 +442,8 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         (Repeat(Poisson(0.1, Gaussian(0.01)), 100), 1e-5, ADD),
         (Gaussian(1e-3), 1e-5, ADD),
-        (Repeat(Laplace(1e-3), 10), 1e-5, ADD),
-        (Repeat(Poisson(0.01, Gaussian(5.0)), 100_000), 1e-5, REPLACE),
         (Repeat(fixed_size(1000, 10, Gaussian(5.0)), 1_000_000), 1e-5, REPLACE),
         (Repeat(Poisson(0.01, Gaussian(1.0)), 1000), 1e-12, REPLACE),
-        (Repeat(fixed_size(1000, 10, Gaussian(2.0)), 1000), 1e-12, REPLACE),
-        (Repeat(Poisson(0.01, Laplace(1.0)), 1000), 1e-12, ADD),
         (Repeat(Poisson(0.1, Laplace(0.01)), 10), 1e-5, ADD),
         (Repeat(Poisson(0.001, Laplace(1)), 10**7), 1e-5, ADD),
         (Repeat(Poisson(0.1, Gaussian(0.8848)), 100), 0.5, ADD),  # an epsilon far below most losses
@@ -678,18 +459,14 @@ def test_extremes_take_little_work_and_are_finite(event: dp.DpEvent, delta: floa
     [
         (1, 1000, 1e-8, 1.001),
         (5, 200, 1e-5, 1.001),
-        (3, 10, 1e-8, 1.001),
-        (2, 1000, pld.SMALLEST_DELTA, math.inf),
         (5, 200, pld.SMALLEST_DELTA, math.inf),
-        (2, 10**5, 1e-5, 1.01),  # from here on composed in stages
-        (2, 10**6, 1e-9, 1.01),
-        (2, 10**7, 1e-5, 1.01),
+        (2, 10**7, 1e-5, 1.01),  # composed in stages
     ],
 )
 def test_pld_is_an_upper_bound_of_the_closed_form_and_close(scale: float, rounds: int, delta: float, most: float) -> None:
     leaves = [(Gaussian(math.sqrt(rounds) / scale), rounds)]
     got = pld.epsilon_of(leaves, delta, ADD, pld.GRID, accounting._gaussian_exact(leaves, delta, ADD))
-    second = gaussian_epsilon(1 / scale, delta)
+    second = gaussian_epsilon([1 / scale], ADD, delta)
     assert second <= got <= most * second
 
 
@@ -712,7 +489,7 @@ class Counted:
         return 0.0
 
 
-@pytest.mark.parametrize("count", [1, 2, 199_999, 200_000, 200_001, 345_678, 1_000_999, 1_234_567_891])
+@pytest.mark.parametrize("count", [1, 199_999, 200_000, 200_001, 1_234_567_891])
 def test_long_runs_are_composed_of_all_their_releases(count: int) -> None:
     assert pld._self_composed(Counted(), count).count == count
 

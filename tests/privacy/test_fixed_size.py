@@ -5,7 +5,6 @@ In `distance` the noise scale is 1 and the sensitivity 2 C is `distance`.
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
@@ -150,25 +149,10 @@ def test_no_data_sets_lose_more_when_every_subset_is_counted(
 
 
 def test_one_client_more_or_less_is_not_bounded() -> None:
-    for event in (sampled(10, 2, Gaussian(1.0)), sampled(10, 2, Laplace(1.0))):
+    for event in (sampled(10, 2, kind(1.0)) for kind in (Gaussian, Laplace)):
         assert pld._leaf_pld(event, "add-or-remove-one", 1e-2) is None
         with pytest.raises(UnsupportedEventError, match="event"):
             epsilon(Compose([event, Gaussian(3.0)]), delta=1e-5, relation="add-or-remove-one")
-
-
-@pytest.mark.parametrize("kind", [Gaussian, Laplace])
-@pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])
-def test_masses_are_symmetric_and_complete(kind: Any, rate: float) -> None:
-    """Of a symmetric pair a loss of -x has e^-x times the probability of a loss of x."""
-    grid = 1e-3
-    pmf = fixed_size.distribution(kind(0.8), rate, grid)._pmf_remove.to_dense_pmf()
-    middle = -pmf._lower_loss
-    right = pmf._probs[middle + 1 :]
-    assert 0 < pmf._infinity_mass < 1e-14
-    assert -1e-12 < pmf._probs.sum() + pmf._infinity_mass - 1 < 1e-8
-    inner = slice(0, len(right) - 1)
-    left = pmf._probs[:middle][::-1]
-    assert left[inner] == pytest.approx((right * np.exp(-grid * np.arange(1, len(right) + 1)))[inner], abs=1e-11)
 
 
 def test_a_sampled_laplace_release_ends_at_its_pure_epsilon() -> None:
@@ -179,58 +163,28 @@ def test_a_sampled_laplace_release_ends_at_its_pure_epsilon() -> None:
     assert cost(event, 1e-2) < pure
 
 
-@pytest.mark.parametrize(("first", "second"), [(0.5, 0.5), (1.0, 0.1), (2.0, 1.0)])
-def test_laplace_vectors_lose_at_most_what_one_number_does_at_their_distance_in_l1(first: float, second: float) -> None:
-    rng = np.random.default_rng(3)
-    noise = rng.laplace(size=(2, 200_000))
-    losses = sum(np.abs(x - shift) - np.abs(x) for x, shift in zip(noise, (first, second), strict=True))
-    for eps in (0.0, 0.2, 0.7, 1.2):
-        gains = np.maximum(0, -np.expm1(eps - losses))
-        band = 5 * gains.std() / math.sqrt(gains.size)  # false alarm 3e-7
-        assert gains.mean() - band <= fixed_size.laplace_profile(first + second)(np.asarray([eps]))[0]
-
-
 # Many releases
 
 
-def _gains(
-    distance: float, rate: float, count: int, eps: float, *, adaptive: bool, size: int = 60_000, seed: int = 8
-) -> tuple[float, float]:
-    """Lower and upper 5-sigma bound (false alarm 3e-7) of a delta that some neighbours reach, from the losses of all releases.
-
-    The neighbours are those of `worst_pair`. If adaptive, the contributions depend on what was released: the others send C instead
-    of -C, which turns the pair around, where the loss so far is below its mean.
-    """
-    rng = np.random.default_rng(seed)
-    losses, mean = np.zeros(size), 0.0
-    for _ in range(count):
-        around = (losses < mean) if adaptive else np.zeros(size, bool)
-        moved = ~around & (rng.random(size) < rate)
-        out = rng.standard_normal(size) + distance * moved
-        loss = np.log1p(rate * np.expm1(distance * out - distance**2 / 2))
-        losses += np.where(around, -loss, loss)
-        mean = float(losses.mean())
-    gains = np.maximum(0, -np.expm1(eps - losses))
-    band = 5 * gains.std() / math.sqrt(size)
-    return gains.mean() - band, gains.mean() + band
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("multiplier", "population", "sample", "count", "delta"), [row[:5] for row in GOLDEN[:2]])
+@pytest.mark.parametrize(("multiplier", "sample", "fits"), [(2.0, 100, True), (4.0, 100, False), (2.0, 80, False)])
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_no_run_loses_more_by_monte_carlo(
-    multiplier: float, population: int, sample: int, count: int, delta: float, adaptive: bool
-) -> None:
-    got = cost(run(multiplier, population, sample, count), delta)
-    lower, _ = _gains(2 / multiplier, sample / population, count, got, adaptive=adaptive)
-    assert lower <= delta
+def test_no_run_loses_more_by_monte_carlo(multiplier: float, sample: int, fits: bool, adaptive: bool) -> None:
+    """The neighbours of `worst_pair`, at noise 2 C and a tenth of the clients; half of the sensitivity or a smaller sample is refuted.
 
-
-@pytest.mark.slow
-def test_monte_carlo_refutes_half_of_the_sensitivity_and_a_smaller_sample() -> None:
-    for wrong in (run(4.0, 1000, 100, 150), run(2.0, 1000, 80, 150)):
-        lower, _ = _gains(1.0, 0.1, 150, cost(wrong, 2e-2), adaptive=False)
-        assert lower > 2e-2
+    If adaptive, the contributions depend on what was released: the others send C instead of -C, which turns the pair around, where
+    the loss so far is below its mean.
+    """
+    rng, size, delta = np.random.default_rng(8), 60_000, 2e-2
+    losses = np.zeros(size)
+    for _ in range(150):
+        around = (losses < losses.mean()) if adaptive else np.zeros(size, bool)
+        out = rng.standard_normal(size) + (~around & (rng.random(size) < 0.1))
+        loss = np.log1p(0.1 * np.expm1(out - 0.5))
+        losses += np.where(around, -loss, loss)
+    gains = np.maximum(0, -np.expm1(cost(run(multiplier, 1000, sample, 150), delta) - losses))
+    lower = gains.mean() - 5 * gains.std() / math.sqrt(size)  # false alarm 3e-7
+    assert (lower <= delta) == fits
 
 
 @pytest.mark.slow
@@ -298,17 +252,20 @@ def test_several_gaussian_releases_on_one_sample_are_one_with_less_noise() -> No
 
 # Who uses it
 
+OPTIONS: dict[str, Any] = {"mechanism": "gaussian", "sampling": "full", "num_rounds": 1, "delta": 1e-5, "relation": None}
+OPTIONS |= {"sampling_rate": None, "cohort_size": None, "num_clients": None}
+
 
 @pytest.mark.slow
 @pytest.mark.exact
 def test_a_planned_run_and_a_ledger_state_the_golden_epsilon() -> None:
     multiplier, population, sample, count, delta, golden = GOLDEN[1]
     sampler = FixedSizeSampling(cohort_size=sample)
-    events = [sampler.event(Gaussian(multiplier), server_round, population) for server_round in range(1, count + 1)]
-    ledger = History(relation=REPLACE, counts=Counter(events))
-    arguments = {"mechanism": "gaussian", "sampling": "fixed-size", "sampling_rate": None, "relation": None, "delta": delta}
-    options = arguments | {"cohort_size": sample, "num_clients": population, "num_rounds": count}
-    planned = planned_run.from_options(**options)  # type: ignore[arg-type]
+    event = sampler.event(Gaussian(multiplier), 1, population)
+    ledger = History(relation=REPLACE, counts={event: count})
+    options = OPTIONS | {"sampling": "fixed-size", "delta": delta, "cohort_size": sample, "num_clients": population}
+    options |= {"num_rounds": count}
+    planned = planned_run.from_options(**options)
     assert planned.cost(multiplier)["epsilon"] == ledger.cost(delta).epsilon == pytest.approx(golden, abs=1e-3)
     assert planned.cost(multiplier)["accountant"] == ledger.cost(delta).accountant == "pld"
     assert planned.longest(golden + 1e-3, multiplier).num_rounds == count
@@ -321,7 +278,5 @@ def test_a_planned_run_and_a_ledger_state_the_golden_epsilon() -> None:
 @pytest.mark.parametrize("wrong", ["mechanism", "sampling"])
 def test_a_planned_run_of_an_unknown_kind_is_refused(wrong: str) -> None:
     """It was accounted as Gaussian noise, or as full sampling."""
-    options: dict[str, Any] = {"mechanism": "gaussian", "sampling": "full", "num_rounds": 1, "delta": 1e-5, "relation": None}
-    options |= {"sampling_rate": None, "cohort_size": None, "num_clients": None, wrong: "none"}
     with pytest.raises(ValueError, match=f"^--{wrong}='none': must be one of"):
-        planned_run.from_options(**options)
+        planned_run.from_options(**OPTIONS | {wrong: "none"})

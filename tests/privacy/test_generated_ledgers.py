@@ -2,15 +2,13 @@
 
 import math
 import os
-import shutil
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from dp_accounting import GaussianDpEvent, LaplaceDpEvent, NeighboringRelation, PoissonSampledDpEvent
-from dp_accounting.rdp import RdpAccountant
+from dp_accounting import GaussianDpEvent, LaplaceDpEvent
 from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,21 +16,17 @@ from hypothesis import strategies as st
 from flower_dp.privacy.budget import JointBudget
 from flower_dp.privacy.charges import EVERY_CLIENT, Scope
 from flower_dp.privacy.device_store import DeviceLedger, Numbered
+from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.renyi_filter import order_for
 from flower_dp.privacy.store import Store
-from tests.charges import charge_each
+from tests.charges import device_terms, one_charge
 from tests.closed_forms import gaussian_epsilon
 from tests.gaps import quickly
 
 ADD, REPLACE = "add-or-remove-one", "replace-one"
 NAMES = "abc"
 TOLERANCE = 1e-6
-
-
-def charge(number, events, *, relation=ADD, release="r", owners=(EVERY_CLIENT,)):
-    words = {"release": release, "number": number, "kind": "k", "scope": Scope(unit="client", relation=relation)}
-    return charge_each(dict(zip(owners, events, strict=True)), server_round=number, **words)
 
 
 def divergence(event, order, relation):
@@ -91,7 +85,7 @@ def test_a_budget_of_all_runs_ends_where_the_sum_by_hand_does(history, adaptive,
             after = [by_hand([*spent[name], event], ledger.budget, relation) for name in named]
             number = numbers[run] + 1
             try:
-                ledger.append(run, charge(number, (event,) * len(owners), relation=relation, owners=owners))
+                ledger.append(run, one_charge(number, event, owners, relation=relation))
             except BudgetSpentError:
                 refused += 1
                 assert max(after) > epsilon * (1 - TOLERANCE)
@@ -118,39 +112,6 @@ def test_a_budget_of_all_runs_ends_where_the_sum_by_hand_does(history, adaptive,
         ledger.close()
 
 
-@pytest.mark.parametrize("relation", [ADD, REPLACE])
-def test_a_sampled_release_fits_as_often_as_the_librarys_divergence_says(relation):
-    """Poisson sampling of Gaussian noise at a whole order, where the library's divergence is exact under add-or-remove-one."""
-    budget = JointBudget(epsilon=4.0, delta=1e-5, fully_adaptive=True)
-    event = PoissonSampledDpEvent(0.5, GaussianDpEvent(6.0))
-    kind = NeighboringRelation.ADD_OR_REMOVE_ONE
-    # Under replace-one no less than under add-or-remove-one, and no more than without sampling.
-    accountant = RdpAccountant([budget.renyi_order], kind)
-    accountant.compose(event)
-    one = float(accountant._rdp[0])
-    most = [math.floor(allowed(budget) / cost) for cost in (one, divergence(event.event, budget.renyi_order, relation))]
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "ledger")
-        Store.create(path, budget)
-        with Store(path) as ledger:
-            run, number = ledger.begin(method="m", delta=1e-5), 0
-            with suppress(BudgetSpentError):
-                while number <= most[0]:
-                    ledger.append(run, charge(number + 1, (event,), relation=relation))
-                    number += 1
-    assert number == most[0] if relation == ADD else most[1] <= number < most[0]
-
-
-def allowed(budget):
-    """The divergence that makes the budget's epsilon, by bisection of the library's own conversion."""
-    low, high = 0.0, 100.0
-    for _ in range(80):
-        middle = (low + high) / 2
-        fits = compute_epsilon([budget.renyi_order], [middle], budget.delta)[0] <= budget.epsilon
-        low, high = (middle, high) if fits else (low, middle)
-    return low
-
-
 # Files that are not what they were
 
 
@@ -159,7 +120,7 @@ def filled(path, budget=None, *, charges=0):
     with Store(path) as ledger:
         run = ledger.begin(method="m", delta=1e-3)
         for number in range(1, charges + 1):
-            ledger.append(run, charge(number, (GaussianDpEvent(3.0),)))
+            ledger.append(run, one_charge(number, GaussianDpEvent(3.0)))
     return run
 
 
@@ -179,7 +140,7 @@ def test_another_ledger_in_the_place_of_one_is_refused_whatever_both_have(ours, 
             ledger = Store(path)
             os.replace(foreign, path)
             with pytest.raises(LedgerError, match="was moved, replaced or removed"):
-                ledger.append(ledger.begin(method="m", delta=1e-3), charge(1, (GaussianDpEvent(3.0),)))
+                ledger.append(ledger.begin(method="m", delta=1e-3), one_charge(1, GaussianDpEvent(3.0)))
             ledger.close()
             return
         os.replace(foreign, path)
@@ -187,45 +148,7 @@ def test_another_ledger_in_the_place_of_one_is_refused_whatever_both_have(ours, 
             Store(path, read_only=read_only).close()
 
 
-@quickly(10)
-@given(st.integers(1, 3), st.integers(0, 2), st.booleans())
-def test_an_older_copy_is_refused_and_the_newest_is_not(charges, more, read_only):
-    with TemporaryDirectory() as folder:
-        path, copy = Path(folder, "ledger"), Path(folder, "copy")
-        run = filled(path, charges=charges)
-        shutil.copy2(path, copy)
-        with Store(path) as ledger:
-            for number in range(charges + 1, charges + more + 1):
-                ledger.append(run, charge(number, (GaussianDpEvent(3.0),)))
-        os.replace(copy, path)
-        if more:
-            with pytest.raises(LedgerError, match="older copy"):
-                Store(path, read_only=read_only).close()
-        else:
-            with Store(path, read_only=read_only) as ledger:
-                assert len(ledger.read(run)) == charges
-
-
 # A device's file
-
-
-def terms(replies, multiplier=3.0):
-    from flower_dp.core.sampling import FullSampling
-    from flower_dp.privacy.client_terms import Terms
-    from flower_dp.privacy.mechanisms import Gaussian
-    from flower_dp.privacy.release import Release
-
-    release = Release(
-        what="w",
-        seen_by="s",
-        unit="record",
-        relation=REPLACE,
-        clip_norm=1.0,
-        mechanism=Gaussian(noise_multiplier=multiplier),
-        sampler=FullSampling(),
-        num_clients=5,
-    )
-    return Terms(release=release, num_replies=replies)
 
 
 asked = st.lists(
@@ -243,7 +166,7 @@ def test_a_devices_ledger_counts_every_client_alone(history, most):
         path, count, opened = Path(folder, "ledger"), Counter(), {}
         DeviceLedger.create(path, NAMES)
         for number, (names, factor) in enumerate(history, start=1):
-            due = {name: terms(most[name], 3.0 * factor) for name in sorted(names)}
+            due = {name: device_terms(most[name], Gaussian(noise_multiplier=3.0 * factor)) for name in sorted(names)}
             noise = {name: opened.get(name, 3.0 * factor) for name in due}
             fits = {name for name in due if count[name] < most[name] and noise[name] <= 3.0 * factor <= noise[name] * 1.001}
             numbered = {name: Numbered(run="r", number=number) for name in due}
@@ -257,7 +180,11 @@ def test_a_devices_ledger_counts_every_client_alone(history, most):
                 name: count[name] for name in NAMES
             }
             with pytest.raises(LedgerError, match="older copy"):
-                DeviceLedger(path).charge({"a": terms(9)}, {"a": Numbered(run="s", number=1)}, at_least={"a": count["a"] + 1})
+                DeviceLedger(path).charge(
+                    {"a": device_terms(9, Gaussian(noise_multiplier=3.0))},
+                    {"a": Numbered(run="s", number=1)},
+                    at_least={"a": count["a"] + 1},
+                )
         found, text = DeviceLedger(path).read(), path.read_bytes()
         for place in range(0, len(text), max(1, len(text) // 12)):
             path.write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])

@@ -87,33 +87,15 @@ def test_the_exact_cost_of_the_best_of_k_is_within_the_bound(event, law, number,
 
 
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 5.0])
-@pytest.mark.parametrize("mean", [2, 10, 1000])
+@pytest.mark.parametrize("mean", [1, 2, 10, 1000])
 def test_pure_epsilon_grows_by_two_plus_shape_where_there_are_many_runs(shape, mean):
     # Corollary 3 of Papernot & Steinke; few runs cost less.
     number = TruncatedNegativeBinomial(mean=mean, shape=shape)
     for relation, one_run in ((ADD, 0.25), (REPLACE, 0.5)):
         cost = selection.epsilon([Laplace(4.0)], number, delta=0.0, relation=relation)
-        assert one_run < cost.epsilon <= (2 + shape) * one_run * (1 + 1e-6)
+        assert one_run <= cost.epsilon <= (2 + shape) * one_run * (1 + 1e-6)
         assert mean < 1000 or cost.epsilon == pytest.approx((2 + shape) * one_run, rel=1e-6)
         assert cost.accountant == "selection-profile"
-
-
-@pytest.mark.parametrize("number", [LOGARITHMIC, GEOMETRIC, STEEP], ids=IDS[:3])
-@pytest.mark.parametrize("relation", [ADD, REPLACE])
-@pytest.mark.parametrize("multiplier", [2.0, 6.0])
-def test_gaussian_releases_by_corollary_4(number, relation, multiplier):
-    # Corollary 4: rho-zCDP, with the best order for the constant term, which our finite list of orders can't be better than.
-    rho = 0.5 * (2 / multiplier if relation == REPLACE else 1 / multiplier) ** 2
-    grid = np.geomspace(1.01, 2000, 40_000)
-    constant = 2 * (1 + number.shape) * math.sqrt(rho * math.log(1 / GAMMA)) - number.shape * rho
-    log_mean = math.log(number.mean)
-    curve = np.where(
-        grid <= 1 + math.sqrt(log_mean / rho), 2 * math.sqrt(rho * log_mean), rho * (grid - 1) + log_mean / (grid - 1)
-    )
-    exact = np.min(curve + constant + np.log1p(-1 / grid) - (math.log(1e-6) + np.log(grid)) / (grid - 1))
-    found = selection.rdp_epsilon([Gaussian(multiplier)], number, delta=1e-6, relation=relation)
-    assert found is not None
-    assert exact <= found <= 1.002 * exact
 
 
 def gaussian_delta(multiplier: float, epsilon: np.ndarray) -> np.ndarray:
@@ -147,19 +129,6 @@ def test_theorem_2_as_the_library_has_it(event, number):
     assert found == pytest.approx(library.get_epsilon(1e-6), rel=1e-8)
 
 
-def test_the_delta_between_points_of_a_runs_curve_is_never_below_its_profile():
-    epsilons = np.linspace(0, 4, 401)
-    right = gaussian_delta(1.5, epsilons)
-    for deltas in (np.geomspace(0.9, 1e-6, 32), np.geomspace(0.1, 1e-3, 5), np.asarray([0.9, 0.8])):
-        found = selection._delta_at([[(Gaussian(1.5), 1)]], ADD, epsilons, deltas)
-        assert np.all(found >= right)
-        assert np.all(found <= 1)
-        assert np.all(np.diff(found) <= 0)
-        if len(deltas) == 32:
-            inside = (right > deltas[-1]) & (epsilons > 0.4)
-            assert np.all(found[inside] <= 1.04 * right[inside])
-
-
 @pytest.mark.parametrize("number", [LOGARITHMIC, GEOMETRIC, STEEP, POISSON], ids=IDS)
 def test_the_bound_from_the_profile_of_one_run(number):
     delta, grid = 1e-6, np.linspace(0, 6, 60_001)
@@ -171,13 +140,6 @@ def test_the_bound_from_the_profile_of_one_run(number):
         added = np.min((1 + number.shape) * np.log(np.exp(grid) + (1 - GAMMA) / GAMMA * deltas))
     found = selection._profile([[(Gaussian(1.0), 1)]], number, delta, ADD)
     assert alone + added <= found + 1e-6 <= 1.01 * (alone + added)
-
-
-def test_one_run_alone_costs_what_the_run_costs():
-    for shape in (0.0, 1.0):
-        number = TruncatedNegativeBinomial(mean=1, shape=shape)
-        found = selection.epsilon([Laplace(2.0)], number, delta=0.0, relation=ADD).epsilon
-        assert 0.5 <= found <= (2 + shape) * 0.5 * (1 + 1e-6)
 
 
 # Candidates
@@ -203,36 +165,22 @@ def test_renyis_bound_of_candidates_takes_the_largest_divergence_at_every_order(
 # Fails closed
 
 
-def test_no_privacy_in_one_candidate_is_none_of_the_choice():
-    cost = selection.epsilon([Gaussian(2.0), dp.NonPrivateDpEvent()], GEOMETRIC, delta=1e-5, relation=ADD)
-    assert math.isinf(cost.epsilon)
+def test_no_privacy_in_one_candidate_is_none_of_the_choice() -> None:
+    for events, cost in (([Gaussian(2.0), dp.NonPrivateDpEvent()], math.inf), ([dp.NoOpDpEvent()], 0)):
+        assert selection.epsilon(events, GEOMETRIC, delta=1e-5, relation=ADD).epsilon == cost
 
 
-def test_no_release_costs_nothing():
-    assert selection.epsilon([dp.NoOpDpEvent()], GEOMETRIC, delta=1e-5, relation=ADD).epsilon == 0
-
-
-@pytest.mark.parametrize(
-    ("event", "delta", "relation"),
-    [
-        (dp.SampledWithoutReplacementDpEvent(100, 10, Gaussian(2.0)), 1e-5, ADD),
-        (Gaussian(2.0), 0.0, ADD),
-        (dp.RandomizedResponseDpEvent(0.3, 3), 1e-5, REPLACE),
-    ],
-)
-def test_what_nothing_bounds_is_refused(event, delta, relation):
-    with pytest.raises(UnsupportedEventError):
-        selection.epsilon([event], GEOMETRIC, delta=delta, relation=relation)
-
-
-def test_nonsense_is_refused_by_name():
+def test_what_nothing_bounds_and_nonsense_is_refused() -> None:
+    fixed_size = dp.SampledWithoutReplacementDpEvent(100, 10, Gaussian(2.0))
+    for event, delta in ((fixed_size, 1e-5), (Gaussian(2.0), 0.0), (dp.RandomizedResponseDpEvent(0.3, 3), 1e-5)):
+        with pytest.raises(UnsupportedEventError):
+            selection.epsilon([event], GEOMETRIC, delta=delta, relation=ADD)
     with pytest.raises(ValueError, match="no candidate"):
         selection.epsilon([], GEOMETRIC, delta=1e-5, relation=ADD)
     for mean in (0.5, math.nan, math.inf, 20_000):
-        with pytest.raises(ValueError, match="mean="):
-            TruncatedNegativeBinomial(mean=mean)
-        with pytest.raises(ValueError, match="mean="):
-            Poisson(mean=mean)
+        for law in (TruncatedNegativeBinomial, Poisson):
+            with pytest.raises(ValueError, match="mean="):
+                law(mean=mean)
     for shape in (-0.5, math.nan, 1000.0):
         with pytest.raises(ValueError, match="shape="):
             TruncatedNegativeBinomial(mean=2, shape=shape)

@@ -3,12 +3,8 @@
 import dataclasses
 import json
 import math
-import re
-from decimal import Decimal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flower_dp.privacy.statement import ClientCosts, PaperEpsilon, PrivacyStatement
 
@@ -31,44 +27,23 @@ STATEMENT = PrivacyStatement(
 )
 
 
-def _shown(text: str) -> tuple[Decimal, Decimal]:
-    """Epsilon and delta as printed."""
-    found = re.search(r"\(([0-9.]+), ([0-9.e+-]+)\)-differential privacy", text)
-    assert found
-    return Decimal(found[1]), Decimal(found[2])
-
-
 def test_text_says_everything() -> None:
     text = str(STATEMENT)
-    for arguments in (
+    for line in (
         "DP-FedSAM",
         "(7.3012, 0.001)-differential privacy for each client (add-or-remove-one",
-        "accountant pld",
-        "200 rounds",
-        "everyone who sees global models",
-        "Poisson, rate 0.1",
-        "clip norm 0.2",
-        "noise multiplier 0.95",
-        "8.5787",
-        "valid here",
-        "Assumes: the server is trusted",
-        "Not covered: CLIENT METRICS",
-        "Happened: 3 replies refused",
+        *("accountant pld", "200 rounds", "everyone who sees global models", "Poisson, rate 0.1", "clip norm 0.2"),
+        *("noise multiplier 0.95", "8.5787", "valid here", "Assumes: the server is trusted"),
+        *("Not covered: CLIENT METRICS", "Happened: 3 replies refused"),
     ):
-        assert arguments in text
+        assert line in text
     assert "NOT" not in text.replace("Not covered", "")
 
 
 def test_dictionary_is_strict_json_and_complete() -> None:
     data = json.loads(json.dumps(STATEMENT.to_dict(), allow_nan=False))
-    assert data["private"] is True
-    assert data["epsilon"] == 7.30115
-    assert data["paper"] == {
-        "epsilon": 8.57864,
-        "formula": "RDP, Theorem 2",
-        "valid": True,
-        "reason": "its assumptions hold",
-    }
+    assert (data["private"], data["epsilon"]) == (True, 7.30115)
+    assert data["paper"] == {"epsilon": 8.57864, "formula": "RDP, Theorem 2", "valid": True, "reason": "its assumptions hold"}
     assert set(data) == {"private"} | {field.name for field in dataclasses.fields(PrivacyStatement)}
     assert data["events"] == ["200 x PoissonSampledDpEvent"]
 
@@ -86,26 +61,12 @@ def test_no_privacy_is_said_and_is_strict_json(value: float) -> None:
 
 
 def test_an_invalid_paper_epsilon_is_flagged_and_a_missing_one_is_left_out() -> None:
-    invalid = dataclasses.replace(
-        STATEMENT, paper=PaperEpsilon(epsilon=1.0, formula="f", valid=False, reason="it assumes Poisson sampling")
-    )
+    paper = PaperEpsilon(epsilon=1.0, formula="f", valid=False, reason="it assumes Poisson sampling")
+    invalid = dataclasses.replace(STATEMENT, paper=paper)
     assert "NOT VALID here: it assumes Poisson sampling" in str(invalid)
     none = dataclasses.replace(STATEMENT, paper=None)
     assert "paper" not in str(none)
     assert json.loads(json.dumps(none.to_dict(), allow_nan=False))["paper"] is None
-
-
-@given(st.floats(1e-9, 1e9))
-def test_printed_epsilon_is_rounded_up(epsilon: float) -> None:
-    statement = dataclasses.replace(STATEMENT, epsilon=epsilon, paper=None)
-    shown, _ = _shown(str(statement))
-    assert Decimal(epsilon) * (1 - Decimal(2) ** -52) <= shown <= Decimal(epsilon) * (1 + Decimal(2) ** -51) + Decimal("1e-4")
-
-
-@pytest.mark.parametrize("delta", [1000**-1.1, 1.0004e-5])
-def test_printed_delta_is_not_smaller_than_the_proved_one(delta: float) -> None:
-    _, shown = _shown(str(dataclasses.replace(STATEMENT, delta=delta)))
-    assert shown >= Decimal(delta)
 
 
 def _of_clients(*epsilons: float) -> list[str]:

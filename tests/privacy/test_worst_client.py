@@ -1,6 +1,5 @@
 """The quick bound of the worst client is never below any client's own cost, and takes few accounts however many clients there are."""
 
-import math
 from typing import Any
 
 import pytest
@@ -12,27 +11,15 @@ from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
-from flower_dp.privacy.release import Release
 from flower_dp.privacy.worst_client import WorstClient
+from tests.charges import device_terms
 
 REPLACE = "replace-one"
 DELTA = 1e-4
 
 
-def terms(
-    noise: Any, sampler: Sampler, *, size: int = 100, num_replies: int = 50, num_releases: int = 1, epsilon: float = math.inf
-) -> Terms:
-    release = Release(
-        what="a sum",
-        seen_by="everyone",
-        unit="record",
-        relation=REPLACE,
-        clip_norm=1.0,
-        mechanism=noise,
-        sampler=sampler,
-        num_clients=size,
-    )
-    return Terms(release=release, num_replies=num_replies, num_releases=num_releases, epsilon=epsilon)
+def terms(noise: Any, sampler: Sampler, *, size: int = 100, num_replies: int = 50, **words: Any) -> Terms:
+    return device_terms(num_replies, noise, sampler=sampler, num_units=size, **words)
 
 
 def own_cost(own: Terms, replies: int, delta: float = DELTA) -> float:
@@ -67,20 +54,14 @@ def test_the_bound_is_never_below_any_clients_own_cost_and_never_falls(populatio
         last = bound
 
 
-def test_a_thousand_unequal_clients_take_four_accounts_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_unequal_clients_take_four_accounts_at_most(monkeypatch):
     population = {
         f"c{size}": terms(gaussian(2.0 + 100 / size), PoissonSampling(sampling_rate=20 / size), size=size, epsilon=8.0)
         for size in range(100, 1100)
     }
     worst = WorstClient(population, relation=REPLACE, delta=DELTA)
-    calls = []
-    account = accounting.epsilon
-
-    def counted(*args: Any, **arguments: Any) -> Any:
-        calls.append(args)
-        return account(*args, **arguments)
-
-    monkeypatch.setattr(accounting, "epsilon", counted)
+    calls, account = [], accounting.epsilon
+    monkeypatch.setattr(accounting, "epsilon", lambda *given, **words: calls.append(given) or account(*given, **words))
     for replies, most in ((1, 4), (1, 4), (30, 8), (31, 12), (32, 12), (33, 12), (34, 16), (36, 16)):
         worst.epsilon(dict.fromkeys(population, replies), {})
         assert len(calls) <= most

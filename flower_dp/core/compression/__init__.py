@@ -4,30 +4,28 @@ A payload is a few NumPy arrays and a small header. Decoding trusts neither: it 
 the receiver knows, and raises ValueError otherwise. Private vectors are compressed after dense noise only, or under a mask that
 does not depend on private data: coordinates chosen from a vector without noise would reveal private data.
 
-A codec is one file and one line in `CODECS`.
+A codec is an encoder, a `Codec` that reads it, and its place in `CODECS`.
 """
 
 import numpy as np
 
 from flower_dp.core import checks
-from flower_dp.core.compression import dense as _dense
+from flower_dp.core.compression import coordinates
 from flower_dp.core.compression import inline as _inline
 from flower_dp.core.compression import qsgd as _qsgd
-from flower_dp.core.compression import rand_k as _rand_k
-from flower_dp.core.compression import top_k as _top_k
 from flower_dp.core.compression.payload import Header as Header
 from flower_dp.core.compression.payload import Payload as Payload
 
-dense, inline = _dense.dense, _inline.inline
-rand_k, random_mask = _rand_k.rand_k, _rand_k.random_mask
-top_k, top_k_bytes, top_k_indices = _top_k.top_k, _top_k.top_k_bytes, _top_k.top_k_indices
+dense, inline = coordinates.dense, _inline.inline
+rand_k, random_mask = coordinates.rand_k, coordinates.random_mask
+top_k, top_k_bytes, top_k_indices = coordinates.top_k, coordinates.top_k_bytes, coordinates.top_k_indices
 qsgd = _qsgd.qsgd
 check_levels, qsgd_bytes, MOST_LEVELS = _qsgd.check_levels, _qsgd.qsgd_bytes, _qsgd.MOST_LEVELS
 qsgd_norm_ratio, qsgd_variance = _qsgd.qsgd_norm_ratio, _qsgd.qsgd_variance
-num_kept, smallest = _top_k.num_kept, _top_k.smallest
+num_kept, smallest = coordinates.num_kept, coordinates.smallest
 
 # Every codec, by the header's `encoding`.
-CODECS = {codec.name: codec for codec in (_dense.CODEC, _inline.CODEC, _top_k.CODEC, _rand_k.CODEC, _qsgd.CODEC)}
+CODECS = {codec.name: codec for codec in (*coordinates.CODECS, _inline.CODEC, _qsgd.CODEC)}
 
 
 def decode(payload: Payload, length: int, *, mask: np.ndarray | None = None) -> np.ndarray:

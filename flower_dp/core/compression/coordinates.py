@@ -1,14 +1,58 @@
-"""Top-k: selected coordinates with their indices, those of largest magnitude or those that are not 0."""
+"""Coordinates of a vector: all of them; those of a mask that both sides know; those that were selected, with their indices."""
 
 import math
+import zlib
 from typing import Any
 
 import numpy as np
 
 from flower_dp.core import checks
-from flower_dp.core.compression.dense import dense
 from flower_dp.core.compression.payload import Codec, Payload, check_array, check_values, to_numpy
 from flower_dp.core.vectors import Array
+
+
+def dense(vector: Array, width: int | None = None) -> Payload:
+    """Encode every coordinate in `width` bytes; None: 4 bytes each where float32 holds all of them exactly, else 8."""
+    return Payload(arrays=(to_numpy(vector, width),), header={"encoding": "dense", "length": int(vector.shape[0])})
+
+
+def _read_dense(payload: Payload, length: int, mask: np.ndarray | None) -> np.ndarray:
+    (values,) = payload.arrays
+    check_values(values, length)
+    return values
+
+
+def random_mask(length: int, keep_ratio: float, rng: np.random.Generator) -> np.ndarray:
+    """Draw the shared mask of rand-k: sorted indices of the coordinates that everyone keeps this round."""
+    return np.sort(rng.choice(length, num_kept(keep_ratio, length), replace=False))
+
+
+def rand_k(vector: Array, mask: np.ndarray, width: int | None = None) -> Payload:
+    """Encode the coordinates of a mask that both sides know, in `width` bytes a value; None: as `dense`.
+
+    The mask is independent of private data, so clip and noise may apply to the kept coordinates alone. Source: Fed-SMP. The
+    header carries a checksum of the mask: two versions of NumPy may draw different masks from one seed.
+    """
+    header: dict[str, str | int | float] = {"encoding": "rand-k", "length": int(vector.shape[0]), "mask": _checksum(mask)}
+    return Payload(arrays=(to_numpy(vector, width)[mask],), header=header)
+
+
+def _checksum(mask: np.ndarray) -> int:
+    """Return a checksum of a mask, the same on every machine."""
+    return zlib.crc32(mask.astype("<i8").tobytes())
+
+
+def _read_masked(payload: Payload, length: int, mask: np.ndarray | None) -> np.ndarray:
+    if mask is None:
+        raise ValueError("payload encoding='rand-k': no mask is shared with this sender")
+    (values,) = payload.arrays
+    check_values(values, mask.size)
+    seen = payload.header.get("mask")
+    if type(seen) is not int or seen != _checksum(mask):
+        raise ValueError("payload mask is not the one of this round")
+    vector = np.zeros(length, values.dtype)
+    vector[mask] = values
+    return vector
 
 
 def num_kept(keep_ratio: float, length: int) -> int:
@@ -59,7 +103,7 @@ def _sparse(vector: np.ndarray, indices: np.ndarray) -> Payload:
     )
 
 
-def _read(payload: Payload, length: int, mask: np.ndarray | None) -> np.ndarray:
+def _read_sparse(payload: Payload, length: int, mask: np.ndarray | None) -> np.ndarray:
     coded, values = payload.arrays
     indices = _read_indices(coded, values, length)
     check_values(values, indices.size)
@@ -88,4 +132,8 @@ def _index_dtype(length: int) -> np.dtype[Any]:
     return np.dtype(np.uint16) if length <= np.iinfo(np.uint16).max + 1 else np.dtype(np.uint32)
 
 
-CODEC = Codec(name="top-k", num_arrays=2, read=_read)
+CODECS = (
+    Codec(name="dense", num_arrays=1, read=_read_dense),
+    Codec(name="top-k", num_arrays=2, read=_read_sparse),
+    Codec(name="rand-k", num_arrays=1, keys=("mask",), read=_read_masked),
+)
