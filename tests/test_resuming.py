@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp.strategy import FedAdam, FedAvgM
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 from flower_dp import record_run, wire
 from flower_dp.clients import model_arrays
@@ -226,8 +226,7 @@ def stock_case(folder: Path, num_rounds: int = 4, evaluates: bool = False, **wor
     return Case(make, grid, arrays(**{"0.weight": np.zeros((3, 6), np.float32)}), folder, num_rounds)
 
 
-def clip() -> AdaptiveClip:
-    return AdaptiveClip(initial=0.5, smallest=0.01, largest=10.0)
+OPTIMIZERS = (FedAdam(eta=0.1), FedYogi(eta=0.1), FedAdagrad(eta=0.1), FedAvgM(server_momentum=0.9), FedAvgM())
 
 
 def evaluation(every: int) -> PrivateEvaluation:
@@ -237,14 +236,14 @@ def evaluation(every: int) -> PrivateEvaluation:
 @pytest.mark.parametrize(
     "words",
     [
-        *({"server_optimizer": one} for one in (FedAdam(eta=0.1), FedAvgM(server_momentum=0.9))),
-        {"clip_norm": clip()},
+        *({"server_optimizer": one} for one in OPTIMIZERS),
+        {"clip_norm": AdaptiveClip(initial=0.5, smallest=0.01, largest=10.0)},
         {"sampling": RoundRobinSampling(cohort_size=1)},
         {"sampling": PoissonSampling(sampling_rate=0.5)},
         {"evaluation": evaluation(2), "evaluates": True},
         {"evaluation": evaluation(1), "evaluates": True},
     ],
-    ids=["adam", "momentum", "adaptive clip", "in turn", "poisson", "evaluation", "evaluations"],
+    ids=["adam", "yogi", "adagrad", "momentum", "plain", "adaptive clip", "in turn", "poisson", "evaluation", "evaluations"],
 )
 def test_all_that_a_run_carries_on_is_in_its_checkpoint(words, tmp_path):
     whole, case = stock_case(tmp_path / "whole", **words), stock_case(tmp_path / "run", **words)
