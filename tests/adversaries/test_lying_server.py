@@ -59,8 +59,8 @@ def sum_of(
 ) -> Tensor | Exception:
     """The sum u [d] of a real reply before its noise, or why there is none."""
     model = FlatModel(module)
-    recipe = DPFedPAQRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, quantization_levels=None, loss=loss)
-    pipeline = recipe.pipeline(release_of(steps, len(data)), model=model, server_round=server_round, drift=drift)
+    recipe = ScaffoldRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, loss=loss, common=drift)
+    pipeline = recipe.pipeline(release_of(steps, len(data)), model=model, server_round=server_round)
     rng = np.random.default_rng(seed)
     (trained,) = pipeline.train.rows(weights, [Job(name="", records=data, seed=0, secret=lambda: rng)])
     return trained if isinstance(trained, Exception) else pipeline.clip(trained[0]).to(torch.float64)

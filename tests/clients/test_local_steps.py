@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients import DPFedPAQRecipe, FlatModel, TensorRecords
+from flower_dp.clients import DPFedPAQRecipe, FlatModel, ScaffoldRecipe, TensorRecords
 from flower_dp.clients.dp_fedpaq import Rescale
 from flower_dp.clients.reply.parts import RecordClip, RowClip
 from flower_dp.clients.reply.pipeline import Job
@@ -382,7 +382,8 @@ def test_drift_is_added_to_every_step_and_to_the_update():
         return 0 * outputs.sum()
 
     release = update_terms(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, num_records=6).release
-    pipeline = recipe_of(steps, loss).pipeline(release, model=model, server_round=1, drift=drift)
+    recipe = ScaffoldRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, loss=loss, common=drift)
+    pipeline = recipe.pipeline(release, model=model, server_round=1)
     (made,) = pipeline.replies(start, [Job(name="", records=data, seed=0, secret=np.random.default_rng)])
     assert visited
     torch.testing.assert_close(made.row, -3 * 0.2 * drift)
