@@ -1,17 +1,124 @@
 """What this package's own clients and those of other apps have in common: what they take, and how they answer. Without torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from array_api_compat import array_namespace, device
 
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import Declined, reading
 from flower_dp.clients.reply import client_level
-from flower_dp.clients.reply.pipeline import Job, Train
-from flower_dp.clients.reply.work import Sum, Work, add_up
-from flower_dp.core import noise
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Train
+from flower_dp.clients.reply.sending import Lossless
+from flower_dp.core import compression, noise
+from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
-from flower_dp.wire import EVALUATION, Instruction, Refusal
+from flower_dp.wire import EVALUATION, Answer, Instruction, Refusal
+
+NOT_HOSTED = Refusal(reason="not hosted here")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The work of a node's clients in one round.
+
+    Attributes:
+        groups: pipelines, each with the clients for which it is run; all encode their rows in the same way.
+        length: of a row, before a mask keeps some of its coordinates.
+        refused: why other clients that were asked don't reply.
+    """
+
+    groups: Iterable[tuple[Pipeline, Sequence[Job]]]
+    length: int
+    refused: dict[str, Refusal]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """The sum that the node sends.
+
+    Attributes:
+        total: the sum [k] of the rows, float64.
+        payload: encodes it.
+        payload_bytes: of the rows, had each been sent alone.
+        refused: why clients are not in it.
+        losses: of the clients that are in it.
+        kept: the vectors that clients keep until their next round, by name, once the reply leaves.
+        fresh: clients that keep a vector and had none from an earlier round.
+        norms: of their rows before the clip; empty where nobody asks for metrics.
+    """
+
+    total: Array
+    payload: Payload
+    payload_bytes: int
+    refused: dict[str, Refusal]
+    losses: list[Array]
+    kept: dict[str, Array]
+    fresh: tuple[str, ...]
+    norms: list[Array]
+
+    def answer(self, asked: Sequence[str], *, seeded_noise: bool, metrics: Mapping[str, float]) -> str:
+        """Return the text of the answer to an instruction for these clients, which goes with the payload's arrays."""
+        return Answer(
+            refused=self.refused,
+            payload=self.payload.header,
+            payload_bytes=self.payload_bytes,
+            seeded_noise=seeded_noise,
+            metrics=metrics,
+            fresh=self.fresh,
+        ).to_json(asked)
+
+
+def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
+    """Return the exact sum of the rows of all clients that reply.
+
+    Args:
+        vector: the global model [d].
+        work: of the round.
+        inline: whether the sum is short and is sent inside the answer, in double precision: that of an evaluation's vectors.
+    """
+    xp = array_namespace(vector)
+    total, first = xp.zeros((work.length,), dtype=xp.float64, device=device(vector)), None
+    refused, losses, num_bytes = dict(work.refused), [], 0
+    alone: list[Payload | None] = []
+    kept: dict[str, Array] = {}
+    fresh: list[str] = []
+    norms: list[Array] = []
+    for pipeline, jobs in work.groups:
+        if first is None:
+            first, total = pipeline, total[: pipeline.dimension(work.length)]
+        elif pipeline.encode != first.encode:
+            raise ValueError("pipelines of one node: must send their rows in one way")
+        for job, reply in zip(jobs, pipeline.replies(vector, jobs), strict=True):
+            if isinstance(reply, Refusal):
+                refused[job.name] = reply
+                continue
+            total += reply.row
+            alone.append(reply.alone)
+            losses.append(reply.loss)
+            if reply.norm is not None:
+                norms.append(reply.norm)
+            num_bytes += reply.num_bytes
+            if reply.kept is not None:
+                kept[job.name] = reply.kept
+                fresh += [] if job.kept is not None else [job.name]
+    only = alone[0] if len(alone) == 1 else None
+    if inline:
+        payload = compression.inline(total)
+    else:
+        payload = only or (Lossless().encode(total, None) if first is None else first.payload(total, len(alone)))
+    return Sum(
+        total=total,
+        payload=payload,
+        payload_bytes=num_bytes,
+        refused=refused,
+        losses=losses,
+        kept=kept,
+        fresh=tuple(fresh),
+        norms=norms,
+    )
 
 
 class Answering(Protocol):

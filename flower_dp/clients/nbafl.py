@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.nbafl_weights import weights_pipeline
-from flower_dp.clients.reasons import contained
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
-from flower_dp.clients.reply.rows import one_by_one
-from flower_dp.clients.tracebacks import new_traceback_of
+from flower_dp.clients.reasons import contained, new_traceback_of
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained, one_by_one
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.losses import checked

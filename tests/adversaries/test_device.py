@@ -25,10 +25,8 @@ from flower_dp.clients import (
     client_app,
     model_arrays,
     privacy_mod,
-    tracebacks,
 )
-from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
-from flower_dp.clients.local.agreement import why_not
+from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount, why_not
 from flower_dp.clients.reasons import Declined
 from flower_dp.clients.reply import client_level, parts
 from flower_dp.core.metric_bounds import MetricBounds
@@ -543,7 +541,7 @@ def test_an_app_with_terms_of_a_record_does_not_evaluate() -> None:
 
 def test_the_traceback_of_a_failing_reply_is_in_the_devices_log_once_and_never_told(monkeypatch: Any, caplog: Any) -> None:
     """The log had the error and its line alone. Of errors at one place, which data may make often, it has one traceback."""
-    monkeypatch.setattr(tracebacks, "_traced", set())
+    monkeypatch.setattr("flower_dp.clients.reasons._traced", set())
     texts = iter(("Jane Doe", "Jane Roe"))
 
     def clip(*arguments: Any) -> Any:

@@ -19,7 +19,7 @@ from flower_dp.clients import (
 )
 from flower_dp.clients.reasons import KEEPS
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.reply.pipeline import one_by_one
 from flower_dp.clients.training import dry_run, per_record
 from flower_dp.clients.training.engines import local_updates
 from flower_dp.clients.training.findings import findings_of

@@ -316,7 +316,7 @@ def test_no_neighbour_changes_a_bit_of_a_row_that_is_clipped_with_others(asked: 
 )
 def test_rows_are_clipped_together_by_the_batched_engine_alone(engine: str, device: Any, together: int) -> None:
     """And by no device that has one client: it would clip rows that nobody has."""
-    from flower_dp.clients.reply.updates import TrainedUpdates
+    from flower_dp.clients.client import TrainedUpdates
 
     model, training = FlatModel(linear(), torch.device(device)), Training(learning_rate=0.1)
     updates = TrainedUpdates(training=training, model=model, server_round=1, engine=engine, group_size=7)

@@ -9,16 +9,15 @@ from flwr.app import Context
 from torch import Tensor, nn
 
 from flower_dp import wire
-from flower_dp.clients.account import LedgerPaths, account_of, ledger_files, ledger_of
+from flower_dp.clients import answering
+from flower_dp.clients.account import LedgerPaths, account_of, agreed_terms, charged, ledger_files, ledger_of
 from flower_dp.clients.kept import kept_of
-from flower_dp.clients.local.agreement import agreed_terms, charged
 from flower_dp.clients.local.evaluation import EvaluationRecipe, RecordMetrics, record_loss_and_accuracy
 from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe, MadeUp, Stateful
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import UNFIT, Declined
 from flower_dp.clients.reply.pipeline import Job, Once, Pipeline
-from flower_dp.clients.reply.work import Work
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.losses import Loss
@@ -133,7 +132,7 @@ class LocalDPClient(NodeClient):
         why = self.recipe.why_unfit(self.model, records) if isinstance(self.recipe, MadeUp) else None
         return None if why is None else f"{UNFIT}: {why}"
 
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+    def _work(self, vector: Tensor, instruction: Instruction) -> answering.Work:
         """Return the work whose rows are private one by one, each charged to its client's account."""
         ask, number, recipe = instruction.ask, instruction.server_round, self._recipe(instruction.ask)
         account = account_of(self.ledger, self.clients, self.context)
@@ -163,14 +162,14 @@ class LocalDPClient(NodeClient):
                     name=name,
                     records=records,
                     seed=batch_seed(self.seed, number, name),
-                    secret=Once(partial(self.generator, instruction, name)),
+                    secret=Once(partial(answering.generator, self, instruction, name)),
                     weight=ask.own[name].weight,
                     kept=kept.get(name),
                 )
                 yield recipes[name].pipeline(terms.release, model=self.model, server_round=number), [job]
 
         length = vector.numel() if ask.metrics is None else len(ask.metrics.bounds)
-        return Work(groups=groups(), length=length, refused=dict(refused))
+        return answering.Work(groups=groups(), length=length, refused=dict(refused))
 
     def _recipe(self, ask: Ask) -> LocalRecipe:
         """Return how replies to an ask are made.

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from array_api_compat import array_namespace, device
 
 from flower_dp.clients.reply.parts import Clip, GaussianShare, IndicatorClip, Mask, Noise, NotPrivate, RowClip, ServerNoise
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Train, Trained, rows_together
-from flower_dp.clients.reply.rows import changed
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Train, Trained, changed, rows_together
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, Lossless, RandK, TopK
 from flower_dp.core.noise import check_lattice
 from flower_dp.core.vectors import Array

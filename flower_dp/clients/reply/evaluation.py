@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.reply.pipeline import Job, Trained
-from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.reply.pipeline import Job, Trained, one_by_one
 from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.recipe import FlatModel

@@ -5,17 +5,16 @@ between clip and noise; rounding to the lattice belongs to the clip. Selections 
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, get_args
 
 from array_api_compat import array_namespace
 
-from flower_dp.clients.reasons import SEE_LOG, TRAINING, UNFIT, Declined, UnfitModelError
+from flower_dp.clients.reasons import SEE_LOG, TRAINING, UNFIT, Declined, UnfitModelError, contained, new_traceback_of, place_of
 from flower_dp.clients.reply.parts import Clip, Mask, Noise, RecordClip, Secret, ServerNoise, StepNoise
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value, width_of_sum
-from flower_dp.clients.tracebacks import new_traceback_of, place_of
 from flower_dp.core.clipping import NOT_FINITE, NotFiniteError, l2_norms
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
@@ -330,3 +329,32 @@ def failure(name: str, error: Exception, what: str = TRAINING, *, code: Code = F
 
 def _kind(part: object) -> str:
     return type(part).__name__
+
+
+def one_by_one(
+    jobs: Sequence[Job], row: Callable[[Job], tuple[Array, Array]], *, reset: Callable[[], None] = lambda: None
+) -> Iterator[Trained]:
+    """Yield what `row` makes of every client, its row and its training loss, or its error, in order.
+
+    `reset` is called before and after each: the next client's reply must not depend on what this client's data left behind.
+    """
+    for job in jobs:
+        made: Trained
+        try:
+            with contained():
+                reset()
+                made = row(job)
+        except Exception as error:
+            made = error
+        try:
+            with contained():
+                reset()
+        except Exception as error:
+            made = error
+        yield made
+
+
+def changed(trained: Iterable[Trained], change: Callable[[Array], Array]) -> Iterator[Trained]:
+    """Yield clients' rows with a change of each; errors and losses as they are."""
+    for one in trained:
+        yield one if isinstance(one, Exception) else (change(one[0]), one[1])
