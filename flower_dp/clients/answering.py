@@ -1,7 +1,7 @@
 """What this package's own clients and those of other apps have in common: what they take, and how they answer. Without torch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from array_api_compat import array_namespace, device
@@ -35,40 +35,27 @@ class Work:
     refused: dict[str, Refusal]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Sum:
-    """The sum that the node sends.
+    """What the node sends of its clients' rows, and what it keeps.
 
     Attributes:
-        total: the sum [k] of the rows, float64.
-        payload: encodes it.
+        refused: why clients are not in the sum.
+        payload: encodes the sum [k], float64.
         payload_bytes: of the rows, had each been sent alone.
-        refused: why clients are not in it.
         losses: of the clients that are in it.
+        norms: of their rows before the clip; empty where nobody asks for metrics.
         kept: the vectors that clients keep until their next round, by name, once the reply leaves.
         fresh: clients that keep a vector and had none from an earlier round.
-        norms: of their rows before the clip; empty where nobody asks for metrics.
     """
 
-    total: Array
-    payload: Payload
-    payload_bytes: int
     refused: dict[str, Refusal]
-    losses: list[Array]
-    kept: dict[str, Array]
-    fresh: tuple[str, ...]
-    norms: list[Array]
-
-    def answer(self, asked: Sequence[str], *, seeded_noise: bool, metrics: Mapping[str, float]) -> str:
-        """Return the text of the answer to an instruction for these clients, which goes with the payload's arrays."""
-        return Answer(
-            refused=self.refused,
-            payload=self.payload.header,
-            payload_bytes=self.payload_bytes,
-            seeded_noise=seeded_noise,
-            metrics=metrics,
-            fresh=self.fresh,
-        ).to_json(asked)
+    payload: Payload = field(init=False)
+    payload_bytes: int = 0
+    losses: list[Array] = field(default_factory=list)
+    norms: list[Array] = field(default_factory=list)
+    kept: dict[str, Array] = field(default_factory=dict)
+    fresh: list[str] = field(default_factory=list)
 
 
 def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
@@ -81,11 +68,7 @@ def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
     """
     xp = array_namespace(vector)
     total, first = xp.zeros((work.length,), dtype=xp.float64, device=device(vector)), None
-    refused, losses, num_bytes = dict(work.refused), [], 0
-    alone: list[Payload | None] = []
-    kept: dict[str, Array] = {}
-    fresh: list[str] = []
-    norms: list[Array] = []
+    made, alone = Sum(refused=dict(work.refused)), list[Payload | None]()
     for pipeline, jobs in work.groups:
         if first is None:
             first, total = pipeline, total[: pipeline.dimension(work.length)]
@@ -93,32 +76,22 @@ def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
             raise ValueError("pipelines of one node: must send their rows in one way")
         for job, reply in zip(jobs, pipeline.replies(vector, jobs), strict=True):
             if isinstance(reply, Refusal):
-                refused[job.name] = reply
+                made.refused[job.name] = reply
                 continue
             total += reply.row
             alone.append(reply.alone)
-            losses.append(reply.loss)
-            if reply.norm is not None:
-                norms.append(reply.norm)
-            num_bytes += reply.num_bytes
+            made.losses.append(reply.loss)
+            made.norms += [] if reply.norm is None else [reply.norm]
+            made.payload_bytes += reply.num_bytes
             if reply.kept is not None:
-                kept[job.name] = reply.kept
-                fresh += [] if job.kept is not None else [job.name]
+                made.kept[job.name] = reply.kept
+                made.fresh += [] if job.kept is not None else [job.name]
     only = alone[0] if len(alone) == 1 else None
     if inline:
-        payload = compression.inline(total)
+        made.payload = compression.inline(total)
     else:
-        payload = only or (Lossless().encode(total, None) if first is None else first.payload(total, len(alone)))
-    return Sum(
-        total=total,
-        payload=payload,
-        payload_bytes=num_bytes,
-        refused=refused,
-        losses=losses,
-        kept=kept,
-        fresh=tuple(fresh),
-        norms=norms,
-    )
+        made.payload = only or (Lossless().encode(total, None) if first is None else first.payload(total, len(alone)))
+    return made
 
 
 class Answering(Protocol):
@@ -188,4 +161,12 @@ def answered(
     made = add_up(vector, work, inline=evaluates)
     allowed = not evaluates and instruction.report_metrics and client.policy.allow_metrics and made.losses
     sent = metrics(made) if allowed else {}
-    return made, made.answer(instruction.clients, seeded_noise=client.noise_seed is not None, metrics=sent)
+    answer = Answer(
+        refused=made.refused,
+        payload=made.payload.header,
+        payload_bytes=made.payload_bytes,
+        seeded_noise=client.noise_seed is not None,
+        metrics=sent,
+        fresh=tuple(made.fresh),
+    )
+    return made, answer.to_json(instruction.clients)

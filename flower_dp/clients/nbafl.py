@@ -16,7 +16,7 @@ from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.losses import checked
 from flower_dp.clients.training.per_record import UnfitModelError
 from flower_dp.clients.training.recipe import FlatModel, Training
-from flower_dp.clients.training.records import Inputs, Records, made_up, outputs_of, repeated
+from flower_dp.clients.training.records import Records, made_up, outputs_of, repeated
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
 from flower_dp.privacy.nbafl import check_epsilons, weights_terms
 from flower_dp.privacy.release import Release
@@ -69,20 +69,15 @@ class TrainedWeights:
             return
         for count in dict.fromkeys((min(_FEW, size), size)):
             try:
-                self._gradients(vector, *made, count)
+                inputs, targets = repeated(*made, count)
+                self.model.vector.copy_(vector)
+                with OwnDraws(self.model.vector.device, 0):
+                    loss = checked(self.training.loss)(outputs_of(self.model.module, inputs), targets)
+                    torch.autograd.grad(loss, self.model.parameters, allow_unused=True)
                 return
             except Exception as error:
                 why = error
         raise UnfitModelError(f"the model can't be trained: {type(why).__name__}") from why
-
-    def _gradients(self, vector: Tensor, inputs: Inputs, targets: Tensor, count: int) -> None:
-        """Compute gradients on so many records like this one [1, ...]."""
-        features, labels = repeated(inputs, targets, count)
-        self.model.vector.copy_(vector)
-        with OwnDraws(self.model.vector.device, 0):
-            outputs = outputs_of(self.model.module, features)
-            loss = checked(self.training.loss)(outputs, labels)
-            torch.autograd.grad(loss, self.model.parameters, allow_unused=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

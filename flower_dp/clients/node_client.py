@@ -272,17 +272,17 @@ class _Replying(NumPyClient):
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return as `NodeClient.get_properties`, or a refusal."""
-        made = made_or_refused(lambda: self._client.get_properties(config))
+        made = made_or_refused("naming the clients", lambda: self._client.get_properties(config))
         return _refused(made) if isinstance(made, wire.Refusal) else made
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
         """Return as `NodeClient.fit`, or a refusal."""
-        made = made_or_refused(lambda: self._client.fit(parameters, config))
+        made = made_or_refused("training", lambda: self._client.fit(parameters, config))
         return ([], 1, _refused(made)) if isinstance(made, wire.Refusal) else made
 
     def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Return as `NodeClient.evaluate`, or a refusal."""
-        made = made_or_refused(lambda: self._client.evaluate(parameters, config))
+        made = made_or_refused("evaluation", lambda: self._client.evaluate(parameters, config))
         return (0.0, 1, _refused(made)) if isinstance(made, wire.Refusal) else made
 
 

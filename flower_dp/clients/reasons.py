@@ -217,19 +217,15 @@ def in_own_words(what: str) -> Iterator[None]:
 
 def replied(message: Message, what: str, make: Callable[[], Message]) -> Message:
     """Return the reply that is made, or in place of any error a refusal in this package's words: see `in_own_words`."""
-
-    def made() -> Message:
-        with in_own_words(what):
-            return make()
-
-    reply = made_or_refused(made)
+    reply = made_or_refused(what, make)
     return wire.refusal_reply(message, reply) if isinstance(reply, wire.Refusal) else reply
 
 
-def made_or_refused(make: Callable[[], Made]) -> Made | wire.Refusal:
+def made_or_refused(what: str, make: Callable[[], Made]) -> Made | wire.Refusal:
     """Return what is made, or what the server learns where a client does not reply; the node's own log has it too."""
     try:
-        return make()
+        with in_own_words(what):
+            return make()
     except (Declined, Failed) as error:
         log.warning("no reply: %s", error)
         return error.refusal
