@@ -28,9 +28,9 @@ from flower_dp.clients import (
 )
 from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount, why_not
 from flower_dp.clients.reasons import Declined
-from flower_dp.clients.reply import client_level, parts
+from flower_dp.clients.reply import parts
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.core.sampling import PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.device_store import DeviceLedger
@@ -38,7 +38,6 @@ from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
-from flower_dp.privacy.release import Release
 from flower_dp.wire import Answer, Ask, Instruction, OwnAsk, Promise
 from tests.asks import answered, ask, config_of, evaluated, forged, own_ask, reasons, replace
 from tests.grids import LocalGrid
@@ -478,16 +477,6 @@ def test_an_exit_in_one_clients_data_decides_nothing_for_its_neighbours(ends: ty
         assert set(Answer.from_json(answer[wire.KEY], names).refused) == {"c0", "c2"}
 
 
-@pytest.mark.parametrize("ends", [*ENDINGS, GeneratorExit], ids=lambda kind: kind.__name__)
-def test_nor_where_every_client_has_noise_of_its_own(ends: type[BaseException]) -> None:
-    made = own_device(clients={"c0": Exiting(ending(ends)), "c1": records("c0")})
-    asked = local(name="c1")
-    own = asked.ask.own["c1"]
-    asked = replace(asked, clients=("c0", "c1"), ask=replace(asked.ask, own={"c0": own, "c1": own}))
-    answer = made.answer(model(), config_of(asked))[1]
-    assert "c1" not in Answer.from_json(answer[wire.KEY], ("c0", "c1")).refused
-
-
 def test_an_interruption_is_no_failure_of_the_app_and_has_no_text() -> None:
     for call in (
         lambda: client_app(ending(KeyboardInterrupt))(Message(RecordDict(), 1, "query"), context_of()),
@@ -583,28 +572,17 @@ def test_training_refuses_vectors_that_its_method_does_not_work_with() -> None:
 
 def test_terms_that_differ_in_one_word_are_other_terms() -> None:
     """An account that was opened on the one does not pay for the other."""
-    keywords: dict[str, Any] = {
-        "what": "a reply",
-        "seen_by": "the server",
-        "unit": "record",
-        "relation": "replace-one",
-        "clip_norm": 1.0,
-        "mechanism": Laplace(noise_multiplier=4.0),
-        "sampler": FullSampling(),
-        "num_clients": 8,
-    }
-    others: list[dict[str, Any]] = [
+    opened = BUDGET.terms("c0", records("c0"))
+    assert opened.why_not(1, opened.text) is None
+    for change in (
         {"unit": "client"},
         {"relation": "add-or-remove-one"},
         {"clip_norm": 2.0},
-        {"mechanism": Gaussian(noise_multiplier=4.0)},
+        {"mechanism": Gaussian(noise_multiplier=opened.release.mechanism.noise_multiplier)},
         {"sampler": PoissonSampling(sampling_rate=0.5)},
         {"num_clients": 9},
-    ]
-    opened = Terms(release=Release(**keywords), num_replies=3)
-    assert opened.why_not(1, opened.text) is None
-    for change in others:
-        other = Terms(release=Release(**keywords | change), num_replies=3)
+    ):
+        other = replace(opened, release=replace(opened.release, **change))
         assert other.why_not(1, opened.text) is not None, change
         if "mechanism" not in change:
             promise = Promise(clip_norm=other.release.clip_norm, noise_multiplier=0.0)
@@ -625,19 +603,6 @@ def test_replies_and_evaluations_never_cost_more_than_their_budget(epsilon: floa
             assert count * (2 if relation == "replace-one" else 1) / scale <= Fraction(epsilon)
         cost = accounting.epsilon(accounting.repeated(terms.event, count), delta=0.0, relation=relation)
         assert cost.epsilon <= epsilon
-
-
-@pytest.mark.parametrize(
-    ("noise_std", "noise_multiplier", "part"),
-    [(0.0, 1.0, parts.ServerNoise()), (0.0, 0.0, parts.NotPrivate()), (0.5, 1.0, parts.GaussianShare(noise_std=0.5))],
-)
-def test_rows_that_the_server_makes_private_are_not_taken_for_rows_of_a_run_without_privacy(
-    noise_std: float, noise_multiplier: float, part: Any
-) -> None:
-    """Of a run without privacy anything may be chosen by size; before the server's noise nothing may."""
-    placement = "distributed" if noise_std or not noise_multiplier else "central"
-    made = ask(noise_multiplier=noise_multiplier, placement=placement, noise_std=noise_std, size=9)
-    assert client_level.pipeline(made, train=None, length=9).noise == part  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["2 replies\nWARNING: client c0: its ledger was deleted", "\x1b[2J", "x" * 10**6])

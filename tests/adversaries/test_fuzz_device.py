@@ -263,15 +263,11 @@ def with_less(text: str, name: str, factor: float) -> str:
     return json.dumps(table)
 
 
-def weaker(text: str) -> st.SearchStrategy[str]:
-    return st.builds(with_less, st.just(text), st.sampled_from(PROTECTING), st.sampled_from(LESS))
-
-
 def instructions(text: str) -> st.SearchStrategy[Any]:
     table = json.loads(text)
     if not isinstance(table, dict) or not isinstance(table.get("ask"), dict) or not isinstance(table["ask"].get("promise"), dict):
         return texts(text)
-    return st.one_of(weaker(text), plausible(text), plausible(text), texts(text))
+    return st.one_of(plausible(text), plausible(text), texts(text))
 
 
 @st.composite

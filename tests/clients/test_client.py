@@ -10,7 +10,6 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from scipy import stats
-from torch import Tensor, nn
 
 import tests.grids  # noqa: F401 (messages need the identity that it sets)
 from flower_dp import wire
@@ -22,24 +21,10 @@ from flower_dp.core.noise import lattice_step
 from flower_dp.core.vectors import Layout
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction
 from tests.asks import GONE, answered, ask, config_of, forged, reasons, told
-from tests.local_grids import context_of
+from tests.local_grids import MEANS, Direct, context_of
 
 SIZE = 20_000
 FALSE_ALARM = 1e-6
-
-
-class Direct(nn.Module):
-    """A model whose update after one step of size 1 is the mean of a client's records."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return (self.weight * inputs).sum(-1)
-
-
-TRAINING = Training(learning_rate=1.0, batch_size=10**6, loss=lambda outputs, targets: -outputs.mean())
 
 
 def _records(*rows: Any) -> TensorRecords:
@@ -49,7 +34,7 @@ def _records(*rows: Any) -> TensorRecords:
 
 def _client(clients: dict[str, TensorRecords], **settings: Any) -> DPClient:
     size = next(iter(clients.values())).inputs.shape[1]
-    return DPClient(model=Direct(size), clients=clients, training=TRAINING, device="cpu", **settings)
+    return DPClient(model=Direct(np.zeros(size, np.float32)), clients=clients, training=MEANS, device="cpu", **settings)
 
 
 def _instruction(names: tuple[str, ...], *, size: int = 2, **changes: Any) -> Instruction:
@@ -169,22 +154,6 @@ def test_seeded_noise_repeats_and_the_server_is_told() -> None:
 # Compression
 
 
-def test_top_k_is_chosen_after_the_noise() -> None:
-    """Of an update of 100 large entries, noise of ten times their size leaves hardly a trace in the choice."""
-    update = np.zeros(SIZE)
-    update[:100] = 0.1
-    total, answer = _fit(_client({"a": _records(update)}, noise_seed=24), ("a",), noise_std=1.0, keep_ratio=0.1)
-    kept = np.flatnonzero(total)
-    assert kept.size == SIZE // 10
-    assert answer.payload["encoding"] == "top-k"
-    assert (kept < 100).sum() < 30  # about 10 of 100; all 100 had the choice come first
-    assert np.abs(total[kept]).min() > 1.6  # the largest tenth of standard normals begin at 1.645
-    # The noise is all there: what was kept is what a client without compression sends.
-    dense, _ = _fit(_client({"a": _records(update)}, noise_seed=24), ("a",), noise_std=1.0)
-    np.testing.assert_array_equal(total[kept], dense[kept])
-    assert np.abs(np.delete(dense, kept)).max() <= np.abs(total[kept]).min()
-
-
 @pytest.mark.parametrize(("placement", "match"), [("central", "must be 0, 1 and 0"), ("distributed", "does not go with")])
 def test_nothing_is_chosen_by_size_before_the_servers_noise(placement: str, match: str) -> None:
     """A server that asks for it gets nothing."""
@@ -199,7 +168,10 @@ def test_nothing_is_chosen_by_size_before_the_servers_noise(placement: str, matc
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e38])
 def test_a_client_with_data_that_explode_is_left_out_and_named(bad: float, noise_multiplier: float) -> None:
     training = Training(learning_rate=1.0, num_local_steps=2, loss=lambda outputs, targets: (-outputs * 1e3).mean())
-    model, clients = Direct(2), {"good": _records([0.0001, 0.0]), "bad": _records([bad, 1.0]), "fine": _records([0.0, 0.0002])}
+    model, clients = (
+        Direct(np.zeros(2, np.float32)),
+        {"good": _records([0.0001, 0.0]), "bad": _records([bad, 1.0]), "fine": _records([0.0, 0.0002])},
+    )
     client = DPClient(model=model, clients=clients, training=training, device="cpu")
     total, answer = _fit(client, ("good", "bad", "fine"), noise_multiplier=noise_multiplier)
     # Each entry is one client's, less a step of the lattice at most.
@@ -231,7 +203,7 @@ def test_only_losses_of_clients_in_the_sum_are_reported() -> None:
     rows = {"good": (0.5, 2.0), "bad": (1e10, 7.0), "fine": (0.25, 3.0)}
     data = {name: TensorRecords(inputs=torch.tensor([[x, 0.0]]), targets=torch.tensor([y])) for name, (x, y) in rows.items()}
     policy = ClientPolicy(allow_metrics=True)
-    client = DPClient(model=Direct(2), clients=data, training=training, device="cpu", policy=policy)
+    client = DPClient(model=Direct(np.zeros(2, np.float32)), clients=data, training=training, device="cpu", policy=policy)
     _, answer = _fit(client, tuple(data), report_metrics=True)
     assert list(answer.refused) == ["bad"]
     assert answer.metrics["loss"] == 5.0
@@ -371,8 +343,8 @@ def test_the_query_names_the_clients_and_the_methods() -> None:
 def test_the_message_api_matches_arrays_by_name() -> None:
     app, _ = APPS["message API"]
     instruction = _instruction(("a",))
-    record = ArrayRecord({"other": _record(np.zeros(30, np.float32), _client(DATA).model.layout)["weight"]})
-    with pytest.raises(ValueError, match=r"has arrays \['other'\], this client's \['weight'\]"):
+    record = ArrayRecord({"other": _record(np.zeros(30, np.float32), _client(DATA).model.layout)["w"]})
+    with pytest.raises(ValueError, match=r"has arrays \['other'\], this client's \['w'\]"):
         answered(app(wire.train_message(1, MESSAGE_API, record, {}, instruction), context_of()))
 
 
