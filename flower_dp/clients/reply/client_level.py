@@ -59,7 +59,9 @@ def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
     clip: Clip = RowClip(clip_norm=ask.promise.clip_norm, step=ask.step)
     if ask.indicator is not None:
         train, clip = WithSlot(train=train), IndicatorClip(indicator=ask.indicator, step=ask.step)
-    noise = _noise(ask)
+    noise: Noise = ServerNoise() if ask.promise.noise_multiplier else NotPrivate()
+    if ask.noise_std:
+        noise = GaussianShare(noise_std=ask.noise_std)
     return Pipeline(
         train=train,
         before_clip=mask,
@@ -73,12 +75,6 @@ def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
 def _with_zero(row: Array) -> Array:
     xp = array_namespace(row)
     return xp.concat([row, xp.zeros((1,), dtype=row.dtype, device=device(row))])
-
-
-def _noise(ask: Ask) -> Noise:
-    if ask.noise_std:
-        return GaussianShare(noise_std=ask.noise_std)
-    return ServerNoise() if ask.promise.noise_multiplier else NotPrivate()
 
 
 def _encoder(ask: Ask, mask: Mask | None, noise: Noise) -> Encoder:
