@@ -39,7 +39,7 @@ from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.wire import Answer, Ask, Instruction, OwnAsk, Promise
-from tests.asks import answered, ask, config_of, evaluated, forged, own_ask, reasons, replace
+from tests.asks import answered, ask, config_of, evaluated, forged, own_ask, own_instruction, reasons, replace
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records
 
@@ -63,16 +63,9 @@ def training(noise_std: float = 0.5, noise_multiplier: float = 1.0) -> Instructi
     return instruction_of("dp-fedavg", asked)
 
 
-def asked_of(name: str, terms: Terms, *, clip_norm: float = 1.0, noise_multiplier: float = 1.0, **keywords: Any) -> Ask:
-    """What an honest server asks of one client with these terms, but for its promise."""
-    own = {name: (1.0, terms.kind, terms.release.mechanism.noise_multiplier)}
-    return own_ask(own, clip_norm=clip_norm, noise_multiplier=noise_multiplier, **keywords)
-
-
-def local(server_round: int = 1, *, noise_multiplier: float = 0.0, name: str = "c0") -> Instruction:
-    """What an honest server says of the budget above, in any round."""
-    asked = asked_of(name, BUDGET.terms("c0", records("c0")), clip_norm=0.5, noise_multiplier=noise_multiplier)
-    return instruction_of("fedsgd-dpc", asked, server_round=server_round, clients=(name,))
+def local(*, noise_multiplier: float = 0.0, name: str = "c0") -> Instruction:
+    """What an honest server says of the budget above, but for its promise."""
+    return own_instruction("fedsgd-dpc", {name: BUDGET.terms("c0", records("c0"))}, noise_multiplier=noise_multiplier)
 
 
 def model() -> dict[str, np.ndarray]:
@@ -131,8 +124,8 @@ def test_a_policy_of_a_client_with_its_own_terms_is_compared_with_its_own_noise(
     if limit == "min_noise_multiplier":
         _, answer = made.answer(model(), config_of(local(noise_multiplier=1e9)))
     else:
-        asked = asked_of("c0", budget.terms("c0", trained), noise_multiplier=1e9, metrics=ACCURACY)
-        answer = made.evaluation(model(), config_of(instruction_of(wire.EVALUATION, asked)))
+        asked = own_instruction(wire.EVALUATION, {"c0": budget.terms("c0", trained)}, noise_multiplier=1e9, metrics=ACCURACY)
+        answer = made.evaluation(model(), config_of(asked))
     assert f"{limit}={least:g}: this client's own terms have less noise" in answer[wire.KEY]
     assert not paid(made)
 
@@ -273,10 +266,8 @@ def spoiling_app(spoils: Any) -> ClientApp:
     return app
 
 
-def nbafl(noise_multiplier: float = 0.0) -> Message:
-    own = asked_of("a", OWN.terms(), clip_norm=1.5, noise_multiplier=noise_multiplier)
-    asked = instruction_of("nbafl", own, clients=("a",))
-    return wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, asked)
+def nbafl() -> Message:
+    return wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, own_instruction("nbafl", {"a": OWN.terms()}))
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["the node's state", "a ledger"])
@@ -519,7 +510,7 @@ def test_an_app_with_terms_of_a_record_does_not_evaluate() -> None:
     app.evaluate()(lambda message, context: seen.append(message))  # type: ignore[arg-type, func-returns-value]
     terms = budget.terms("c0", BUDGET.terms("c0", records("c0")))
     assert isinstance(terms.release.mechanism, Laplace)
-    asked = instruction_of(wire.EVALUATION, asked_of("c0", terms, metrics=MetricBounds(bounds={"loss": 1.0})))
+    asked = own_instruction(wire.EVALUATION, {"c0": terms}, metrics=MetricBounds(bounds={"loss": 1.0}))
     context = context_of()
     reply = app(wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, asked), context)
     answer = evaluated(str(reply.content[wire.KEY][wire.KEY]), asked)

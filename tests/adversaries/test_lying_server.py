@@ -23,8 +23,8 @@ from flower_dp.clients.training.clipped_steps import ConvexModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
-from flower_dp.wire import KEY, Instruction
-from tests.asks import own_ask
+from flower_dp.wire import KEY
+from tests.asks import own_instruction
 from tests.local_grids import context_of
 
 BASE: dict[str, Any] = {"learning_rate": 0.5, "num_local_steps": 4, "batch_size": 2, "clip_norm": 0.3, "decay_iterations": 100.0}
@@ -178,11 +178,9 @@ WORDS: dict[str, Any] = {"epsilon": 1.0, "delta": 1e-5, "num_replies": 3, "loss"
 
 def asked(client: LocalDPClient, weights: np.ndarray, *, server_round: int = 1, control: np.ndarray | None = None) -> str:
     """Why a client refuses a server whose terms are right; empty if it replies."""
-    terms = client.recipe.terms("a", DATA["a"])
     vectors = {} if control is None else {"control": control}
-    own = {"a": (1.0, terms.kind, terms.release.mechanism.noise_multiplier)}
-    asked_of = own_ask(own, clip_norm=terms.release.clip_norm, vectors=vectors)
-    instruction = Instruction(server_round=server_round, method=client.recipe.method, clients=("a",), ask=asked_of)
+    terms = {"a": client.recipe.terms("a", DATA["a"])}
+    instruction = own_instruction(client.recipe.method, terms, server_round=server_round, vectors=vectors)
     assert client.context is not None
     client.attach(client.context)  # as the next message's app does
     _, _, answer = client.fit([weights, *vectors.values()], {KEY: instruction.to_json()})

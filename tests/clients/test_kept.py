@@ -18,8 +18,8 @@ from flower_dp.clients.kept import kept_of
 from flower_dp.core import compression
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.wire import Answer, Instruction
-from tests.asks import config_of, own_ask
+from flower_dp.wire import Answer
+from tests.asks import config_of, own_instruction
 from tests.local_grids import context_of, linear, records
 
 NAMES = ("c0", "c1")
@@ -64,13 +64,8 @@ def node(context: Context, recipe: Any = None, names: Any = NAMES) -> LocalDPCli
     return LocalDPClient(model=linear(), clients=data, recipe=recipe or Remembering(), device="cpu", context=context)
 
 
-def asked(names: tuple[str, ...] = NAMES, server_round: int = 1) -> dict[str, str]:
-    own = {}
-    for name in names:
-        terms = PLAIN.terms(name, records(name))
-        own[name] = (1.0, terms.kind, terms.release.mechanism.noise_multiplier)
-    arguments = {"server_round": server_round, "method": "fedsgd-dpc", "clients": names}
-    return config_of(Instruction(**arguments, ask=own_ask(own, clip_norm=0.5)))
+def asked(names: tuple[str, ...] = NAMES) -> dict[str, str]:
+    return config_of(own_instruction("fedsgd-dpc", {name: PLAIN.terms(name, records(name)) for name in names}))
 
 
 def answered(client: LocalDPClient, names: tuple[str, ...] = NAMES) -> tuple[np.ndarray, Answer]:

@@ -11,7 +11,7 @@ from flower_dp.clients.account import LEDGER_PATH, StateAccount
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.strategies import DPFedAvg, FedSGDDPC
-from tests.asks import own_ask, reasons
+from tests.asks import own_instruction, reasons
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records, start
 
@@ -66,9 +66,7 @@ def client(path, state=None, names=("c0",)):
 
 def ask(made, names=("c0",)):
     """Ask clients once; return why they refuse, and what has left."""
-    terms = RECIPE.terms("c0", records("c0"))
-    own = dict.fromkeys(names, (1.0, terms.kind, terms.release.mechanism.noise_multiplier))
-    asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=names, ask=own_ask(own, clip_norm=0.5))
+    asked = own_instruction("fedsgd-dpc", dict.fromkeys(names, RECIPE.terms("c0", records("c0"))))
     arrays, _, answer = made.fit([array.numpy() for array in model_arrays(linear()).values()], {wire.KEY: asked.to_json()})
     return reasons(wire.Answer.from_json(answer[wire.KEY], names)), arrays[-1]
 

@@ -30,7 +30,7 @@ from flower_dp.clients import (
 from flower_dp.clients.account import StateAccount
 from flower_dp.core.compression import decode
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, SentMask
-from tests.asks import GONE, answered, forged, masked, own_ask, reasons, replace, saying, told
+from tests.asks import GONE, answered, forged, masked, own_instruction, reasons, replace, saying, told
 from tests.asks import ask as made
 from tests.grids import LocalGrid
 from tests.local_grids import MEANS, Direct, context_of
@@ -93,11 +93,8 @@ LOCAL_TO_OTHERS = forged(CENTRAL, placement="local", step=GONE, **told("a"))
 NO_NOISE = instruction_of("distributed", 0.0, noise_multiplier=0.0)
 
 
-def local_instruction(own: NbAFLTerms = NBAFL, weight: float = 1.0, **changes: Any) -> Instruction:
-    terms = own.terms()
-    asked = own_ask({"a": (weight, terms.kind, terms.release.mechanism.noise_multiplier)}, clip_norm=own.clip_norm)
-    arguments = {"server_round": 1, "method": "nbafl", "clients": ("a",), "ask": asked}
-    return Instruction(**arguments | changes)
+def local_instruction(own: NbAFLTerms = NBAFL, **changes: Any) -> Instruction:
+    return own_instruction("nbafl", {"a": own.terms()}, **changes)
 
 
 def message_of(instruction: Instruction | str, model: ArrayRecord, record_names: Any = MESSAGE_API, **config: Any) -> Message:

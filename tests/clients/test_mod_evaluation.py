@@ -17,7 +17,7 @@ from flower_dp.clients import ClientPolicy, EvaluationBudget, NbAFLTerms, privac
 from flower_dp.clients.account import KEY, LEDGER_PATH
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Instruction
-from tests.asks import ANSWERED, GONE, Evaluated, answered, evaluated, forged, own_ask, saying, told
+from tests.asks import ANSWERED, GONE, Evaluated, answered, evaluated, forged, own_instruction, replace, saying, told
 from tests.asks import ask as made
 from tests.local_grids import context_of
 from tests.stock import arrays
@@ -63,10 +63,12 @@ def ask_for(placement: str = "central", noise_std: float = 0.0, clients: tuple[s
 
 def own(budget: EvaluationBudget = BUDGET, least: float | None = None, names: Sequence[str] = ("acc",)) -> Instruction:
     """What a server asks of a client with terms of its own."""
-    terms = budget.terms("a", TERMS.terms())
-    multiplier = terms.release.mechanism.noise_multiplier if least is None else least
-    asked = own_ask({"a": (0.5, terms.kind, multiplier)}, metrics=MetricBounds(bounds=dict.fromkeys(names, 1.0)))
-    return Instruction(server_round=1, method=wire.EVALUATION, clients=("a",), ask=asked)
+    terms, bounds = budget.terms("a", TERMS.terms()), MetricBounds(bounds=dict.fromkeys(names, 1.0))
+    instruction = own_instruction(wire.EVALUATION, {"a": terms}, weight=0.5, metrics=bounds)
+    if least is None:
+        return instruction
+    own = {"a": replace(instruction.ask.own["a"], noise_multiplier=least)}
+    return replace(instruction, ask=replace(instruction.ask, own=own))
 
 
 def mod_of(**arguments: Any) -> Any:
