@@ -31,15 +31,15 @@ def linear() -> nn.Module:
 class Direct(nn.Module):
     """A model whose update after one step of size 1 is the mean of a client's records."""
 
-    def __init__(self, start: np.ndarray) -> None:
+    def __init__(self, start: np.ndarray | int) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.from_numpy(start.copy()))
+        self.weight = nn.Parameter(torch.zeros(start) if isinstance(start, int) else torch.from_numpy(start.copy()))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return (self.w * inputs).sum(-1)
+        return (self.weight * inputs).sum(-1)
 
 
-MEANS = Training(learning_rate=1.0, batch_size=10**6, loss=lambda outputs, targets: -outputs.mean())
+TRAINING = Training(learning_rate=1.0, batch_size=10**6, loss=lambda outputs, targets: -outputs.mean())
 
 
 def records(name: str, size: int = 8, scale: float = 1.0) -> TensorRecords:

@@ -20,7 +20,10 @@ from flower_dp.core.noise import lattice_step
 from flower_dp.core.vectors import Layout
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction
 from tests.asks import GONE, answered, ask, config_of, forged, reasons, told
-from tests.local_grids import MEANS, Direct, context_of
+from tests.local_grids import TRAINING, Direct, context_of
+
+# Of tests of noise in other files.
+SIZE, FALSE_ALARM = 20_000, 1e-6
 
 
 def _records(*rows: Any) -> TensorRecords:
@@ -30,7 +33,7 @@ def _records(*rows: Any) -> TensorRecords:
 
 def _client(clients: dict[str, TensorRecords], **settings: Any) -> DPClient:
     size = next(iter(clients.values())).inputs.shape[1]
-    return DPClient(model=Direct(np.zeros(size, np.float32)), clients=clients, training=MEANS, device="cpu", **settings)
+    return DPClient(model=Direct(size), clients=clients, training=TRAINING, device="cpu", **settings)
 
 
 def _instruction(names: tuple[str, ...], *, size: int = 2, **changes: Any) -> Instruction:
@@ -149,7 +152,7 @@ def test_nothing_is_chosen_by_size_before_the_servers_noise(placement: str, matc
 def test_a_client_with_data_that_explode_is_left_out_and_named(bad: float) -> None:
     training = Training(learning_rate=1.0, num_local_steps=2, loss=lambda outputs, targets: (-outputs * 1e3).mean())
     clients = {"good": _records([0.0001, 0.0]), "bad": _records([bad, 1.0]), "fine": _records([0.0, 0.0002])}
-    client = DPClient(model=Direct(np.zeros(2, np.float32)), clients=clients, training=training, device="cpu")
+    client = DPClient(model=Direct(2), clients=clients, training=training, device="cpu")
     total, answer = _fit(client, tuple(clients))
     # Each entry is one client's, less a step of the lattice at most.
     np.testing.assert_allclose(total, [0.2, 0.4], rtol=1e-6, atol=_step(2))
@@ -180,7 +183,7 @@ def test_only_losses_of_clients_in_the_sum_are_reported() -> None:
     rows = {"good": (0.5, 2.0), "bad": (1e10, 7.0), "fine": (0.25, 3.0)}
     data = {name: TensorRecords(inputs=torch.tensor([[x, 0.0]]), targets=torch.tensor([y])) for name, (x, y) in rows.items()}
     policy = ClientPolicy(allow_metrics=True)
-    client = DPClient(model=Direct(np.zeros(2, np.float32)), clients=data, training=training, device="cpu", policy=policy)
+    client = DPClient(model=Direct(2), clients=data, training=training, device="cpu", policy=policy)
     _, answer = _fit(client, tuple(data), report_metrics=True)
     assert list(answer.refused) == ["bad"]
     assert answer.metrics["loss"] == 5.0
@@ -297,8 +300,8 @@ def test_the_query_names_the_clients_and_the_methods() -> None:
 def test_the_message_api_matches_arrays_by_name() -> None:
     app, _ = APPS["message API"]
     instruction = _instruction(("a",))
-    record = ArrayRecord({"other": _record(np.zeros(30, np.float32), _client(DATA).model.layout)["w"]})
-    with pytest.raises(ValueError, match=r"has arrays \['other'\], this client's \['w'\]"):
+    record = ArrayRecord({"other": _record(np.zeros(30, np.float32), _client(DATA).model.layout)["weight"]})
+    with pytest.raises(ValueError, match=r"has arrays \['other'\], this client's \['weight'\]"):
         answered(app(wire.train_message(1, MESSAGE_API, record, {}, instruction), context_of()))
 
 

@@ -12,7 +12,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
@@ -33,8 +33,8 @@ from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Ask, Instruction, 
 from tests.asks import GONE, answered, forged, masked, own_instruction, reasons, replace, saying, told
 from tests.asks import ask as made
 from tests.grids import LocalGrid
-from tests.local_grids import MEANS, Direct, context_of
-from tests.stock import arrays
+from tests.local_grids import TRAINING, Direct, context_of
+from tests.stock import arrays, shifted, stock_app
 from tests.test_extras import without
 
 SIZE = 40_000
@@ -45,26 +45,7 @@ App = Callable[[Any], ClientApp]
 
 def added(value: Any) -> App:
     """An app, but for its mod, that adds a value to every array of the model."""
-
-    def make(mod: Any) -> ClientApp:
-        app = ClientApp(mods=[mod])
-
-        @app.train()
-        def train(message: Message, context: Context) -> Message:
-            named = {name: array.numpy() for name, array in message.content["arrays"].items()}
-            trained = {name: Array(np.asarray(array + value, array.dtype)) for name, array in named.items()}
-            content = RecordDict(
-                {
-                    "arrays": ArrayRecord(trained),
-                    "metrics": MetricRecord({"num-examples": 1234, "train_loss": 0.25, "per_class": [1.0, 2.0], "bad": math.nan}),
-                    "note": ConfigRecord({"patient": "Jane Doe"}),
-                }
-            )
-            return Message(content, reply_to=message)
-
-        return app
-
-    return make
+    return lambda mod: stock_app(shifted(lambda node: value), mods=[mod])
 
 
 def replying(reply: Callable[[Message], Message]) -> App:
@@ -289,7 +270,7 @@ def test_a_reply_is_that_of_this_packages_client_to_the_last_bit(kind: str, norm
     rng = np.random.default_rng(3)
     start, update = (rng.standard_normal(500).astype(np.float32) for _ in range(2))
     update *= np.float32(norm / np.linalg.norm(update))
-    instruction, model = INSTRUCTIONS[kind], arrays(w=start)
+    instruction, model = INSTRUCTIONS[kind], arrays(weight=start)
     arguments: Any = {
         "model": Direct(start),
         "clients": {"a": TensorRecords(inputs=torch.from_numpy(update)[None].repeat(8, 1), targets=torch.zeros(8))},
@@ -297,14 +278,14 @@ def test_a_reply_is_that_of_this_packages_client_to_the_last_bit(kind: str, norm
         "noise_seed": 9,
     }
     if kind == "local":
-        recipe = NbAFLRecipe(training=MEANS, clip_norm=1.5, paper_epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8)
+        recipe = NbAFLRecipe(training=TRAINING, clip_norm=1.5, paper_epsilon=0.8, delta=0.01, uplink_exposures=3, min_records=8)
         ours: ClientApp = client_app(lambda context: LocalDPClient(recipe=recipe, **arguments))
     else:
-        ours = client_app(lambda context: DPClient(training=MEANS, **arguments))
+        ours = client_app(lambda context: DPClient(training=TRAINING, **arguments))
     trained = torch.from_numpy(start) - 1.0 * -torch.from_numpy(update)[None].repeat(8, 1).mean(0)
 
     def train(message: Message) -> Message:
-        return Message(RecordDict({"arrays": arrays(w=trained.numpy())}), reply_to=message)
+        return Message(RecordDict({"arrays": arrays(weight=trained.numpy())}), reply_to=message)
 
     theirs = replying(train)(privacy_mod(name="a", noise_seed=9, terms=NBAFL if kind == "local" else None))
     message = message_of(instruction, model)
@@ -345,20 +326,23 @@ def test_noise_never_repeats_whatever_is_asked_twice_copied_or_pickled(kind: str
 
 def test_nothing_else_of_the_reply_leaves() -> None:
     """Not metrics, example counts, nor records that the app adds."""
-    for policy, asked in ((ClientPolicy(), True), (ClientPolicy(allow_metrics=True), False)):
-        instruction = replace(CENTRAL, report_metrics=asked)
-        app = added(0.1)(privacy_mod(name="a", policy=policy))
-        reply = app(message_of(instruction, zeros(4)), context_of())
-        assert set(reply.content) == {"arrays", wire.KEY}
-        assert list(reply.content[wire.KEY]) == [wire.KEY]
-        assert not any(word in str(reply.content[wire.KEY]) for word in ("Jane", "1234", "train_loss"))
-        assert read(reply, instruction, 4)[1].metrics == {}
-    app = added(0.1)(privacy_mod(name="a", policy=ClientPolicy(allow_metrics=True)))
-    assert ask(app, replace(CENTRAL, report_metrics=True), zeros(4))[1].metrics == {"train_loss": 0.25}
-    app = numpy_app(privacy_mod(name="a", policy=ClientPolicy(allow_metrics=True)))
-    assert ask(app, replace(CENTRAL, report_metrics=True), zeros(4), record_names=NUMPY_CLIENT)[1].metrics == {"loss": 1.0}
-    app = added(np.nan)(privacy_mod(name="a", policy=ClientPolicy(allow_metrics=True)))
-    assert ask(app, replace(CENTRAL, report_metrics=True), zeros(4))[1].metrics == {}  # it is not in the sum
+
+    def reply(message: Message) -> Message:
+        metrics = MetricRecord({"num-examples": 1234, "train_loss": 0.25, "per_class": [1.0, 2.0], "bad": math.nan})
+        note = ConfigRecord({"patient": "Jane Doe"})
+        return Message(RecordDict({"arrays": message.content["arrays"], "metrics": metrics, "note": note}), reply_to=message)
+
+    asking = replace(CENTRAL, report_metrics=True)
+    for policy, instruction in ((ClientPolicy(), asking), (ClientPolicy(allow_metrics=True), CENTRAL)):
+        app = replying(reply)(privacy_mod(name="a", policy=policy))
+        content = app(message_of(instruction, zeros(4)), context_of()).content
+        assert set(content) == {"arrays", wire.KEY}
+        assert list(content[wire.KEY]) == [wire.KEY]
+        assert not any(word in str(content[wire.KEY]) for word in ("Jane", "1234", "train_loss"))
+    mod = privacy_mod(name="a", policy=ClientPolicy(allow_metrics=True))
+    assert ask(replying(reply)(mod), asking, zeros(4))[1].metrics == {"train_loss": 0.25}
+    assert ask(numpy_app(mod), asking, zeros(4), record_names=NUMPY_CLIENT)[1].metrics == {"loss": 1.0}
+    assert ask(added(np.nan)(mod), asking, zeros(4))[1].metrics == {}  # it is not in the sum
 
 
 # Refusals
