@@ -14,7 +14,7 @@ Then, not for `resnet`, simulated runs (`flower_dp.simulate`) of the same job wi
 They read the MNIST files (`train-images-idx3-ubyte`, ...) in DIR, and are skipped without one.
 
 A part that would begin after SECONDS is skipped and named. TF32 is off for all alike, or on with --tf32. The JSON file has
-everything; --table prints it as the tables of docs/speed.md. Without a GPU the program says so and ends with status 0.
+everything; --table prints it as the tables of docs/benchmarks.md. Without a GPU the program says so and ends with status 0.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""docs/migration.md: its code runs, and what it says of Flower's own accountant is so."""
+"""docs/your-own-app.md, on Flower's own differential privacy: its code runs, and what it says of Flower's own accountant is so."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 from flower_dp.privacy import planned_run
 from tests.grids import LocalGrid
 
-GUIDE = (Path(__file__).resolve().parent.parent / "docs" / "migration.md").read_text()
+GUIDE = (Path(__file__).resolve().parent.parent / "docs" / "your-own-app.md").read_text()
 
 
 def blocks():

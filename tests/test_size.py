@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "flower_dp").rglob("*.py"))
 
 LIMITS = {
-    "flower_dp/strategies": 5962,
+    "flower_dp/strategies": 5965,
     "flower_dp/clients": 4961,
     "flower_dp/privacy": 2589,
     "flower_dp/apps": 2178,

@@ -2,7 +2,7 @@
 
 Steinke, Nasr and Jagielski 2023, "Privacy auditing with one (1) training run". Each of m canaries is one of two contributions,
 chosen by a fair coin of its own. An auditor guesses the coins from what one run releases, and abstains from some. If the run is
-(epsilon, delta)-differentially private in every single coin, few of many guesses are right. `docs/one-run-audit.md` states it.
+(epsilon, delta)-differentially private in every single coin, few of many guesses are right. `docs/audit.md` states it.
 """
 
 import math

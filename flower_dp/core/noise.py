@@ -6,7 +6,7 @@ which never raises its norm; the draw is rounded to the nearest multiple of g; a
 x + round(n) = round(x + n): the result is post-processing of the ideal mechanism. A sum of separately rounded Gaussian shares of
 standard deviation s differs from that by terms of the order exp(-2 pi^2 (s / g)^2): 0 in any float, as s >= 1024 g here.
 
-The precision of the draws themselves remains limited; docs/privacy.md bounds its effect.
+The precision of the draws themselves remains limited; docs/accounting.md bounds its effect.
 """
 
 import hashlib

@@ -8,7 +8,7 @@ release itself: its least delta at epsilon x, when one of the m units is replace
 
 d' is the profile of one pair of distributions, which dominates all neighbours in both directions. So releases compose by adding
 up the losses of their pairs (Zhu, Dong & Wang 2022, on dominating pairs), or the Renyi divergences of these pairs.
-`docs/privacy.md` has the proof.
+`docs/accounting.md` has the proof.
 """
 
 import math

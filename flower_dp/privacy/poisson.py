@@ -47,7 +47,7 @@ def replaced_divergence(release: dp.GaussianDpEvent, rate: float, order: float) 
     """Return the Renyi divergence of one sampled release under replace-one; infinite where it would take too many points.
 
     The pair P = (1 - q) N(0, std^2) + q N(-1, std^2), Q = (1 - q) N(0, std^2) + q N(1, std^2) dominates the release
-    (`docs/privacy.md` has the proof), so its divergence bounds that of every pair of neighbours.
+    (`docs/accounting.md` has the proof), so its divergence bounds that of every pair of neighbours.
 
     Args:
         release: one Gaussian release, with noise std / clip norm for its multiplier.

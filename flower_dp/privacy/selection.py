@@ -165,7 +165,7 @@ def epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, rela
     """Return what the best of K runs costs, against those who see the chosen run and nothing of the others.
 
     Accountants: `selection-profile`, from the epsilons of one run at all deltas (Koskela, Redberg & Wang 2024; proof in
-    `docs/choosing-by-private-results.md`), of every event that `accounting` bounds; `selection-rdp`, Theorems 2 and 6 of
+    `docs/choosing-parameters.md`), of every event that `accounting` bounds; `selection-rdp`, Theorems 2 and 6 of
     Papernot & Steinke 2022, of events with a Renyi bound. The smaller one is returned.
 
     Args:

@@ -118,7 +118,7 @@ def simulate(
         ray_address: HOST:PORT of a Ray cluster to which this machine belongs, or "auto"; "" for Ray on this machine alone. The
             files of an app's folder travel; what else a ClientApp imports must be installed on every machine, with the same
             versions of Python, Ray, Flower, torch, NumPy and this package. Who can read the cluster's traffic reads what clients
-            send (docs/cluster.md).
+            send (docs/simulation.md).
         progress: whether to show a progress bar; in a notebook one line that changes, or a line a round without a terminal.
 
     Raises:

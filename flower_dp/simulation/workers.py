@@ -442,12 +442,12 @@ def unused_gpus(num_gpus: float, option: str, *, user: str = "run") -> str:
     Example:
         >>> from flower_dp.simulation.workers import unused_gpus
         >>> unused_gpus(2.0, "--gpus-per-worker 1")
-        '2 GPUs are not used by this run: add --gpus-per-worker 1 (docs: Run on a GPU)'
+        '2 GPUs are not used by this run: add --gpus-per-worker 1 (docs: Simulate, On a GPU)'
     """
     if num_gpus < 1:
         return ""
     gpus = "1 GPU is" if num_gpus == 1 else f"{num_gpus:g} GPUs are"
-    return f"{gpus} not used by this {user}: add {option} (docs: Run on a GPU)"
+    return f"{gpus} not used by this {user}: add {option} (docs: Simulate, On a GPU)"
 
 
 def _worker_class() -> type:

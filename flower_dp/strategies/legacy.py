@@ -10,7 +10,7 @@ No client was asked. Where the app now makes ServerAppComponents(strategy=..., c
     def main(grid: Grid, context: Context) -> None:
         {name}(...).start(grid, ArrayRecord(make_model().state_dict()), num_rounds=...)
 
-Grid and ServerApp come from flwr.serverapp, ArrayRecord and Context from flwr.app. Clients stay as they are: docs/migration.md"""
+Grid and ServerApp come from flwr.serverapp, ArrayRecord and Context from flwr.app. Clients stay as they are, see docs/your-own-app.md"""
 
 
 class LegacyAppError(TypeError):

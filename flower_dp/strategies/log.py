@@ -84,6 +84,8 @@ class MemoryLog:
     """
 
     _of_runs: ClassVar[WeakValueDictionary[str, MemoryLog]] = WeakValueDictionary()
+    # A pickle may come back after its strategy has gone on and was deleted.
+    _pickled: ClassVar[dict[str, MemoryLog]] = {}
 
     def __init__(self, *, private: bool, before: MemoryLog | None = None) -> None:
         self.run, self.charges, self._private = uuid.uuid4().hex, Charges(), private
@@ -93,6 +95,8 @@ class MemoryLog:
         self._of_runs[self.run] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.charges.last:
+            self._pickled[self.run] = self
         return MemoryLog._copied, (self.run, self._private, self.charges, self.all, self.unknown, self._rounds)
 
     @classmethod

@@ -127,8 +127,8 @@ def test_the_docs_tell_how_many_lines_change():
 
 
 def test_the_migration_page_shows_the_lines_that_the_legacy_app_changes():
-    page = (DOCS.parent / "migration.md").read_text()
-    shown = page.split("## From `server_fn`")[1].split("# after\n")[1].split("```")[0].split("\n")
+    page = DOCS.read_text()
+    shown = page.split("### From `server_fn`")[1].split("# after\n")[1].split("```")[0].split("\n")
     named = [line for line in shown if line.startswith(("app =", "@app", "def main"))]
     stock, changed = (
         set((HERE / "server-fn" / name).read_text().splitlines()) for name in ("stock_server_app.py", "server_app.py")

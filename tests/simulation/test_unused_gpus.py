@@ -11,7 +11,7 @@ from flower_dp.simulation import workers
 from flower_dp.simulation.workers import unused_gpus
 from flower_dp.sweeps import sweep
 
-LINE = "1 GPU is not used by this run: add {} (docs: Run on a GPU)"
+LINE = "1 GPU is not used by this run: add {} (docs: Simulate, On a GPU)"
 
 
 @pytest.mark.parametrize(("num_gpus", "line"), [(0, ""), (1.0, LINE), (4.0, LINE.replace("1 GPU is", "4 GPUs are")), (0.5, "")])
@@ -41,4 +41,4 @@ def test_a_sweep_says_it_once_of_all_its_runs(monkeypatch, num_gpus, lines):
     monkeypatch.setattr(preflight, "num_gpus", lambda: num_gpus)
     told = []
     sweep._Progress(told.append, SimpleNamespace(), 2).begin(1, SimpleNamespace(workers=1, gpus_per_worker=0.0), 0)
-    assert told[1:] == ["2 GPUs are not used by this sweep: add gpus-per-worker = 1 to its file (docs: Run on a GPU)"][:lines]
+    assert told[1:] == ["2 GPUs are not used by this sweep: add gpus-per-worker = 1 to its file (docs: Simulate, On a GPU)"][:lines]

@@ -1,6 +1,7 @@
 """A run's state is one value: it can be stored, compared, and gone on from."""
 
 import copy
+import gc
 import hashlib
 import math
 import pickle
@@ -250,6 +251,18 @@ def test_of_several_copies_between_rounds_one_alone_goes_on(how, first):
     other.begin()
     rounds(other, MODEL, range(1, 2))
     assert other.statement.joint.num_runs == 2
+
+
+def test_a_pickle_of_a_run_that_has_gone_on_and_was_deleted_does_not_go_on():
+    """Its statement would lack what was released meanwhile."""
+    strategy, grid = DPFedAvg(**PRIVATE), grid_of_four()
+    rounds(strategy, MODEL, range(1, 2))
+    text = cloudpickle.dumps(strategy)
+    rounds(strategy, MODEL, range(2, 3))
+    del strategy
+    gc.collect()
+    with pytest.raises(LedgerError, match="the state has 1 of them: it is an older one"):
+        pickle.loads(text).configure_train(2, MODEL, ConfigRecord(), grid)  # noqa: S301
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, pickled])

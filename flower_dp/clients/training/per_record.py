@@ -2,7 +2,7 @@
 
 `torch.func` differentiates the model for one record and vectorises that (`vmap`): records can't mix, whatever the model's own
 forward does with a batch. Opacus' expanded weights run the whole batch through the model once. They are faster for convolutions
-on a processor, and serve only stacks of layers that are known to keep records apart. `docs/per-record-gradients.md` has the
+on a processor, and serve only stacks of layers that are known to keep records apart. `docs/accounting.md` has the
 figures.
 """
 
