@@ -94,7 +94,6 @@ def paid(made: LocalDPClient) -> int:
 
 LIMITS = {
     "noise on the device": ClientPolicy(max_clip_norm=1.0, min_noise_std=0.1),
-    "noise in all": ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8, min_noise_std=0.1),
     "a clip": ClientPolicy(max_clip_norm=1.0),
     "an evaluation in all": ClientPolicy(min_noise_multiplier=2.0),
 }

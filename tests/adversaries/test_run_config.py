@@ -165,15 +165,7 @@ def test_a_device_that_sets_anything_sends_no_metrics_unasked(mine):
 
 def test_what_a_node_config_does_not_mean_for_the_app_sets_nothing():
     run = {"method": "nbafl", "report-client-metrics": True}
-    node = {
-        "partition-id": 0,
-        "num-partitions": 9,
-        "name": "a",
-        "ledger-path": "/ledger.sqlite",
-        "data-path": "/records",
-        "a.b": 1,
-    }
-    assert own_settings(run, node) == run
+    assert own_settings(run, {"partition-id": 0, "num-partitions": 9, "ledger-path": "/ledger.sqlite", "a.b": 1}) == run
 
 
 def test_the_page_says_of_every_setting_whose_word_counts():

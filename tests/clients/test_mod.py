@@ -366,8 +366,6 @@ FAILURES: dict[str, tuple[Any, str]] = {
     "two models": (RecordDict({"arrays": zeros(4), "other": zeros(4)}), FAILED),
     "status": (RecordDict({"arrays": zeros(4), "fitres.status": ConfigRecord({"code": 3, "message": "Jane Doe"})}), FAILED),
     "shape": (model_of(w=np.zeros((2, 2), np.float32)), FAILED),
-    "name": (model_of(v=np.zeros(4, np.float32)), FAILED),
-    "more": (model_of(w=np.zeros(4, np.float32), v=np.zeros(1, np.float32)), FAILED),
     "whole numbers": (model_of(w=np.zeros(4, np.int64)), FAILED),
     "NaN": (model_of(w=np.full(4, np.nan, np.float32)), NOT_FINITE),
     "beyond float32": (model_of(w=np.full(4, 1e300)), NOT_FINITE),
