@@ -144,7 +144,7 @@ class Pipeline:
         >>> Pipeline(train=Constant(), before_clip=TopK(keep_ratio=0.5), clip=clip, noise=share, encode=Lossless())
         Traceback (most recent call last):
             ...
-        ValueError: before_clip: TopK may not stand here; must be NoneType or Mask
+        ValueError: before_clip: TopK may not stand here; must be a Mask, which no data chose
     """
 
     train: Train
@@ -156,17 +156,14 @@ class Pipeline:
     keep: Keep | None = None
 
     def __post_init__(self) -> None:
-        # Exact types: a subclass could change what its parent does.
-        exact = (
-            ("before_clip", self.before_clip, (type(None), Mask)),
-            ("clip", self.clip, _CLIPS),
-            ("noise", self.noise, _NOISES),
-        )
-        for slot, part, kinds in exact:
-            if type(part) not in kinds:
-                raise ValueError(
-                    f"{slot}: {_kind(part)} may not stand here; must be {' or '.join(one.__name__ for one in kinds)}"
-                )
+        # Check exact types: a subclass could change what its parent does.
+        if type(self.before_clip) not in (type(None), Mask):
+            raise ValueError(f"before_clip: {_kind(self.before_clip)} may not stand here; must be a Mask, which no data chose")
+        if type(self.clip) not in _CLIPS:
+            raise ValueError(f"clip: {_kind(self.clip)} may not stand here; must be RowClip, IndicatorClip or RecordClip")
+        if type(self.noise) not in _NOISES:
+            names = ", ".join(one.__name__ for one in _NOISES)
+            raise ValueError(f"noise: {_kind(self.noise)} may not stand here; must be one of {names}")
         for slot, part in (("after_noise", self.after_noise), ("encode", self.encode), ("keep", self.keep)):
             if (part is not None or slot == "encode") and getattr(part, "slot", None) != slot:
                 raise ValueError(f"{slot}: {_kind(part)} may not stand here; its slot must be {slot!r}")
