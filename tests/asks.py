@@ -15,6 +15,7 @@ from flwr.app import ArrayRecord, Message
 from flower_dp.clients.reasons import Declined, Failed
 from flower_dp.core import compression, noise
 from flower_dp.core.metric_bounds import FINER_LATTICE
+from flower_dp.privacy.client_terms import Terms
 from flower_dp.wire import KEY, PROTOCOL, Answer, Ask, Instruction, OwnAsk, Promise, RoundMask, payload_of, refusal_of
 
 GONE = object()
@@ -58,6 +59,21 @@ def own_ask(own: Mapping[str, tuple[float, str, float]], *, clip_norm: float = 1
     return ask(
         clip_norm=clip_norm, noise_multiplier=arguments.pop("noise_multiplier", least), placement="local", own=each, **arguments
     )
+
+
+def own_instruction(
+    method: str, terms: Mapping[str, Terms], *, weight: float = 1.0, server_round: int = 1, **asked: Any
+) -> Instruction:
+    """Return what an honest server asks of clients with these terms of their own, but for what is given here."""
+    own = {name: (weight, one.kind, one.release.mechanism.noise_multiplier) for name, one in terms.items()}
+    clip_norm = next(iter(terms.values())).release.clip_norm
+    ask = own_ask(own, **{"clip_norm": clip_norm} | asked)
+    return Instruction(server_round=server_round, method=method, clients=tuple(terms), ask=ask)
+
+
+def promised(asked: Instruction, **changes: float) -> Instruction:
+    """Return an instruction whose promise has other values."""
+    return replace(asked, ask=replace(asked.ask, promise=replace(asked.ask.promise, **changes)))
 
 
 def table_of(asked: Instruction) -> dict[str, Any]:

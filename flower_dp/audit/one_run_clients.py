@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients import DPClient
+from flower_dp.clients.answering import Work
 from flower_dp.clients.reasons import Declined
 from flower_dp.clients.reply.pipeline import Job, Train, Trained
-from flower_dp.clients.reply.work import Work
 from flower_dp.core import checks
 from flower_dp.core.clipping import clip_l2
 from flower_dp.wire import Instruction

@@ -8,19 +8,22 @@ same records add up. A file keeps one count for all of them: `flower_dp.privacy.
 import copy
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
-from flower_dp.clients.reasons import SEE_LOG, Declined
+from flower_dp.clients.answering import NOT_HOSTED
+from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.reasons import SEE_LOG, Declined, contained
+from flower_dp.clients.reply.pipeline import failure
+from flower_dp.core import checks
 from flower_dp.privacy.client_terms import Spent, Terms, value_of
-from flower_dp.privacy.device_store import DeviceLedger, Numbered, owner_of
-from flower_dp.wire import DECLINED, REPEATED, Refusal
+from flower_dp.privacy.device_store import DeviceLedger, Numbered, evaluation_account, owner_of
+from flower_dp.wire import DECLINED, REPEATED, Instruction, OwnAsk, Promise, Refusal
 
 log = logging.getLogger("flwr")
 
@@ -33,23 +36,6 @@ _Columns = tuple[list[str], list[Annotated[int, msgspec.Meta(ge=1)]], list[str]]
 
 # One file for all clients of a node, or one each, by the client's name.
 LedgerPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
-
-
-class Account(Protocol):
-    """An account that counts the replies of a node's clients."""
-
-    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
-        """Charge one reply to each client whose budget covers it, for good.
-
-        To be called before anything is computed from the clients' records.
-
-        Args:
-            asked: the terms of the clients that are asked.
-            numbered: which reply of each it is by the server's count.
-
-        Returns:
-            Why each of the others can't pay; they must not reply.
-        """
 
 
 class StateAccount:
@@ -78,7 +64,17 @@ class StateAccount:
         return self._entries.get(name, (0, ""))[0]
 
     def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
-        """Charge as `Account.charge`; it is in the node's state when this returns. It keeps no count of the server's."""
+        """Charge one reply to each client whose budget covers it, for good: it is in the node's state when this returns.
+
+        To be called before anything is computed from the clients' records.
+
+        Args:
+            asked: the terms of the clients that are asked.
+            numbered: which reply of each it is by the server's count, of which the state keeps none.
+
+        Returns:
+            Why each of the others can't pay; they must not reply.
+        """
         refused, paid = {}, {}
         for name, terms in asked.items():
             spent, opened = self._entries.get(name, (0, None))
@@ -113,7 +109,7 @@ class FileAccount:
         self._seen = StateAccount(state)
 
     def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
-        """Charge as `Account.charge`; it is on the disk when this returns."""
+        """Charge as `StateAccount.charge`; it is on the disk when this returns."""
         refused: dict[str, Refusal] = {}
         by_file: dict[Path, list[str]] = {}
         for name in asked:
@@ -130,6 +126,9 @@ class FileAccount:
             for name, reason in spent.items():
                 refused[name] = _refusal(name, reason)
         return refused
+
+
+Account = StateAccount | FileAccount
 
 
 def _refusal(name: str, spent: Spent) -> Refusal:
@@ -206,34 +205,100 @@ def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, DeviceLedger
     return files
 
 
-@contextmanager
-def kept_account(context: Context) -> Iterator[None]:
-    """Let an app use the node's context, and restore the account and the ledger's path if the app has changed them."""
-    state, path = context.state, context.node_config.get(LEDGER_PATH)
-    # A deep copy: an app may change the lists in the record in place.
-    record = copy.deepcopy(dict(state.config_records[KEY])) if KEY in state.config_records else None
-    try:
-        yield
-    finally:
-        if not isinstance(context.state, RecordDict):
-            context.state = state
-        left = context.state.config_records.get(KEY)
-        if (None if left is None else dict(left)) != record or (KEY in context.state and left is None):
-            log.warning("the app has changed %r in the node's state, which is this client's account; it was put back", KEY)
-            if record is not None:
-                context.state[KEY] = ConfigRecord(record)
-            else:
-                del context.state[KEY]
-        if path is not None and context.node_config.get(LEDGER_PATH) != path:
-            log.warning("the app has changed %r in the node's config; it was put back", LEDGER_PATH)
-            context.node_config[LEDGER_PATH] = path
-
-
 def keeping_account(app: ClientAppCallable) -> ClientAppCallable:
-    """Return an app that can't change the account of its node's client, whatever kind of message it gets."""
+    """Return an app that can't change its client's account, nor the ledger's path, whatever kind of message it gets."""
 
     def kept(message: Message, context: Context) -> Message:
-        with kept_account(context):
+        state, path = context.state, context.node_config.get(LEDGER_PATH)
+        # A deep copy: an app may change the lists in the record in place.
+        record = copy.deepcopy(dict(state.config_records[KEY])) if KEY in state.config_records else None
+        try:
             return app(message, context)
+        finally:
+            if not isinstance(context.state, RecordDict):
+                context.state = state
+            left = context.state.config_records.get(KEY)
+            if (None if left is None else dict(left)) != record or (KEY in context.state and left is None):
+                log.warning("the app has changed %r in the node's state, which is this client's account; it was put back", KEY)
+                context.state.pop(KEY, None)
+                if record is not None:
+                    context.state[KEY] = ConfigRecord(record)
+            if path is not None and context.node_config.get(LEDGER_PATH) != path:
+                log.warning("the app has changed %r in the node's config; it was put back", LEDGER_PATH)
+                context.node_config[LEDGER_PATH] = path
 
     return kept
+
+
+# Comparison of a client's own terms with the server's: if they differ, the server might state too small an epsilon.
+
+# The relative difference allowed between the noise multipliers that two machines compute from one budget.
+_TOLERANCE = 1e-6
+# Characters of a reason: of honest terms it has fewer.
+_MOST_TOLD = 1000
+
+
+def agreed_terms(instruction: Instruction, name: str, terms_of: Callable[[], Terms], policy: ClientPolicy) -> Terms | Refusal:
+    """Return one client's own terms if the server's are the same and its policy allows them, else why it does not reply.
+
+    Args:
+        instruction: the server's.
+        name: the client.
+        terms_of: makes the client's own terms.
+        policy: the client's.
+
+    Raises:
+        Declined: if the server asks for messages that are not private on their own.
+    """
+    ask = instruction.ask
+    if ask.placement != "local":
+        raise Declined(f"placement={ask.placement!r}: this client's messages are private on its own terms")
+    if name not in ask.own:
+        return NOT_HOSTED
+    try:
+        with contained():
+            terms = terms_of()
+        if ask.metrics is None:
+            policy.check_own(terms.release)
+        else:
+            policy.check_own_evaluation(terms.release)
+    except Exception as error:
+        return failure(name, error, "this client's terms can't be made", code=DECLINED)
+    reason = why_not(terms, ask.promise, ask.own[name])
+    return Refusal(reason=reason) if reason else terms
+
+
+def charged(account: Account, due: Mapping[str, Terms], instruction: Instruction) -> dict[str, Refusal]:
+    """Charge one reply, or one evaluation, to each client; return why some can't pay, by name. They must not reply."""
+    numbered = {name: Numbered(run=one.run, number=one.number) for name, one in instruction.ask.own.items()}
+    if instruction.ask.metrics is not None:
+        due = {evaluation_account(name): terms for name, terms in due.items()}
+        numbered = {evaluation_account(name): number for name, number in numbered.items()}
+    return {owner_of(name): refusal for name, refusal in account.charge(due, numbered).items()}
+
+
+def why_not(terms: Terms, promise: Promise, asked: OwnAsk) -> str | None:
+    """Return why a client must not reply, in a text that the server may see; None if the client may reply.
+
+    The text has the server's values alone. The client's own may follow from how many records it has; the node's own log has them.
+
+    Args:
+        terms: the client's own.
+        promise: the server's clip norm.
+        asked: what the server takes the terms to be. It charges by their noise multiplier; the client's own may be larger.
+    """
+    clip_norm, kind, noise_multiplier = promise.clip_norm, asked.terms, asked.noise_multiplier
+    own = terms.release.mechanism.noise_multiplier
+    if clip_norm != terms.release.clip_norm:
+        return _told(f"clip_norm={clip_norm:g}: is not this client's own", f"{terms.release.clip_norm:g}")
+    if kind != terms.kind:
+        return _told(f"the server's terms ({kind}) are not this client's own", terms.kind)
+    if not own >= noise_multiplier * (1 - _TOLERANCE):
+        return _told(f"noise_multiplier={noise_multiplier:g}: by this client's own budget it is less", f"{own:g}")
+    return None
+
+
+def _told(reason: str, own: str) -> str:
+    line = checks.one_line(reason, most=_MOST_TOLD)  # it has the server's text
+    log.warning("no reply: %s; its own: %s", line, own)
+    return f"{line}; {SEE_LOG}"

@@ -1,17 +1,97 @@
 """What this package's own clients and those of other apps have in common: what they take, and how they answer. Without torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from array_api_compat import array_namespace, device
 
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import Declined, reading
 from flower_dp.clients.reply import client_level
-from flower_dp.clients.reply.pipeline import Job, Train
-from flower_dp.clients.reply.work import Sum, Work, add_up
-from flower_dp.core import noise
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Train
+from flower_dp.clients.reply.sending import Lossless
+from flower_dp.core import compression, noise
+from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
-from flower_dp.wire import EVALUATION, Instruction, Refusal
+from flower_dp.wire import EVALUATION, Answer, Instruction, Refusal
+
+NOT_HOSTED = Refusal(reason="not hosted here")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The work of a node's clients in one round.
+
+    Attributes:
+        groups: pipelines, each with the clients for which it is run; all encode their rows in the same way.
+        length: of a row, before a mask keeps some of its coordinates.
+        refused: why other clients that were asked don't reply.
+    """
+
+    groups: Iterable[tuple[Pipeline, Sequence[Job]]]
+    length: int
+    refused: dict[str, Refusal]
+
+
+@dataclass(slots=True, kw_only=True)
+class Sum:
+    """What the node sends of its clients' rows, and what it keeps.
+
+    Attributes:
+        refused: why clients are not in the sum.
+        payload: encodes the sum [k], float64.
+        payload_bytes: of the rows, had each been sent alone.
+        losses: of the clients that are in it.
+        norms: of their rows before the clip; empty where nobody asks for metrics.
+        kept: the vectors that clients keep until their next round, by name, once the reply leaves.
+        fresh: clients that keep a vector and had none from an earlier round.
+    """
+
+    refused: dict[str, Refusal]
+    payload: Payload = field(init=False)
+    payload_bytes: int = 0
+    losses: list[Array] = field(default_factory=list)
+    norms: list[Array] = field(default_factory=list)
+    kept: dict[str, Array] = field(default_factory=dict)
+    fresh: list[str] = field(default_factory=list)
+
+
+def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
+    """Return the exact sum of the rows of all clients that reply.
+
+    Args:
+        vector: the global model [d].
+        work: of the round.
+        inline: whether the sum is short and is sent inside the answer, in double precision: that of an evaluation's vectors.
+    """
+    xp = array_namespace(vector)
+    total, first = xp.zeros((work.length,), dtype=xp.float64, device=device(vector)), None
+    made, alone = Sum(refused=dict(work.refused)), list[Payload | None]()
+    for pipeline, jobs in work.groups:
+        if first is None:
+            first, total = pipeline, total[: pipeline.dimension(work.length)]
+        elif pipeline.encode != first.encode:
+            raise ValueError("pipelines of one node: must send their rows in one way")
+        for job, reply in zip(jobs, pipeline.replies(vector, jobs), strict=True):
+            if isinstance(reply, Refusal):
+                made.refused[job.name] = reply
+                continue
+            total += reply.row
+            alone.append(reply.alone)
+            made.losses.append(reply.loss)
+            made.norms += [] if reply.norm is None else [reply.norm]
+            made.payload_bytes += reply.num_bytes
+            if reply.kept is not None:
+                made.kept[job.name] = reply.kept
+                made.fresh += [] if job.kept is not None else [job.name]
+    only = alone[0] if len(alone) == 1 else None
+    if inline:
+        made.payload = compression.inline(total)
+    else:
+        made.payload = only or (Lossless().encode(total, None) if first is None else first.payload(total, len(alone)))
+    return made
 
 
 class Answering(Protocol):
@@ -81,4 +161,12 @@ def answered(
     made = add_up(vector, work, inline=evaluates)
     allowed = not evaluates and instruction.report_metrics and client.policy.allow_metrics and made.losses
     sent = metrics(made) if allowed else {}
-    return made, made.answer(instruction.clients, seeded_noise=client.noise_seed is not None, metrics=sent)
+    answer = Answer(
+        refused=made.refused,
+        payload=made.payload.header,
+        payload_bytes=made.payload_bytes,
+        seeded_noise=client.noise_seed is not None,
+        metrics=sent,
+        fresh=tuple(made.fresh),
+    )
+    return made, answer.to_json(instruction.clients)

@@ -1,6 +1,7 @@
 """The client: trains, clips, adds its noise, compresses; one client on a device, many on a simulation worker."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -8,21 +9,64 @@ from flwr.app import Context
 from torch import Tensor, nn
 
 from flower_dp import wire
-from flower_dp.clients.answering import shared_work
+from flower_dp.clients import answering
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
 from flower_dp.clients.reply.evaluation import MetricRows, Metrics, loss_and_accuracy
-from flower_dp.clients.reply.pipeline import Job, Train
-from flower_dp.clients.reply.updates import TrainedUpdates
-from flower_dp.clients.reply.work import Work
+from flower_dp.clients.reply.pipeline import Job, Train, Trained
 from flower_dp.clients.training import dry_run
+from flower_dp.clients.training.devices import exact_device, is_accelerator
 from flower_dp.clients.training.draws import batch_seed
-from flower_dp.clients.training.engines import ENGINES, quicker_engine
+from flower_dp.clients.training.engines import ENGINES, local_updates, num_slots, quicker_engine
 from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks
 from flower_dp.wire import Instruction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedUpdates:
+    """Local training by an engine: a row is the trained model minus the global model.
+
+    Attributes:
+        training: the recipe.
+        model: where to train.
+        server_round: 1, 2, ...
+        engine: of `local_updates`.
+        group_size: of `local_updates`.
+    """
+
+    training: Training
+    model: FlatModel
+    server_round: int
+    engine: str
+    group_size: int | None = None
+
+    @property
+    def rows_together(self) -> int:
+        """How many rows are clipped at once: as many as the batched engine trains at once on a GPU."""
+        device = self.model.device
+        if self.engine != "batched" or not is_accelerator(exact_device(device)):
+            return 1
+        return num_slots(self.model.layout.size, device, self.group_size)
+
+    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+        """Yield every client's update and training loss, or its error, in order."""
+        losses: list[Tensor] = []
+        rows = local_updates(
+            vector,
+            [job.records for job in jobs],
+            self.training,
+            model=self.model,
+            server_round=self.server_round,
+            seeds=[job.seed for job in jobs],
+            losses=losses,
+            engine=self.engine,
+            group_size=self.group_size,
+        )
+        for row in rows:
+            yield row if isinstance(row, Exception) else (row, losses[-1])
 
 
 class DPClient(NodeClient):
@@ -97,7 +141,7 @@ class DPClient(NodeClient):
     def _why_unfit(self, records: Records) -> str | None:
         return dry_run.of_training(self.model, records, self.training)
 
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+    def _work(self, vector: Tensor, instruction: Instruction) -> answering.Work:
         """Return the work whose rows are updates, or vectors of metrics, each clipped, with its share of the noise."""
         ask, number = instruction.ask, instruction.server_round
         train: Train = TrainedUpdates(
@@ -112,9 +156,9 @@ class DPClient(NodeClient):
                 name=name,
                 records=records,
                 seed=batch_seed(self.seed, number, name),
-                secret=partial(self.generator, instruction, name, on=vector),
+                secret=partial(answering.generator, self, instruction, name, on=vector),
                 measured=instruction.report_metrics,
             )
             for name, records in hosted.items()
         ]
-        return shared_work(instruction, train=train, length=length, jobs=jobs, refused=refused)
+        return answering.shared_work(instruction, train=train, length=length, jobs=jobs, refused=refused)

@@ -106,11 +106,8 @@ class DPFedPAQRecipe:
             return dry_run.of_convex(model, records, self.loss, self.steps)
         return dry_run.of_records(model, records, self.loss)
 
-    def pipeline(self, release: Release, *, model: FlatModel, server_round: int, drift: Tensor | None = None) -> Pipeline:
-        """Return the pipeline of one client's reply, with the clip and the noise of its own release.
-
-        `drift` [d] is added to every step's mean gradient, and is public; None for none.
-        """
+    def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
+        """Return the pipeline of one client's reply, with the clip and the noise of its own release."""
         steps = self.steps
         step = steps.lattice_step(release.noise_scale, model.layout.size)
         record_clip = RecordClip(clip_norm=steps.clip_norm, step=step)
@@ -120,6 +117,7 @@ class DPFedPAQRecipe:
         elif steps.sensitivity == "convex-glm":  # for the lattice alone
             clip = RowClip(clip_norm=_UNCLIPPED * steps.longest_sum, step=step)
         step_size = steps.step_size(server_round)
+        drift = self._drift()
         train = ClippedSteps(model=model, steps=steps, record_clip=record_clip, step_size=step_size, loss=self.loss, drift=drift)
         shift = None if drift is None else -steps.num_local_steps * step_size * drift
         return Pipeline(
@@ -130,15 +128,16 @@ class DPFedPAQRecipe:
             encode=SinglePrecision() if self.quantization_levels is None else QSGD(levels=self.quantization_levels),
         )
 
-    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int, drift: Tensor | None = None) -> str | None:
-        """Return why a client must not reply to a model [d], where its sensitivity is not proved; None where it is.
-
-        `drift` is that of `pipeline`.
-        """
+    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int) -> str | None:
+        """Return why a client must not reply to a model [d], where its sensitivity is not proved; None where it is."""
         if self.steps.sensitivity != "convex-glm":  # the others bound the sum whatever the server sends
             return None
         convex = ConvexModel.of(model, self.loss, self.steps)
-        return convex.why_not(vector, self.steps, step_size=self.steps.step_size(server_round), drift=drift)
+        return convex.why_not(vector, self.steps, step_size=self.steps.step_size(server_round), drift=self._drift())
+
+    def _drift(self) -> Tensor | None:
+        """Return what is added to every step's mean gradient [d], which is public; None for nothing."""
+        return None
 
     def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
         return update_terms(

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.reply.parts import RecordClip, StepNoise
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
-from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained, one_by_one
 from flower_dp.clients.reply.sending import SinglePrecision
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.clients.training.records import Records
-from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import PoissonSampling, Sampler
 from flower_dp.core.steps import StepSchedule
 from flower_dp.privacy.client_terms import Terms, value_of, values_in
@@ -46,7 +44,7 @@ class NoisedSteps:
         return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset)
 
     def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
-        rng, losses = job.secret(), []
+        rng, losses, release = job.secret(), [], self.step_noise.release
         moved = torch.zeros_like(vector, dtype=torch.float64)
         step_size = self.steps.step_size(self.server_round)
         for _ in range(self.steps.num_local_steps):
@@ -54,25 +52,17 @@ class NoisedSteps:
             # and the model's buffers are reset.
             self.model.vector.copy_(vector + moved)
             self.model.reset_buffers()
-            noised, loss = self._noised_sum(job.records, rng)
+            batch = _batch(len(job.records), release.sampler, release.expected_cohort, rng)
+            seed = int(rng.integers(2**63))
+            total, loss = clipped_sum(self.model, job.records, batch, clip=self.record_clip, loss=self.loss, seed=seed)
             losses.append(loss)
-            gradient = noised / self._release.expected_cohort + self.steps.weight_decay * (vector + moved)
+            noised = self.step_noise.step(total, self.record_clip.step, rng)
+            gradient = noised / release.expected_cohort + self.steps.weight_decay * (vector + moved)
             moved -= step_size * gradient
         row = moved.to(torch.float32)
         if not bool((vector + row).isfinite().all()):
             raise ArithmeticError("the weights left the range of float32: choose a smaller learning rate")
         return row, torch.stack(losses).mean()
-
-    def _noised_sum(self, records: Records, rng: Generator) -> tuple[Tensor, Tensor]:
-        """Return the noised sum [d] of the clipped gradients of a new batch, float64, and the batch's mean loss."""
-        batch = _batch(len(records), self._release.sampler, self._release.expected_cohort, rng)
-        seed = int(rng.integers(2**63))
-        total, loss = clipped_sum(self.model, records, batch, clip=self.record_clip, loss=self.loss, seed=seed)
-        return self.step_noise.step(total, self.record_clip.step, rng), loss
-
-    @property
-    def _release(self) -> Release:
-        return self.step_noise.release
 
 
 def _batch(num_records: int, sampler: Sampler, size: float, rng: np.random.Generator) -> Tensor:

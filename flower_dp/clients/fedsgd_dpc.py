@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.reply.parts import FullNoise, RecordClip
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
-from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained, one_by_one
 from flower_dp.clients.reply.sending import SinglePrecision
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.losses import Loss

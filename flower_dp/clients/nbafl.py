@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.nbafl_weights import weights_pipeline
-from flower_dp.clients.reasons import UnfitModelError, contained
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
-from flower_dp.clients.reply.rows import one_by_one
-from flower_dp.clients.tracebacks import new_traceback_of
+from flower_dp.clients.reasons import UnfitModelError, contained, new_traceback_of
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained, one_by_one
 from flower_dp.clients.training import dry_run
-from flower_dp.clients.training.batches import Inputs, repeated
+from flower_dp.clients.training.batches import repeated
 from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.losses import checked
 from flower_dp.clients.training.recipe import FlatModel, Training, outputs_of
@@ -71,20 +69,15 @@ class TrainedWeights:
             return
         for count in dict.fromkeys((min(_FEW, size), size)):
             try:
-                self._gradients(vector, *made, count)
+                inputs, targets = repeated(*made, count)
+                self.model.vector.copy_(vector)
+                with OwnDraws(self.model.vector.device, 0):
+                    loss = checked(self.training.loss)(outputs_of(self.model.module, inputs), targets)
+                    torch.autograd.grad(loss, self.model.parameters, allow_unused=True)
                 return
             except Exception as error:
                 why = error
         raise UnfitModelError(f"the model can't be trained: {type(why).__name__}") from why
-
-    def _gradients(self, vector: Tensor, inputs: Inputs, targets: Tensor, count: int) -> None:
-        """Compute gradients on so many records like this one [1, ...]."""
-        features, labels = repeated(inputs, targets, count)
-        self.model.vector.copy_(vector)
-        with OwnDraws(self.model.vector.device, 0):
-            outputs = outputs_of(self.model.module, features)
-            loss = checked(self.training.loss)(outputs, labels)
-            torch.autograd.grad(loss, self.model.parameters, allow_unused=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

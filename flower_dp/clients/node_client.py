@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from flower_dp import wire
 from flower_dp.clients import answering
 from flower_dp.clients.account import refuse_ledger
+from flower_dp.clients.answering import NOT_HOSTED, Sum, Work
 from flower_dp.clients.kept import keep
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, contained, in_own_words, made_or_refused, reading
 from flower_dp.clients.reply.pipeline import failure
-from flower_dp.clients.reply.work import NOT_HOSTED, Sum, Work
 from flower_dp.clients.training.devices import default_device, exact_device, reproducible
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks
-from flower_dp.core.noise import Generator
 from flower_dp.wire import Instruction
 
 log = logging.getLogger("flwr")
@@ -86,14 +85,6 @@ class NodeClient(NumPyClient):
     @abstractmethod
     def methods(self) -> tuple[str, ...]:
         """Names of the methods that this client runs; it refuses the instructions of all others."""
-
-    def generator(self, instruction: Instruction, name: str, *, on: Tensor | None = None) -> Generator:
-        """Return a fresh generator for the noise of one client's reply.
-
-        Every call takes new entropy from the operating system: the client holds no state that a copy of it, or another process,
-        could repeat. With a `noise_seed`, for tests, it follows from seed, round and client.
-        """
-        return answering.generator(self, instruction, name, on=on)
 
     def attach(self, context: Context) -> None:
         """Receive the context of the node, which has its state and what the device's owner has set; called before `fit`.
@@ -177,8 +168,7 @@ class NodeClient(NumPyClient):
         Raises:
             Declined, Failed: as `fit`.
         """
-        with in_own_words("training"), reproducible(self.model.device):
-            return self._answer(arrays, config, evaluates=False)
+        return self._answer("training", arrays, config)
 
     def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Return 0 instead of a loss, 1 instead of an example count, and the answer to a private evaluation.
@@ -198,24 +188,23 @@ class NodeClient(NumPyClient):
         Raises:
             Declined, Failed: as `fit`.
         """
-        with in_own_words("evaluation"), reproducible(self.model.device):
-            return self._answer(arrays, config, evaluates=True)[1]
+        return self._answer("evaluation", arrays, config)[1]
 
     def _answer(
-        self, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any], *, evaluates: bool
+        self, what: str, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]
     ) -> tuple[list[np.ndarray], dict[str, Any]]:
-        with reading():
-            instruction = wire.instruction_of(config, list(arrays.values()))
-        answering.check(self, instruction, evaluates=evaluates)
-        self._check_base(config.get(wire.BASE))
-        vector = self._vector(arrays, instruction)
-        if not evaluates:
+        with in_own_words(what), reproducible(self.model.device):
             with reading():
-                instruction.ask.check_vectors(self.vectors, vector.numel())
-        made, text = answering.answered(self, instruction, vector, self._work(vector, instruction), _metrics)
-        if self.context is not None:  # accounts were charged, and nothing is left that could fail
-            keep(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
-        return list(made.payload.arrays), {wire.KEY: text}
+                instruction = wire.instruction_of(config, list(arrays.values()))
+            answering.check(self, instruction, evaluates=what == "evaluation")
+            self._check_base(config.get(wire.BASE))
+            vector = self._vector(arrays, instruction)
+            with reading():
+                instruction.ask.check_vectors(self.vectors if instruction.ask.metrics is None else (), vector.numel())
+            made, text = answering.answered(self, instruction, vector, self._work(vector, instruction), _metrics)
+            if self.context is not None:  # accounts were charged, and nothing is left that could fail
+                keep(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
+            return list(made.payload.arrays), {wire.KEY: text}
 
     def _hosted(self, names: Iterable[str]) -> tuple[dict[str, Records], dict[str, wire.Refusal]]:
         """Return the records of clients by their names, and why others don't reply."""
@@ -283,17 +272,17 @@ class _Replying(NumPyClient):
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return as `NodeClient.get_properties`, or a refusal."""
-        made = made_or_refused(lambda: self._client.get_properties(config))
+        made = made_or_refused("naming the clients", lambda: self._client.get_properties(config))
         return _refused(made) if isinstance(made, wire.Refusal) else made
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
         """Return as `NodeClient.fit`, or a refusal."""
-        made = made_or_refused(lambda: self._client.fit(parameters, config))
+        made = made_or_refused("training", lambda: self._client.fit(parameters, config))
         return ([], 1, _refused(made)) if isinstance(made, wire.Refusal) else made
 
     def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Return as `NodeClient.evaluate`, or a refusal."""
-        made = made_or_refused(lambda: self._client.evaluate(parameters, config))
+        made = made_or_refused("evaluation", lambda: self._client.evaluate(parameters, config))
         return (0.0, 1, _refused(made)) if isinstance(made, wire.Refusal) else made
 
 

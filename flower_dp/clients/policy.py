@@ -93,11 +93,6 @@ class ClientPolicy:
         return self.min_noise_std / (self.max_clip_norm or 1.0)
 
     @property
-    def trusting(self) -> bool:
-        """Whether there is no limit at all."""
-        return not self._limits
-
-    @property
     def _limits(self) -> dict[str, float]:
         """The limits that are set: all fields that default to None."""
         names = [one.name for one in fields(self) if one.default is None]
@@ -138,7 +133,7 @@ class ClientPolicy:
 
     def _check_noise(self, ask: Ask, what: str, limit: str, multiplier: float | None, std: float | None) -> None:
         """Compare the noise of an ask, in all and on the device, with these limits, of which there must be one."""
-        if not self.trusting and multiplier is None and std is None:
+        if self._limits and multiplier is None and std is None:
             raise Declined(f"{what}: this client's policy has limits, but none of its noise; set {limit} too")
         of = "" if ask.metrics is None else " of an evaluation"
         for name, value, least in (

@@ -7,8 +7,12 @@ raised by one client's data, they decide nothing for the node's other clients.
 """
 
 import logging
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar, final
 
 from flwr.app import Message
@@ -213,19 +217,56 @@ def in_own_words(what: str) -> Iterator[None]:
 
 def replied(message: Message, what: str, make: Callable[[], Message]) -> Message:
     """Return the reply that is made, or in place of any error a refusal in this package's words: see `in_own_words`."""
-
-    def made() -> Message:
-        with in_own_words(what):
-            return make()
-
-    reply = made_or_refused(made)
+    reply = made_or_refused(what, make)
     return wire.refusal_reply(message, reply) if isinstance(reply, wire.Refusal) else reply
 
 
-def made_or_refused(make: Callable[[], Made]) -> Made | wire.Refusal:
+def made_or_refused(what: str, make: Callable[[], Made]) -> Made | wire.Refusal:
     """Return what is made, or what the server learns where a client does not reply; the node's own log has it too."""
     try:
-        return make()
+        with in_own_words(what):
+            return make()
     except (Declined, Failed) as error:
         log.warning("no reply: %s", error)
         return error.refusal
+
+
+# Where an error came from, for a node's own log. None of it may leave the device: the text of an error may hold a record.
+
+# Code that a user has not written.
+_LIBRARIES = (
+    *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    str(Path(__file__).parents[1]) + os.sep,
+    "<frozen ",
+    "<eval_with_key>",
+)
+# Where errors came from whose traceback this process has logged: no more than a few, whatever data do.
+_traced: set[str] = set()
+_MOST_TRACED = 64
+
+
+def place_of(error: BaseException) -> str:
+    """Return file and line of the user's own code that has raised an error, for the node's own log; empty if nobody knows.
+
+    Where there is none, the place is in a library. It has parentheses, and a space before them.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return an error's traceback as lines of the node's own log, each behind a line break; a screen leaves these lines out.
+
+    It has the error's text, which may hold a record: it must not leave the device.
+    """
+    return "".join(f"\ntraceback | {line}" for line in "".join(traceback.format_exception(error)).splitlines())
+
+
+def new_traceback_of(error: BaseException) -> str:
+    """Return `traceback_of` an error; empty if this process has logged that of another error on the same lines of code."""
+    place = "".join(traceback.format_tb(error.__traceback__))
+    if place in _traced or len(_traced) >= _MOST_TRACED:
+        return ""
+    _traced.add(place)
+    return traceback_of(error)

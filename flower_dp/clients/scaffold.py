@@ -1,18 +1,14 @@
 """SCAFFOLD on the client (Karimireddy et al. 2020, option II): local steps with control variates, with and without privacy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from flower_dp.clients.dp_fedpaq import DPFedPAQRecipe
 from flower_dp.clients.reply.pipeline import Pipeline
-from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
-from flower_dp.clients.training.records import Records
-from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.release import Release
 
 
@@ -36,7 +32,7 @@ class ControlVariate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaffoldRecipe:
+class ScaffoldRecipe(DPFedPAQRecipe):
     """One reply: the update of E local steps along g + c - c_i, with noise as in `DPFedPAQRecipe`.
 
     c_i is the client's own control variate, c the server's, which is sent with the model. Both are computed from messages that
@@ -68,53 +64,25 @@ class ScaffoldRecipe:
         'scaffold'
     """
 
-    steps: FedPAQSteps
-    epsilon: float | Mapping[str, float]
-    delta: float
-    num_replies: int | Mapping[str, int]
-    calibration: str = "exact"
     quantization_levels: int | None = None
-    loss: Loss = nn.functional.cross_entropy
     common: Tensor | None = field(default=None, repr=False, compare=False)
     own: Tensor | None = field(default=None, repr=False, compare=False)
 
     method = "scaffold"
     vectors = ("control",)
 
-    def __post_init__(self) -> None:
-        self._plain()  # refuses impossible values
-
-    def terms(self, name: str, records: Records) -> Terms:
-        """Return one client's terms; those of DP-FedPAQ.
-
-        Raises:
-            ValueError: if it has no budget, or fewer records than a round takes.
-        """
-        return self._plain().terms(name, records)
-
     def given(self, vectors: Mapping[str, Tensor], kept: Tensor | None) -> "ScaffoldRecipe":
         """Return the recipe of one client's reply in one round, with the server's c and its own c_i."""
         return replace(self, common=vectors["control"], own=kept)
 
-    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int) -> str | None:
-        """Return why a client must not reply to this model and c - c_i [d] each, as `DPFedPAQRecipe`; None if it may."""
-        return self._plain().why_not(vector, model=model, server_round=server_round, drift=self._drift())
-
-    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
-        """Return why the gradient of a single record can't be computed: see `MadeUp`."""
-        return self._plain().why_unfit(model, records)
-
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
         """Return the pipeline of one client's reply: c - c_i is added to every step's gradient, and c_i' is kept."""
-        made = self._plain().pipeline(release, model=model, server_round=server_round, drift=self._drift())
+        made = DPFedPAQRecipe.pipeline(self, release, model=model, server_round=server_round)
         if self.common is None:
             return made
         divisor = self.steps.num_local_steps * self.steps.step_size(server_round)
         return replace(made, keep=ControlVariate(common=self.common, divisor=divisor))
 
     def _drift(self) -> Tensor | None:
-        """Return c - c_i."""
+        """Return c - c_i, of which both are public."""
         return self.common if self.common is None or self.own is None else self.common - self.own
-
-    def _plain(self) -> DPFedPAQRecipe:
-        return DPFedPAQRecipe(**{one.name: getattr(self, one.name) for one in fields(DPFedPAQRecipe)})

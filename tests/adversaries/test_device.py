@@ -25,15 +25,12 @@ from flower_dp.clients import (
     client_app,
     model_arrays,
     privacy_mod,
-    tracebacks,
 )
-from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount
-from flower_dp.clients.local.agreement import why_not
+from flower_dp.clients.account import KEY, LEDGER_PATH, StateAccount, why_not
 from flower_dp.clients.reasons import Declined
-from flower_dp.clients.reply import client_level, parts
-from flower_dp.core.clipping import NOT_FINITE, NotFiniteError
+from flower_dp.clients.reply import parts
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.core.sampling import FullSampling, PoissonSampling
+from flower_dp.core.sampling import PoissonSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.device_store import DeviceLedger
@@ -41,9 +38,8 @@ from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import gradient_terms
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
-from flower_dp.privacy.release import Release
 from flower_dp.wire import Answer, Ask, Instruction, OwnAsk, Promise
-from tests.asks import GONE, answered, ask, config_of, evaluated, forged, masked, own_ask, reasons, replace
+from tests.asks import answered, ask, config_of, evaluated, forged, own_ask, own_instruction, reasons, replace
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records
 
@@ -67,16 +63,9 @@ def training(noise_std: float = 0.5, noise_multiplier: float = 1.0) -> Instructi
     return instruction_of("dp-fedavg", asked)
 
 
-def asked_of(name: str, terms: Terms, *, clip_norm: float = 1.0, noise_multiplier: float = 1.0, **keywords: Any) -> Ask:
-    """What an honest server asks of one client with these terms, but for its promise."""
-    own = {name: (1.0, terms.kind, terms.release.mechanism.noise_multiplier)}
-    return own_ask(own, clip_norm=clip_norm, noise_multiplier=noise_multiplier, **keywords)
-
-
-def local(server_round: int = 1, *, noise_multiplier: float = 0.0, name: str = "c0") -> Instruction:
-    """What an honest server says of the budget above, in any round."""
-    asked = asked_of(name, BUDGET.terms("c0", records("c0")), clip_norm=0.5, noise_multiplier=noise_multiplier)
-    return instruction_of("fedsgd-dpc", asked, server_round=server_round, clients=(name,))
+def local(*, noise_multiplier: float = 0.0, name: str = "c0") -> Instruction:
+    """What an honest server says of the budget above, but for its promise."""
+    return own_instruction("fedsgd-dpc", {name: BUDGET.terms("c0", records("c0"))}, noise_multiplier=noise_multiplier)
 
 
 def model() -> dict[str, np.ndarray]:
@@ -94,12 +83,17 @@ def own_device(**keywords: Any) -> LocalDPClient:
     return LocalDPClient(model=linear(), device="cpu", **words)
 
 
+def paid(made: LocalDPClient) -> int:
+    """How many replies such a device has been charged for."""
+    assert made.context is not None
+    return StateAccount(made.context.state).replies("c0")
+
+
 # What a policy does not name
 
 
 LIMITS = {
     "noise on the device": ClientPolicy(max_clip_norm=1.0, min_noise_std=0.1),
-    "noise in all": ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8, min_noise_std=0.1),
     "a clip": ClientPolicy(max_clip_norm=1.0),
     "an evaluation in all": ClientPolicy(min_noise_multiplier=2.0),
 }
@@ -114,92 +108,25 @@ def test_limits_of_training_hold_for_evaluations(limits: str) -> None:
         device(LIMITS[limits]).evaluation(model(), config_of(evaluation()))
 
 
-def test_noise_of_an_evaluation_is_relative_to_the_clip_that_a_policy_allows() -> None:
-    """An evaluation's vector has norm 1: noise that protects a norm of 0.1 protects it no more than noise 10 times that."""
-    policy = ClientPolicy(max_clip_norm=0.1, min_noise_std=0.05)
-    assert policy.least_evaluation_std == 0.5
-    for noise_std, allowed in ((0.49, False), (0.5, True)):
-        asked = evaluation(noise_std, step=2.0**-20)
-        if allowed:
-            assert device(policy).evaluation(model(), config_of(asked))
-        else:
-            with pytest.raises(Declined, match=r"noise_std=0.49 of an evaluation: this client's policy asks for 0.5"):
-                device(policy).evaluation(model(), config_of(asked))
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        ClientPolicy(max_clip_norm=1.0),
-        ClientPolicy(min_evaluation_noise_multiplier=1.0),
-        ClientPolicy(min_evaluation_noise_std=0.1),
-    ],
-    ids=["a clip", "an evaluation's noise in all", "an evaluation's noise on the device"],
-)
-def test_training_without_a_limit_of_its_noise_is_declined_by_a_policy_with_limits(policy: ClientPolicy) -> None:
-    with pytest.raises(Declined, match="training: this client's policy has limits, but none of its noise"):
-        device(policy).answer(model(), config_of(training(0.0, noise_multiplier=0.0)))
-
-
 def test_a_policy_without_limits_trusts_the_server_and_a_limit_of_0_says_so() -> None:
     for policy in (None, ClientPolicy(), ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.0)):
         device(policy).answer(model(), config_of(training(1e-9)))
         device(policy).evaluation(model(), config_of(evaluation()))
 
 
-def test_a_policy_limits_the_number_of_shares_whatever_the_server_promises() -> None:
-    """Noise of scale 1 in 4 shares is 0.5 each; a server that names more clients leaves less on the device."""
-    policy = ClientPolicy(min_noise_multiplier=1.0, max_shares=4)
-    policy.check(training(noise_std=0.5).ask)
-    for asked in (training(noise_std=0.49), training(noise_std=0.5, noise_multiplier=1.1)):
-        with pytest.raises(Declined, match="max_shares=4 shares"):
-            policy.check(asked.ask)
-    with pytest.raises(Declined, match="max_shares=4 shares"):
-        policy.check_evaluation(evaluation(noise_std=0.1).ask)
-    with pytest.raises(Declined, match="max_shares=4 shares"):
-        policy.check(Ask(promise=Promise(clip_norm=1.0, noise_multiplier=1.0), placement="central"))
-    with pytest.raises(Declined, match="none of its noise"):
-        ClientPolicy(max_shares=4).check(training().ask)
-    with pytest.raises(ValueError, match="max_shares"):
-        ClientPolicy(max_shares=0)
-
-
-def test_noise_on_the_device_needs_a_clip() -> None:
-    """A server that may choose the clip norm makes it so large that the noise is nothing."""
-    with pytest.raises(ValueError, match=r"min_noise_std=0.1: protects nothing while the server chooses the clip norm"):
-        ClientPolicy(min_noise_std=0.1)
-
-
-def test_metrics_are_off_unless_they_are_allowed_by_a_bool() -> None:
-    for policy in (*LIMITS.values(), ClientPolicy()):
-        assert policy.allow_metrics is False
-    with pytest.raises(ValueError, match="allow_metrics='no': must be True or False"):
-        ClientPolicy(allow_metrics="no")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("limit", ["min_noise_multiplier", "min_evaluation_noise_multiplier", "min_evaluation_noise_std"])
+@pytest.mark.parametrize("limit", ["min_noise_multiplier", "min_evaluation_noise_multiplier"])
 def test_a_policy_of_a_client_with_its_own_terms_is_compared_with_its_own_noise(limit: str) -> None:
     """Not with the noise multiplier that the server names."""
-    own = BUDGET.terms("c0", records("c0")).release.mechanism.noise_multiplier
-    policy = ClientPolicy(**{limit: 1.5 * own})
-    made = LocalDPClient(
-        model=linear(),
-        clients={"c0": records("c0")},
-        recipe=BUDGET,
-        policy=policy,
-        device="cpu",
-        context=context_of(),
-        evaluation=EvaluationBudget(epsilon=3.0, num_evaluations=1),
-    )
+    trained, budget = BUDGET.terms("c0", records("c0")), EvaluationBudget(epsilon=3.0, num_evaluations=1)
+    least = 1.5 * trained.release.mechanism.noise_multiplier
+    made = own_device(policy=ClientPolicy(**{limit: least}), evaluation=budget)
     if limit == "min_noise_multiplier":
         _, answer = made.answer(model(), config_of(local(noise_multiplier=1e9)))
-        reported = answer[wire.KEY]
     else:
-        terms = made.evaluation_budget.terms("c0", BUDGET.terms("c0", records("c0")))  # type: ignore[union-attr]
-        asked = asked_of("c0", terms, noise_multiplier=1e9, metrics=ACCURACY)
-        reported = made.evaluation(model(), config_of(instruction_of(wire.EVALUATION, asked)))[wire.KEY]
-    assert f"{limit}={1.5 * own:g}: this client's own terms have less noise" in reported
-    assert not StateAccount(made.context.state).replies("c0")  # type: ignore[union-attr]
+        asked = own_instruction(wire.EVALUATION, {"c0": budget.terms("c0", trained)}, noise_multiplier=1e9, metrics=ACCURACY)
+        answer = made.evaluation(model(), config_of(asked))
+    assert f"{limit}={least:g}: this client's own terms have less noise" in answer[wire.KEY]
+    assert not paid(made)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 1e39])
@@ -211,7 +138,7 @@ def test_a_model_that_is_not_finite_is_refused_and_nothing_is_charged(value: flo
     last[(-1,) * last.ndim] = value
     with pytest.raises(Declined, match="the server's model has NaN or infinite entries"):
         made.answer(arrays, config_of(local()))
-    assert not StateAccount(made.context.state).replies("c0")  # type: ignore[union-attr]
+    assert not paid(made)
     with pytest.raises(Declined, match="NaN or infinite"):
         device(None).answer(arrays, config_of(training()))
 
@@ -226,7 +153,7 @@ def test_a_row_that_stands_for_two_records_is_refused_and_nothing_is_charged() -
         made = own_device(clients={"c0": own})
         _, answer = made.answer(model(), config_of(local()))
         assert ("one row stands for several" in answer[wire.KEY]) == repeated
-        assert StateAccount(made.context.state).replies("c0") == (not repeated)  # type: ignore[union-attr]
+        assert paid(made) == (not repeated)
 
 
 # The ledger of the device's owner, whichever way a client is hosted
@@ -249,21 +176,15 @@ def run_of_a_numpy_client(path: Any, with_context: bool) -> Message:
     return reply
 
 
-def test_five_runs_of_a_numpy_client_spend_one_ledger(tmp_path: Any) -> None:
-    """Five replies left in five runs on a budget of three, and the ledger counted none."""
-    ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
-    answers = [run_of_a_numpy_client(ledger.path, with_context=True) for _ in range(5)]
-    texts = [str(reply.content.config_records["fitres.metrics"][wire.KEY]) for reply in answers]
-    assert ["its budget is spent" in text for text in texts] == [False] * 3 + [True] * 2
-    assert ledger.read()["c0"].replies == 3
-
-
 def test_a_client_that_does_not_know_what_the_owner_has_set_does_not_reply(tmp_path: Any) -> None:
+    """With the context every run spends the same ledger; five replies once left in five runs on a budget of three."""
     ledger = DeviceLedger.create(tmp_path / "ledger.sqlite", ["c0"])
+    for _ in range(5):
+        answered(run_of_a_numpy_client(ledger.path, with_context=True))
+    assert ledger.read()["c0"].replies == 3
     reply = run_of_a_numpy_client(ledger.path, with_context=False)
     with pytest.raises(Declined, match="context: this client has no account; pass context=context"):
         answered(reply)
-    assert ledger.read()["c0"].replies == 0
 
 
 def test_a_client_object_that_is_kept_does_not_reply_with_the_context_of_an_earlier_message() -> None:
@@ -344,10 +265,8 @@ def spoiling_app(spoils: Any) -> ClientApp:
     return app
 
 
-def nbafl(noise_multiplier: float = 0.0) -> Message:
-    own = asked_of("a", OWN.terms(), clip_norm=1.5, noise_multiplier=noise_multiplier)
-    asked = instruction_of("nbafl", own, clients=("a",))
-    return wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, asked)
+def nbafl() -> Message:
+    return wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, own_instruction("nbafl", {"a": OWN.terms()}))
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["the node's state", "a ledger"])
@@ -371,11 +290,8 @@ def test_no_message_lets_an_app_change_the_account(what: str, kind: str, on_devi
     "record",
     [
         {"clients": ["c0"], "replies": [-5], "terms": ["x"]},
-        {"clients": ["c0"], "replies": [1.5], "terms": ["x"]},
         {"clients": ["c0", "c0"], "replies": [3, 1], "terms": ["x", "x"]},
         {"clients": ["c0"], "replies": [], "terms": []},
-        {"clients": ["c0"], "replies": [1], "terms": [2]},
-        {"clients": "c0", "replies": 1, "terms": "x"},
         {},
     ],
 )
@@ -399,6 +315,8 @@ def jane(text: str = "Jane Doe") -> Exception:
     return made
 
 
+# A class that inherits from the package's own refusal may hold any text.
+OWN_REFUSAL = type("JaneRoeError", (Declined,), {})
 ENDINGS = [SystemExit, type("Ending", (BaseException,), {})]
 
 
@@ -518,7 +436,7 @@ PLACES: dict[str, tuple[Callable[[Any], list[Any]], str]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("ends", [type(jane()), *ENDINGS], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("ends", [type(jane()), OWN_REFUSAL, *ENDINGS], ids=lambda kind: kind.__name__)
 def test_an_error_that_data_have_chosen_tells_the_server_nothing(ends: type[BaseException], place: str, caplog: Any) -> None:
     """Neither its text nor its class, whether it is an error, an exit or an end of another kind; the device's own log has it."""
     asks, words = PLACES[place]
@@ -549,16 +467,6 @@ def test_an_exit_in_one_clients_data_decides_nothing_for_its_neighbours(ends: ty
         assert set(Answer.from_json(answer[wire.KEY], names).refused) == {"c0", "c2"}
 
 
-@pytest.mark.parametrize("ends", [*ENDINGS, GeneratorExit], ids=lambda kind: kind.__name__)
-def test_nor_where_every_client_has_noise_of_its_own(ends: type[BaseException]) -> None:
-    made = own_device(clients={"c0": Exiting(ending(ends)), "c1": records("c0")})
-    asked = local(name="c1")
-    own = asked.ask.own["c1"]
-    asked = replace(asked, clients=("c0", "c1"), ask=replace(asked.ask, own={"c0": own, "c1": own}))
-    answer = made.answer(model(), config_of(asked))[1]
-    assert "c1" not in Answer.from_json(answer[wire.KEY], ("c0", "c1")).refused
-
-
 def test_an_interruption_is_no_failure_of_the_app_and_has_no_text() -> None:
     for call in (
         lambda: client_app(ending(KeyboardInterrupt))(Message(RecordDict(), 1, "query"), context_of()),
@@ -567,16 +475,6 @@ def test_an_interruption_is_no_failure_of_the_app_and_has_no_text() -> None:
         with pytest.raises(KeyboardInterrupt) as raised:
             call()
         assert raised.value.args == ()
-
-
-def test_only_the_packages_own_class_of_refusal_is_told(caplog: Any) -> None:
-    """Not a class that inherits from it, which may hold any text."""
-    inherited = type("JaneDoeError", (Declined,), {})
-
-    made = own_device(recipe=recipe_of(terms=ending(inherited)))
-    _, answer = made.answer(model(), config_of(local()))
-    assert "Jane" not in answer[wire.KEY]
-    assert "Jane" in caplog.text
 
 
 def test_a_client_does_not_tell_its_own_terms() -> None:
@@ -611,7 +509,7 @@ def test_an_app_with_terms_of_a_record_does_not_evaluate() -> None:
     app.evaluate()(lambda message, context: seen.append(message))  # type: ignore[arg-type, func-returns-value]
     terms = budget.terms("c0", BUDGET.terms("c0", records("c0")))
     assert isinstance(terms.release.mechanism, Laplace)
-    asked = instruction_of(wire.EVALUATION, asked_of("c0", terms, metrics=MetricBounds(bounds={"loss": 1.0})))
+    asked = own_instruction(wire.EVALUATION, {"c0": terms}, metrics=MetricBounds(bounds={"loss": 1.0}))
     context = context_of()
     reply = app(wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, asked), context)
     answer = evaluated(str(reply.content[wire.KEY][wire.KEY]), asked)
@@ -620,26 +518,9 @@ def test_an_app_with_terms_of_a_record_does_not_evaluate() -> None:
     assert KEY not in context.state.config_records
 
 
-def test_an_error_in_a_clip_tells_the_server_nothing(monkeypatch: Any, caplog: Any) -> None:
-    """But for the one that a model with NaN weights makes: it is known by its type, whatever its text is."""
-    made = device(None)
-    for raised, reported in (
-        (jane(), "training failed; the node's own log says why"),
-        (ValueError(NOT_FINITE), "training failed; the node's own log says why"),
-        (NotFiniteError("Jane"), f"training failed: {NOT_FINITE}"),
-    ):
-
-        def clip(*arguments: Any, error: Exception = raised) -> Any:
-            raise error
-
-        monkeypatch.setattr(parts, "clip_l2", clip)
-        _, answer = made.answer(model(), config_of(training()))
-        assert reasons(wire.Answer.from_json(answer[wire.KEY], ("c0",))) == {"c0": reported}
-
-
 def test_the_traceback_of_a_failing_reply_is_in_the_devices_log_once_and_never_told(monkeypatch: Any, caplog: Any) -> None:
     """The log had the error and its line alone. Of errors at one place, which data may make often, it has one traceback."""
-    monkeypatch.setattr(tracebacks, "_traced", set())
+    monkeypatch.setattr("flower_dp.clients.reasons._traced", set())
     texts = iter(("Jane Doe", "Jane Roe"))
 
     def clip(*arguments: Any) -> Any:
@@ -658,86 +539,13 @@ def test_the_traceback_of_a_failing_reply_is_in_the_devices_log_once_and_never_t
     assert "JaneDoeError: Jane Roe (test_device.py:" in caplog.text
 
 
-def test_a_clients_own_refusal_has_no_traceback(monkeypatch: Any, caplog: Any) -> None:
-    def clip(*arguments: Any) -> Any:
-        raise Declined("no")
-
-    monkeypatch.setattr(parts, "clip_l2", clip)
-    device(None).answer(model(), config_of(training()))
-    assert "Declined: " in caplog.text
-    assert "Traceback" not in caplog.text
-
-
-def test_a_mod_compares_its_policy_with_its_own_noise() -> None:
-    """Not with the noise multiplier that the server names."""
-    own = OWN.terms().release.mechanism.noise_multiplier
-    policy = ClientPolicy(min_noise_multiplier=1.5 * own)
-    app = ClientApp(mods=[privacy_mod(name="a", terms=OWN, policy=policy)])
-    app.train()(lambda message, context: pytest.fail("the app was called"))
-    context = context_of()
-    text = app(nbafl(noise_multiplier=1e9), context).content[wire.KEY][wire.KEY]
-    assert "this client's own terms have less noise" in str(text)
-    assert KEY not in context.state.config_records
-
-
 # What must stand on every line
-
-
-@pytest.mark.parametrize("method", ["dp-fedavg", "dp-fedsam", "fed-smp"])
-def test_a_share_of_no_noise_is_declined_by_every_method(method: str) -> None:
-    """A device that would add none, where the release counts on its share."""
-    keywords: dict[str, Any] = {"placement": "distributed", "noise_std": 0.5}
-    asked = masked(keep_ratio=0.5, seed=1, size=18, **keywords) if method == "fed-smp" else ask(size=18, **keywords)
-    honest = instruction_of(method, asked)
-    assert device(None).answer(model(), config_of(honest))
-    for nothing in (0.0, GONE):
-        with pytest.raises(Declined, match="does not go with noise_multiplier=1"):
-            device(None).answer(model(), config_of(forged(honest, noise_std=nothing)))
-
-
-@pytest.mark.parametrize("seeded", [None, 7])
-def test_seeded_noise_of_an_evaluation_is_told(seeded: int | None) -> None:
-    budget = EvaluationBudget(epsilon=1.0, num_evaluations=3)
-    own = LocalDPClient(
-        model=linear(),
-        clients={"c0": records("c0")},
-        recipe=BUDGET,
-        device="cpu",
-        context=context_of(),
-        evaluation=budget,
-        noise_seed=seeded,
-    )
-    terms = budget.terms("c0", BUDGET.terms("c0", records("c0")))
-    locally = instruction_of(wire.EVALUATION, asked_of("c0", terms, metrics=ACCURACY))
-    assert f'"seeded_noise":{str(seeded is not None).lower()}' in own.evaluation(model(), config_of(locally))[wire.KEY]
-    plain = device(None, noise_seed=seeded)
-    assert f'"seeded_noise":{str(seeded is not None).lower()}' in plain.evaluation(model(), config_of(evaluation()))[wire.KEY]
-    app = ClientApp(mods=[privacy_mod(name="c0", noise_seed=seeded)])
-    app.evaluate()(lambda message, context: Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.5})}), reply_to=message))
-    reply = app(wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, evaluation()), context_of())
-    assert f'"seeded_noise":{str(seeded is not None).lower()}' in str(reply.content[wire.KEY][wire.KEY])
-
-
-def test_an_evaluation_has_nothing_beside_the_model() -> None:
-    parameters = list(model().values())
-    device(None).evaluate(parameters, config_of(evaluation()))
-    more = [*parameters, np.zeros(18, np.float32)]
-    with pytest.raises(Declined, match="the server's model has 2 arrays, this client's 1"):
-        device(None).evaluate(more, config_of(evaluation()))
-    with pytest.raises(Declined, match=r"metrics: do not go with vectors=\['control'\]"):
-        device(None).evaluate(more, config_of(forged(evaluation(), vectors={"control": None})))
 
 
 def test_training_refuses_vectors_that_its_method_does_not_work_with() -> None:
     """Of any kind of client; and its account pays for none of them."""
     vector = np.zeros(18, np.float32)
-    for made, asked in (
-        (device(None), training()),
-        (
-            own_device(),
-            local(),
-        ),
-    ):
+    for made, asked in ((device(None), training()), (own_device(), local())):
         reported = forged(asked, vectors={"control": None})
         with pytest.raises(Declined, match=r"vectors=\['control'\] came with the model: this method works with \[\]"):
             made.answer(model() | {"flower-dp.control": vector}, config_of(reported))
@@ -747,38 +555,24 @@ def test_training_refuses_vectors_that_its_method_does_not_work_with() -> None:
         assert made.answer(model(), config_of(asked))
     app = ClientApp(mods=[privacy_mod(name="c0")])
     app.train()(lambda message, context: pytest.fail("the app was called"))
-    honest = training()
-    sent = Instruction(
-        server_round=1, method=honest.method, clients=("c0",), ask=replace(honest.ask, vectors={"control": vector})
-    )
+    sent = replace(training(), ask=replace(training().ask, vectors={"control": vector}))
     with pytest.raises(Declined, match=r"vectors=\['control'\]: must be names of vectors that .* this client works with"):
         answered(app(wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, sent), context_of()))
 
 
 def test_terms_that_differ_in_one_word_are_other_terms() -> None:
     """An account that was opened on the one does not pay for the other."""
-    keywords: dict[str, Any] = {
-        "what": "a reply",
-        "seen_by": "the server",
-        "unit": "record",
-        "relation": "replace-one",
-        "clip_norm": 1.0,
-        "mechanism": Laplace(noise_multiplier=4.0),
-        "sampler": FullSampling(),
-        "num_clients": 8,
-    }
-    others: list[dict[str, Any]] = [
+    opened = BUDGET.terms("c0", records("c0"))
+    assert opened.why_not(1, opened.text) is None
+    for change in (
         {"unit": "client"},
         {"relation": "add-or-remove-one"},
         {"clip_norm": 2.0},
-        {"mechanism": Gaussian(noise_multiplier=4.0)},
+        {"mechanism": Gaussian(noise_multiplier=opened.release.mechanism.noise_multiplier)},
         {"sampler": PoissonSampling(sampling_rate=0.5)},
         {"num_clients": 9},
-    ]
-    opened = Terms(release=Release(**keywords), num_replies=3)
-    assert opened.why_not(1, opened.text) is None
-    for change in others:
-        other = Terms(release=Release(**keywords | change), num_replies=3)
+    ):
+        other = replace(opened, release=replace(opened.release, **change))
         assert other.why_not(1, opened.text) is not None, change
         if "mechanism" not in change:
             promise = Promise(clip_norm=other.release.clip_norm, noise_multiplier=0.0)
@@ -799,19 +593,6 @@ def test_replies_and_evaluations_never_cost_more_than_their_budget(epsilon: floa
             assert count * (2 if relation == "replace-one" else 1) / scale <= Fraction(epsilon)
         cost = accounting.epsilon(accounting.repeated(terms.event, count), delta=0.0, relation=relation)
         assert cost.epsilon <= epsilon
-
-
-@pytest.mark.parametrize(
-    ("noise_std", "noise_multiplier", "part"),
-    [(0.0, 1.0, parts.ServerNoise()), (0.0, 0.0, parts.NotPrivate()), (0.5, 1.0, parts.GaussianShare(noise_std=0.5))],
-)
-def test_rows_that_the_server_makes_private_are_not_taken_for_rows_of_a_run_without_privacy(
-    noise_std: float, noise_multiplier: float, part: Any
-) -> None:
-    """Of a run without privacy anything may be chosen by size; before the server's noise nothing may."""
-    placement = "distributed" if noise_std or not noise_multiplier else "central"
-    made = ask(noise_multiplier=noise_multiplier, placement=placement, noise_std=noise_std, size=9)
-    assert client_level.pipeline(made, train=None, length=9).noise == part  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["2 replies\nWARNING: client c0: its ledger was deleted", "\x1b[2J", "x" * 10**6])

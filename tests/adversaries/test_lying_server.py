@@ -23,8 +23,8 @@ from flower_dp.clients.training.clipped_steps import ConvexModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
 from flower_dp.privacy.release import Release
-from flower_dp.wire import KEY, Instruction
-from tests.asks import own_ask
+from flower_dp.wire import KEY
+from tests.asks import own_instruction
 from tests.local_grids import context_of
 
 BASE: dict[str, Any] = {"learning_rate": 0.5, "num_local_steps": 4, "batch_size": 2, "clip_norm": 0.3, "decay_iterations": 100.0}
@@ -59,8 +59,8 @@ def sum_of(
 ) -> Tensor | Exception:
     """The sum u [d] of a real reply before its noise, or why there is none."""
     model = FlatModel(module)
-    recipe = DPFedPAQRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, quantization_levels=None, loss=loss)
-    pipeline = recipe.pipeline(release_of(steps, len(data)), model=model, server_round=server_round, drift=drift)
+    recipe = ScaffoldRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, loss=loss, common=drift)
+    pipeline = recipe.pipeline(release_of(steps, len(data)), model=model, server_round=server_round)
     rng = np.random.default_rng(seed)
     (trained,) = pipeline.train.rows(weights, [Job(name="", records=data, seed=0, secret=lambda: rng)])
     return trained if isinstance(trained, Exception) else pipeline.clip(trained[0]).to(torch.float64)
@@ -70,61 +70,9 @@ def moved(one: Tensor | Exception, other: Tensor | Exception) -> float | None:
     """How far apart two sums are; None where neither client replies. Both reply, or neither: the reason is public."""
     if isinstance(one, Exception) or isinstance(other, Exception):
         assert str(one) == str(other)
+        assert "rounding ends the proof of sensitivity='convex-glm'" in str(one)
         return None
     return float(torch.linalg.vector_norm(one - other))
-
-
-# convex-glm: where rounding takes single steps away, models on two sides of a record's target stay there
-
-
-def two_sides(size: int, weight: float, seed: int) -> tuple[TensorRecords, TensorRecords]:
-    """The first record moves the weight up or down by an ulp, and all later ones, each too weak for that alone, push it back."""
-    first = int(np.random.default_rng(seed).permutation(size)[0])
-    inputs = torch.full((size, 1), 0.5)
-    targets = torch.full((size,), 0.5 * weight)
-    inputs[first], targets[first] = 1.0, 2 * weight
-    others = targets.clone()
-    others[first] = 0.0
-    return TensorRecords(inputs=inputs, targets=targets), TensorRecords(inputs=inputs, targets=others)
-
-
-WIDE = FedPAQSteps(
-    learning_rate=0.99,
-    num_local_steps=70,
-    batch_size=1,
-    clip_norm=2.1 / 0.99,
-    sensitivity="convex-glm",
-    smoothness=2.0,
-    decay_iterations=None,
-)
-LONG = 1.5 * 2.0**54
-LAYER = nn.Linear(1, 1, bias=False)
-
-
-def test_weights_beyond_the_digits_of_a_step_would_break_the_bound(monkeypatch):
-    """Of weights of 2^54 every step but the first is lost: 2 C is claimed, and 70 gradients differ."""
-    weights = torch.tensor([LONG], dtype=torch.float32)
-    monkeypatch.setattr(ConvexModel, "why_not", lambda *_, **__: None)
-    apart = moved(*(sum_of(LAYER, WIDE, data, MSE, weights=weights) for data in two_sides(70, LONG, seed=0)))
-    assert apart is not None
-    assert apart > 30 * 2 * WIDE.sum_norm
-
-
-@pytest.mark.parametrize(
-    "lie",
-    [
-        {"weights": torch.tensor([LONG])},
-        *({"drift": torch.tensor([drift])} for drift in (2.0**100, 2.0**127, math.inf, math.nan)),
-        # The server's round number decides the step size, which is lost in weights of any size.
-        *({"server_round": number, "weights": torch.ones(1)} for number in (10**18, 2**63 - 1)),
-    ],
-)
-def test_a_client_does_not_reply_where_rounding_takes_steps_away(lie):
-    steps = replace(WIDE, decay_iterations=1.0) if "server_round" in lie else WIDE
-    data, _ = two_sides(70, float(lie.get("weights", 1.0)), seed=0)
-    reason = sum_of(LAYER, steps, data, MSE, **{"weights": torch.zeros(1)} | lie)
-    assert isinstance(reason, Exception)
-    assert "rounding ends the proof of sensitivity='convex-glm'" in str(reason)
 
 
 # A search: whatever the server sends, no neighbours are further apart than the noise is made for
@@ -209,17 +157,6 @@ def test_no_model_of_the_servers_moves_neighbours_further_apart(sensitivity, los
     assert (0 < refused < trials) if sensitivity == "convex-glm" else refused == 0
 
 
-def test_honest_models_are_never_refused():
-    """Weights of thousands, of MNIST's size, with the paper's steps."""
-    steps = FedPAQSteps(
-        learning_rate=0.1, num_local_steps=10, batch_size=12, clip_norm=1.0, sensitivity="convex-glm", smoothness=20.0
-    )
-    assert steps.longest_weights(steps.step_size(1), columns=785) > 10_000
-    assert steps.longest_weights(steps.step_size(10_000), columns=785) > 1_000
-    # Long models too: a score is a sum of sums.
-    assert steps.longest_weights(steps.step_size(1), columns=100_000) > 1_000
-
-
 def test_the_bound_of_weights_by_hand():
     """C (2^33 - (5 n + 32) E) - 16 E b sqrt(L) over E b m L + 2 (b / eta) (E + 4), for E 4, b 2, eta 1/2, L 4, n 3 or 10."""
     steps = steps_of("convex-glm", clip_norm=1.0)
@@ -227,6 +164,10 @@ def test_the_bound_of_weights_by_hand():
     assert steps.longest_weights(0.5, columns=10) == pytest.approx((2**33 - 82 * 4 - 16 * 8 * 2) / (8 * 12 * 4 + 2 * 4 * 8))
     for nonsense in (0.0, math.inf, math.nan, 2.0**-300):
         assert steps.longest_weights(nonsense, columns=3) == 0
+    # Honest models are never refused: weights of thousands, of MNIST's size, with the paper's steps; and long models.
+    paper = steps_of("convex-glm", learning_rate=0.1, num_local_steps=10, batch_size=12, clip_norm=1.0, smoothness=20.0)
+    for server_round, columns in ((1, 785), (10_000, 785), (1, 100_000)):
+        assert paper.longest_weights(paper.step_size(server_round), columns=columns) > 1_000
 
 
 # The client: it says why, and pays nothing
@@ -237,11 +178,9 @@ WORDS: dict[str, Any] = {"epsilon": 1.0, "delta": 1e-5, "num_replies": 3, "loss"
 
 def asked(client: LocalDPClient, weights: np.ndarray, *, server_round: int = 1, control: np.ndarray | None = None) -> str:
     """Why a client refuses a server whose terms are right; empty if it replies."""
-    terms = client.recipe.terms("a", DATA["a"])
     vectors = {} if control is None else {"control": control}
-    own = {"a": (1.0, terms.kind, terms.release.mechanism.noise_multiplier)}
-    asked_of = own_ask(own, clip_norm=terms.release.clip_norm, vectors=vectors)
-    instruction = Instruction(server_round=server_round, method=client.recipe.method, clients=("a",), ask=asked_of)
+    terms = {"a": client.recipe.terms("a", DATA["a"])}
+    instruction = own_instruction(client.recipe.method, terms, server_round=server_round, vectors=vectors)
     assert client.context is not None
     client.attach(client.context)  # as the next message's app does
     _, _, answer = client.fit([weights, *vectors.values()], {KEY: instruction.to_json()})

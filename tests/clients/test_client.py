@@ -9,8 +9,6 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from scipy import stats
-from torch import Tensor, nn
 
 import tests.grids  # noqa: F401 (messages need the identity that it sets)
 from flower_dp import wire
@@ -22,23 +20,10 @@ from flower_dp.core.noise import lattice_step
 from flower_dp.core.vectors import Layout
 from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Answer, Instruction
 from tests.asks import GONE, answered, ask, config_of, forged, reasons, told
+from tests.local_grids import TRAINING, Direct, context_of
 
-SIZE = 20_000
-FALSE_ALARM = 1e-6
-
-
-class Direct(nn.Module):
-    """A model whose update after one step of size 1 is the mean of a client's records."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return (self.weight * inputs).sum(-1)
-
-
-TRAINING = Training(learning_rate=1.0, batch_size=10**6, loss=lambda outputs, targets: -outputs.mean())
+# Of tests of noise in other files.
+SIZE, FALSE_ALARM = 20_000, 1e-6
 
 
 def _records(*rows: Any) -> TensorRecords:
@@ -120,10 +105,8 @@ def test_one_client_moves_the_sum_by_at_most_the_clip_norm(clip_norm: float, noi
         alone, _ = _fit(_client(data), (name,), **arguments)
         np.testing.assert_array_equal(everyone.astype(np.float64) - without, alone)
         assert np.linalg.norm(alone.astype(np.float64)) <= clip_norm
-    alone, _ = _fit(_client(data), ("6",), **arguments)
     shorter = _step(50, **arguments) * math.sqrt(50)
-    assert shorter <= clip_norm / 256
-    assert clip_norm * (1 - 1e-6) - shorter < np.linalg.norm(alone.astype(np.float64)) <= clip_norm
+    assert clip_norm * (1 - 1e-6) - shorter < np.linalg.norm(alone.astype(np.float64))  # of the last, which is the longest
 
 
 @pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])
@@ -136,142 +119,53 @@ def test_copies_of_a_record_do_not_weigh_more(noise_multiplier: float) -> None:
 # Noise
 
 
-def _noise_fits(total: np.ndarray, std: float) -> bool:
-    """Whether the values look like Gaussian noise of this std, with a false alarm in a million."""
-    return bool(stats.kstest(total, stats.norm(0, std).cdf).pvalue > FALSE_ALARM)
-
-
-@pytest.mark.slow
-def test_noise_of_what_leaves_has_the_right_std_and_a_wrong_one_is_rejected() -> None:
-    """Of five clients; that of one is in `test_lus.py`."""
-    size = 10 * SIZE
-    names = tuple(f"client-{i}" for i in range(5))
-    client = _client({name: _records(np.zeros(size)) for name in names}, noise_seed=21)
-    total, _ = _fit(client, names, noise_std=3.0)
-    std = 3.0 * math.sqrt(5)
-    assert _noise_fits(total, std)
-    assert not _noise_fits(total, 1.05 * std)
-    assert not _noise_fits(total, 0.95 * std)
-
-
-def test_noise_is_added_to_the_clipped_update_and_not_clipped_itself() -> None:
-    update = np.zeros(SIZE)
-    update[:100] = 100.0
-    client = _client({"a": _records(update)}, noise_seed=22)
-    total, _ = _fit(client, ("a",), noise_std=0.5)
-    assert _noise_fits(total[100:], 0.5)
-    # 100 entries of 0.1 each: their mean has std 0.05.
-    assert total[:100].mean() == pytest.approx(0.1, abs=0.05 * stats.norm.isf(FALSE_ALARM / 2))
-
-
-def test_noise_is_new_for_every_client_and_every_round() -> None:
-    names = ("a", "b", "c")
-    client = _client({name: _records(np.zeros(SIZE)) for name in names}, noise_seed=23)
-    draws = [_fit(client, (name,), noise_std=1.0, server_round=number)[0] for name in names for number in (1, 2)]
-    correlations = np.abs(np.corrcoef(draws)[np.triu_indices(6, 1)])
-    assert correlations.max() < stats.norm.isf(FALSE_ALARM / 30) / math.sqrt(SIZE)
-
-
-def test_without_a_seed_noise_never_repeats_and_ignores_the_global_seed() -> None:
-    draws = []
-    for _ in range(5):
-        torch.manual_seed(0)
-        np.random.seed(0)  # noqa: NPY002
-        state = torch.get_rng_state()
-        client = _client({"a": _records(np.zeros(50))}, seed=0)
-        total, answer = _fit(client, ("a",), noise_std=1.0)
-        assert not answer.seeded_noise
-        assert torch.equal(torch.get_rng_state(), state)
-        draws.append(total.tobytes())
-    assert len(set(draws)) == 5
-
-
-@pytest.mark.parametrize("noise_std", [0.3, 2000.0])
-def test_what_leaves_lies_on_the_lattice_that_follows_from_the_instruction(noise_std: float) -> None:
-    """So the server's sums are exact, whoever of them hosts how many."""
-    rows = {name: np.random.default_rng(i).standard_normal(200) for i, name in enumerate("abc")}
-    step = _step(200, noise_std=noise_std)
-    data = {name: _records(row) for name, row in rows.items()}
-    total, _ = _fit(_client(data, noise_seed=3), tuple(rows), noise_std=noise_std)
-    np.testing.assert_array_equal(total / step, np.rint(total / step))
-    assert (total / step % 2).any()
-    alone = [_fit(_client({name: data[name]}, noise_seed=3), (name,), noise_std=noise_std)[0] for name in rows]
-    np.testing.assert_array_equal(total, np.sum(alone, axis=0, dtype=np.float64))
-    np.testing.assert_array_equal(total, np.sum(alone[::-1], axis=0, dtype=np.float64))
-
-
 def test_seeded_noise_repeats_and_the_server_is_told() -> None:
-    draws = [_fit(_client({"a": _records(np.zeros(50))}, noise_seed=7), ("a",), noise_std=1.0) for _ in range(2)]
-    assert draws[0][0].tobytes() == draws[1][0].tobytes()
-    assert all(answer.seeded_noise for _, answer in draws)
+    """Noise without a seed never does, whatever torch's and NumPy's own seeds are, and takes nothing of theirs."""
+    for noise_seed in (7, None):
+        draws = []
+        for _ in range(3):
+            torch.manual_seed(0)
+            np.random.seed(0)  # noqa: NPY002
+            state = torch.get_rng_state()
+            client = _client({"a": _records(np.zeros(50))}, seed=0, noise_seed=noise_seed)
+            total, answer = _fit(client, ("a",), noise_std=1.0)
+            assert answer.seeded_noise == (noise_seed is not None)
+            assert torch.equal(torch.get_rng_state(), state)
+            draws.append(total.tobytes())
+        assert len(set(draws)) == (3 if noise_seed is None else 1)
 
 
 # Compression
 
 
-def test_top_k_is_chosen_after_the_noise() -> None:
-    """Of an update of 100 large entries, noise of ten times their size leaves hardly a trace in the choice."""
-    update = np.zeros(SIZE)
-    update[:100] = 0.1
-    total, answer = _fit(_client({"a": _records(update)}, noise_seed=24), ("a",), noise_std=1.0, keep_ratio=0.1)
-    kept = np.flatnonzero(total)
-    assert kept.size == SIZE // 10
-    assert answer.payload["encoding"] == "top-k"
-    assert (kept < 100).sum() < 30  # about 10 of 100; all 100 had the choice come first
-    assert np.abs(total[kept]).min() > 1.6  # the largest tenth of standard normals begin at 1.645
-    # The noise is all there: what was kept is what a client without compression sends.
-    dense, _ = _fit(_client({"a": _records(update)}, noise_seed=24), ("a",), noise_std=1.0)
-    np.testing.assert_array_equal(total[kept], dense[kept])
-    assert np.abs(np.delete(dense, kept)).max() <= np.abs(total[kept]).min()
-
-
-@pytest.mark.parametrize(("placement", "arguments"), [("central", "must be 0, 1 and 0"), ("distributed", "does not go with")])
-@pytest.mark.parametrize("noise_multiplier", [1.0, 1e-9])
-def test_nothing_is_chosen_by_size_before_the_servers_noise(placement: str, arguments: str, noise_multiplier: float) -> None:
+@pytest.mark.parametrize(("placement", "match"), [("central", "must be 0, 1 and 0"), ("distributed", "does not go with")])
+def test_nothing_is_chosen_by_size_before_the_servers_noise(placement: str, match: str) -> None:
     """A server that asks for it gets nothing."""
-    client = _client({"a": _records([0.5, 0.1, 0.2, 0.3])})
-    with pytest.raises(ValueError, match=arguments):
-        _fit(client, ("a",), keep_ratio=0.25, placement=placement, noise_multiplier=noise_multiplier)
+    with pytest.raises(ValueError, match=match):
+        _fit(_client({"a": _records([0.5, 0.1, 0.2, 0.3])}), ("a",), keep_ratio=0.25, placement=placement)
 
 
 # Who is in the sum
 
 
-@pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e38])
-def test_a_client_with_data_that_explode_is_left_out_and_named(bad: float, noise_multiplier: float) -> None:
+def test_a_client_with_data_that_explode_is_left_out_and_named(bad: float) -> None:
     training = Training(learning_rate=1.0, num_local_steps=2, loss=lambda outputs, targets: (-outputs * 1e3).mean())
-    model, clients = Direct(2), {"good": _records([0.0001, 0.0]), "bad": _records([bad, 1.0]), "fine": _records([0.0, 0.0002])}
-    client = DPClient(model=model, clients=clients, training=training, device="cpu")
-    total, answer = _fit(client, ("good", "bad", "fine"), noise_multiplier=noise_multiplier)
+    clients = {"good": _records([0.0001, 0.0]), "bad": _records([bad, 1.0]), "fine": _records([0.0, 0.0002])}
+    client = DPClient(model=Direct(2), clients=clients, training=training, device="cpu")
+    total, answer = _fit(client, tuple(clients))
     # Each entry is one client's, less a step of the lattice at most.
-    np.testing.assert_allclose(total, [0.2, 0.4], rtol=1e-6, atol=_step(2, noise_multiplier=noise_multiplier))
+    np.testing.assert_allclose(total, [0.2, 0.4], rtol=1e-6, atol=_step(2))
     assert list(answer.refused) == ["bad"]
     assert "NaN or infinite" in answer.refused["bad"].reason
 
 
-def test_clients_that_live_elsewhere_are_named() -> None:
-    total, answer = _fit(_client({"a": _records([0.5, 0.0])}), ("a", "stranger"))
+def test_a_client_that_cant_train_does_not_take_others_out_of_the_sum() -> None:
+    nothing = TensorRecords(inputs=torch.zeros(0, 2), targets=torch.zeros(0))
+    total, answer = _fit(_client({"a": _records([0.5, 0.0]), "bad": nothing}), ("a", "bad", "stranger"))
     assert total.tolist() == [0.5, 0.0]
-    assert reasons(answer) == {"stranger": "not hosted here"}
-
-
-class Broken:
-    """Records that can't be read."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def batch(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        raise RuntimeError("disk error")
-
-
-@pytest.mark.parametrize("bad", [_records(np.zeros((0, 2))).inputs.reshape(0, 2), None], ids=["no records", "broken"])
-def test_a_client_that_cant_train_does_not_take_others_out_of_the_sum(bad: Any) -> None:
-    records: Any = Broken() if bad is None else TensorRecords(inputs=bad, targets=torch.zeros(0))
-    total, answer = _fit(_client({"a": _records([0.5, 0.0]), "bad": records}), ("a", "bad"))
-    assert total.tolist() == [0.5, 0.0]
-    assert list(answer.refused) == ["bad"]
+    assert set(answer.refused) == {"bad", "stranger"}
+    assert reasons(answer)["stranger"] == "not hosted here"
 
 
 def test_metrics_leave_only_if_both_sides_agree() -> None:
@@ -298,42 +192,12 @@ def test_only_losses_of_clients_in_the_sum_are_reported() -> None:
     assert answer.metrics["update-norm-squared"] == pytest.approx(0.3125e60)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"noise_std": 0.5}, {"noise_multiplier": 0.0}], ids=["central", "distributed", "none"])
-def test_norms_of_updates_are_those_before_clip_and_noise(arguments: dict[str, float]) -> None:
-    data = {"long": _records([30.0, 40.0]), "short": _records([0.3, -0.4]), "none": _records([0.0, 0.0])}
-    client = _client(data, policy=ClientPolicy(allow_metrics=True))
-    _, answer = _fit(client, tuple(data), report_metrics=True, **arguments)
-    assert answer.metrics["update-norm"] == pytest.approx(50.5, rel=1e-6)
-    assert answer.metrics["update-norm-squared"] == pytest.approx(2500.25, rel=1e-6)
-
-
 # Policy and instruction
 
 
-@pytest.mark.parametrize(
-    ("policy", "changes", "arguments"),
-    [
-        (ClientPolicy(max_clip_norm=0.5), {}, "clip_norm=1: this client's policy allows at most 0.5"),
-        (ClientPolicy(min_noise_multiplier=1.1), {}, "noise_multiplier=1: this client's policy asks for 1.1"),
-        (ClientPolicy(min_noise_multiplier=0.1), {"noise_multiplier": 0.0}, "noise_multiplier=0"),
-        (ClientPolicy(max_clip_norm=1.0, min_noise_std=0.1), {}, "noise_std=0: this client's policy asks for 0.1"),
-        (ClientPolicy(max_clip_norm=1.0, min_noise_std=0.1), {"noise_std": 0.09}, "noise_std=0.09"),
-    ],
-)
-def test_instructions_against_the_policy_are_refused(policy: ClientPolicy, changes: dict[str, Any], arguments: str) -> None:
-    client = _client({"a": _records([0.5, 0.0])}, policy=policy)
-    with pytest.raises(ValueError, match=arguments):
-        _fit(client, ("a",), **changes)
-
-
-PROMISED = {"promise": {"clip_norm": 1.0, "noise_multiplier": 1.0}, "step": 2.0**-16}
-OTHERS = told("a")
-
-
-@pytest.mark.parametrize("method", ["dp-fedsam", "fed-smp"])
-def test_a_client_without_terms_of_its_own_refuses_to_be_private_on_its_own(method: str) -> None:
+def test_a_client_without_terms_of_its_own_refuses_to_be_private_on_its_own() -> None:
     """It would send a row without noise, since nobody else is to add any."""
-    text = forged(_instruction(("a",), method=method), placement="local", step=GONE, **OTHERS)
+    text = forged(_instruction(("a",)), placement="local", step=GONE, **told("a"))
     with pytest.raises(Declined, match="placement='local': this client has no terms of its own"):
         _client({"a": _records([0.5, 0.0])}).fit([np.zeros(2, np.float32)], config_of(text))
 
@@ -342,40 +206,27 @@ def test_a_client_without_terms_of_its_own_refuses_to_be_private_on_its_own(meth
 
 
 @pytest.mark.parametrize(
-    ("step", "match"),
+    ("step", "arguments", "match"),
     [
-        (0.0, "must be a power of two, at most 1/1024 of the noise scale 0.5"),
-        (2.0**-10, "must be a power of two, at most 1/1024"),  # twice too coarse for the share
-        (2.0**-1, "must be a power of two, at most 1/1024"),
-        (1.5 * 2.0**-12, "must be a power of two"),
-        (2.0**-12 * (1 + 2.0**-52), "must be a power of two"),
-        (2.0**-48, "is too small for clip_norm=1 and noise of scale 0.5"),
-        (2.0**-200, "is too small"),
-        (2.0**-1074, "is too small"),
+        (0.0, {}, "must be a power of two, at most 1/1024 of the noise scale 0.5"),
+        (2.0**-10, {}, "must be a power of two, at most 1/1024"),  # twice too coarse for the share
+        (1.5 * 2.0**-12, {}, "must be a power of two"),
+        (2.0**-12 * (1 + 2.0**-52), {}, "must be a power of two"),
+        (2.0**-48, {}, "is too small for clip_norm=1 and noise of scale 0.5"),
+        (2.0**-1074, {}, "is too small"),
+        # Sums of so many clip norms would not be exact on it.
+        (2.0**-29, {"clip_norm": 2.0**20, "noise_multiplier": 2.0**-21}, "is too small for clip_norm="),
+        # Where the server adds the noise: a row that is clipped to 0.5 had entries that are infinite.
+        (2.0**-49, {"noise_std": 0.0}, "is too small for clip_norm="),
+        (2.0**-1028, {"noise_std": 0.0}, "is too small for clip_norm="),
     ],
 )
-def test_a_lattice_that_the_noise_does_not_hide_is_refused(step: float, match: str) -> None:
+def test_a_lattice_that_the_noise_does_not_hide_is_refused(step: float, arguments: dict[str, float], match: str) -> None:
     """Too coarse, and the noise is seen on it; too fine, and the sums are not exact."""
-    client = _client({"a": _records([0.25, 0.5])})
+    client, honest = _client({"a": _records([0.25, 0.5])}), _instruction(("a",), **{"noise_std": 0.5} | arguments)
+    client.fit([np.zeros(2, np.float32)], config_of(honest))
     with pytest.raises(Declined, match=match):
-        client.fit([np.zeros(2, np.float32)], config_of(forged(_instruction(("a",), noise_std=0.5), step=step)))
-
-
-@pytest.mark.parametrize("clip_norm", [2.0**40, 2.0**20])
-def test_a_lattice_that_is_too_fine_for_the_clip_norm_is_refused(clip_norm: float) -> None:
-    """Sums of so many clip norms would not be exact on it."""
-    arguments = {"noise_std": 0.5, "clip_norm": clip_norm, "noise_multiplier": 0.5 / clip_norm}
-    with pytest.raises(Declined, match="is too small for clip_norm="):
-        _fit(_client({"a": _records([0.25, 0.5])}), ("a",), step=2.0**-29, **arguments)
-
-
-@pytest.mark.parametrize("step", [2.0**-49, 2.0**-200, 2.0**-1028])
-def test_a_lattice_that_is_too_fine_is_refused_where_the_server_adds_the_noise(step: float) -> None:
-    """With the smallest ones a row that is clipped to 0.5 had entries that are infinite."""
-    client = _client({"a": _records([0.25, 0.5])})
-    _fit(client, ("a",), step=2.0**-47)
-    with pytest.raises(Declined, match="is too small for clip_norm="):
-        _fit(client, ("a",), step=step)
+        client.fit([np.zeros(2, np.float32)], config_of(forged(honest, step=step)))
 
 
 def test_servers_that_say_nothing_are_refused() -> None:
@@ -393,10 +244,6 @@ def test_models_that_do_not_fit_are_refused(parameters: list[np.ndarray]) -> Non
 
 
 # Both ways into Flower
-
-
-def _context() -> Context:
-    return Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
 
 
 DATA = {"a": _records(np.arange(30.0) / 100), "b": _records(np.ones(30))}
@@ -422,8 +269,9 @@ def _reply(name: str, instruction: Instruction, vector: np.ndarray | None = None
     record = _record(np.zeros(30, np.float32) if vector is None else vector, layout)
     if record_names is NUMPY_CLIENT:
         record = ArrayRecord(record.to_numpy_ndarrays())
-    reply = app(wire.train_message(1, record_names, record, {}, instruction), _context())
-    assert not reply.has_error()
+    reply = app(wire.train_message(1, record_names, record, {}, instruction), context_of())
+    metrics = {key: value for part in reply.content.metric_records.values() for key, value in part.items()}
+    assert metrics in ({}, {"num_examples": 1})  # nothing else about the data
     answer = wire.answer_of(reply.content, instruction.clients)
     assert answer is not None
     payload = wire.payload_of(wire.arrays_of(reply.content), answer.payload, 30)
@@ -440,35 +288,13 @@ def test_both_ways_into_flower_give_the_same_payload(keep_ratio: float) -> None:
     assert [array.tobytes() for array in one] == [array.tobytes() for array in other]
 
 
-@pytest.mark.parametrize("name", APPS)
-def test_replies_hold_nothing_else_about_the_data(name: str) -> None:
-    app, record_names = APPS[name]
-    instruction = _instruction(("a",), noise_std=0.3)
-    record = _record(np.zeros(30, np.float32), _client(DATA).model.layout)
-    content = app(wire.train_message(1, record_names, record, {}, instruction), _context()).content
-    metrics = {key: value for part in content.metric_records.values() for key, value in part.items()}
-    assert metrics in ({}, {"num_examples": 1})
-    texts = [value for part in content.config_records.values() for key, value in part.items() if key == wire.KEY]
-    assert len(texts) == 1
-
-
 def test_the_query_names_the_clients_and_the_methods() -> None:
     message = Message(RecordDict(), 1, "query")
-    reply = client_app(_make)(message, _context())
+    reply = client_app(_make)(message, context_of())
     (config,) = reply.content.config_records.values()
     hosted = wire.hosted_of(reply.content, most_names=2)
     assert hosted == wire.Hosted(names=("a", "b"), methods=frozenset({*CLIENT_LEVEL, wire.EVALUATION}))
     assert set(json.loads(str(config[wire.KEY]))) == {"protocol", "clients", "methods"}
-
-
-def test_a_node_that_cant_make_its_client_says_why() -> None:
-    def broken(context: Context) -> DPClient:
-        raise FileNotFoundError("no data here")
-
-    reply = client_app(broken)(Message(RecordDict(), 1, "query"), _context())
-    (config,) = reply.content.config_records.values()
-    told_of = json.loads(str(config[wire.KEY]))
-    assert (told_of["clients"], told_of["error"]) == ([], "client_fn failed; the node's own log says why")
 
 
 def test_the_message_api_matches_arrays_by_name() -> None:
@@ -476,11 +302,11 @@ def test_the_message_api_matches_arrays_by_name() -> None:
     instruction = _instruction(("a",))
     record = ArrayRecord({"other": _record(np.zeros(30, np.float32), _client(DATA).model.layout)["weight"]})
     with pytest.raises(ValueError, match=r"has arrays \['other'\], this client's \['weight'\]"):
-        answered(app(wire.train_message(1, MESSAGE_API, record, {}, instruction), _context()))
+        answered(app(wire.train_message(1, MESSAGE_API, record, {}, instruction), context_of()))
 
 
 def test_evaluation_messages_of_other_servers_are_not_answered() -> None:
     arrays = _record(np.zeros(30, np.float32), _client(DATA).model.layout)
     message = Message(RecordDict({"arrays": arrays, "config": ConfigRecord({})}), 1, "evaluate")
     with pytest.raises(ValueError, match="works under a flower_dp strategy only"):
-        answered(client_app(_make)(message, _context()))
+        answered(client_app(_make)(message, context_of()))

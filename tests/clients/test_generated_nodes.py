@@ -23,7 +23,7 @@ from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.client_terms import Terms
 from flower_dp.privacy.device_store import DeviceLedger, Numbered
-from flower_dp.privacy.mechanisms import Gaussian, Laplace
+from flower_dp.privacy.mechanisms import Laplace
 from flower_dp.privacy.release import Release
 from flower_dp.wire import Ask, Promise
 from tests.gaps import quickly
@@ -32,10 +32,9 @@ from tests.local_grids import context_of
 NAMES = "abcd"
 
 
-def terms(replies):
-    words = {"what": "w", "seen_by": "s", "unit": "record", "relation": "replace-one", "clip_norm": 1.0}
-    release = Release(**words, mechanism=Gaussian(noise_multiplier=3.0), sampler=FullSampling(), num_clients=5)
-    return Terms(release=release, num_replies=replies)
+def release_of(**changes):
+    words = {"what": "w", "seen_by": "s", "unit": "record", "relation": "replace-one", "clip_norm": 1.0, "num_clients": 5}
+    return Release(**words | {"mechanism": Laplace(noise_multiplier=1.0), "sampler": FullSampling()} | changes)
 
 
 PLACES = ["x/ledger", "y/ledger", "y/other"]
@@ -63,7 +62,7 @@ def test_every_client_of_a_node_has_an_account_of_its_own_wherever_it_is(places,
                 state = RecordDict()
                 count = count if in_files else Counter()
             account = account_of(ledger, NAMES, context_of(state))
-            due = {name: terms(limits[name]) for name in sorted(names)}
+            due = {name: Terms(release=release_of(), num_replies=limits[name]) for name in sorted(names)}
             refused = account.charge(due, {name: Numbered(run="r", number=number + 1) for name in due})
             assert set(refused) == {name for name in names if count[name] >= limits[name]}
             count.update(set(names) - set(refused))
@@ -99,8 +98,7 @@ def test_each_record_contributes_once_at_most_to_an_evaluation(size, public, rel
     """As many as are public, under replace-one; and where the unit is the client, the mean of all of them."""
     values = torch.arange(1, size + 1, dtype=torch.float32)[:, None] / 16
     data = TensorRecords(inputs=values, targets=torch.zeros(size, 1))
-    own = {"what": "w", "seen_by": "s", "unit": unit, "relation": relation, "clip_norm": 1.0}
-    release = Release(**own, mechanism=Laplace(noise_multiplier=1.0), sampler=FullSampling(), num_clients=public)
+    release = release_of(unit=unit, relation=relation, num_clients=public)
     model, bounds = FlatModel(Value()), MetricBounds(bounds={"value": 2.0})
     make = RecordContributions(model=model, metrics=OWN, bounds=bounds, release=release)
     rows = make(model.vector.clone(), Job(name="a", records=data, seed=0, secret=lambda: np.random.default_rng(seed)))
@@ -177,16 +175,7 @@ def assert_as_by_hand(policy, words, clip_norm, multiplier, shares):
     enough = (least is None or multiplier >= least) and (least_std is None or std >= least_std)
     says = least is not None or least_std is not None
     assert accepts(policy.check_evaluation, ask) == (words["allow_evaluation"] and share and enough and (says or not limited))
-    own = Release(
-        what="w",
-        seen_by="s",
-        unit="record",
-        relation="replace-one",
-        clip_norm=clip_norm,
-        mechanism=Laplace(noise_multiplier=multiplier),
-        sampler=FullSampling(),
-        num_clients=1,
-    )
+    own = release_of(clip_norm=clip_norm, mechanism=Laplace(noise_multiplier=multiplier))
     assert accepts(policy.check_own, own) == within("min_noise_multiplier", multiplier, least=True)
     fine = within("min_evaluation_noise_multiplier", multiplier, least=True)
     fine = fine and within("min_evaluation_noise_std", clip_norm * multiplier, least=True)

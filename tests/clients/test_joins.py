@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flower_dp.clients import DatasetRecords, FlatModel, RecordMetrics, TensorRecords, Training
 from flower_dp.clients.reasons import KEEPS, UnfitModelError
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.reply.pipeline import one_by_one
 from flower_dp.clients.training import dry_run, findings, per_record, record_clipping
 from flower_dp.clients.training.dry_run import of_records
 from flower_dp.clients.training.engines import local_updates

@@ -11,7 +11,7 @@ from flower_dp.clients.account import LEDGER_PATH, StateAccount
 from flower_dp.core.sampling import FullSampling
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.strategies import DPFedAvg, FedSGDDPC
-from tests.asks import own_ask, reasons
+from tests.asks import own_instruction, reasons
 from tests.grids import LocalGrid
 from tests.local_grids import context_of, linear, records, start
 
@@ -29,86 +29,44 @@ def replies(path, name="c0"):
     return DeviceLedger(path).read()[name].replies
 
 
-def run_on(paths, *, num_rounds=2, num_replies=3, clients=None, node_config=True):
+RECIPE = FedSGDDPCRecipe(**WORDS, num_replies=3)
+
+
+def run_on(files, *, node_config):
     """One run of FedSGD-DPC on two devices with one client each, whose Flower states are empty, as those of every new run are."""
 
     def client_fn(context):
         name = NAMES[int(context.node_config["partition-id"])]
-        recipe = FedSGDDPCRecipe(**WORDS, num_replies=num_replies)
-        data = (clients or records)(name)
-        ledger = None if node_config else paths[name]
-        return LocalDPClient(model=linear(), clients={name: data}, recipe=recipe, ledger=ledger, device="cpu")
+        ledger = None if node_config else files[name]
+        return LocalDPClient(model=linear(), clients={name: records(name)}, recipe=RECIPE, ledger=ledger, device="cpu")
 
     grid = LocalGrid(client_app(client_fn), 2)
     for node, context in grid.contexts.items():
-        if node_config and paths:
-            context.node_config[LEDGER_PATH] = str(paths[NAMES[node - 1]])
-    strategy = FedSGDDPC(num_clients=2, num_records=8, cohort_size=2, num_replies=num_replies, learning_rate=0.1, **WORDS)
-    start(strategy, grid, num_rounds)
-    return strategy
+        if node_config:
+            context.node_config[LEDGER_PATH] = str(files[NAMES[node - 1]])
+    strategy = FedSGDDPC(num_clients=2, num_records=8, cohort_size=2, num_replies=3, learning_rate=0.1, **WORDS)
+    start(strategy, grid, 2)
+    return [report.replies for report in strategy.rounds]
 
 
-@pytest.mark.parametrize(
-    ("each", "node_config"), [(True, False), (False, True)], ids=["one file each, in the app", "one file, in the node's config"]
-)
-def test_two_runs_spend_one_budget(tmp_path, each, node_config):
-    files = {name: tmp_path / (f"{name}.json" if each else "ledger.sqlite") for name in NAMES}
-    if each:
-        for name, file in files.items():
-            DeviceLedger.create(file, [name])
-    else:
-        DeviceLedger.create(tmp_path / "ledger.sqlite", NAMES)
-    first = run_on(files, num_rounds=2, node_config=node_config)
-    second = run_on(files, num_rounds=2, node_config=node_config)
-    assert [report.replies for report in first.rounds] == [2, 2]
-    assert [report.replies for report in second.rounds] == [2, 0]
-    assert [replies(files[name], name) for name in NAMES] == [3, 3]
+@pytest.mark.parametrize("node_config", [False, True], ids=["one file each, in the app", "one file, in the node's config"])
+def test_two_runs_spend_one_budget(path, tmp_path, node_config):
+    files = {name: path if node_config else DeviceLedger.create(tmp_path / name, [name]).path for name in NAMES}
+    assert run_on(files, node_config=node_config) == [2, 2]
+    assert run_on(files, node_config=node_config) == [2, 0]
     with pytest.raises(RuntimeError, match="its budget is spent: num_replies=3, all of them sent"):
         run_on(files, node_config=node_config)
     assert [replies(files[name], name) for name in NAMES] == [3, 3]
 
 
-def test_without_a_file_the_account_lasts_one_run_and_the_statement_says_so():
-    runs = [run_on({}, num_rounds=3) for _ in range(2)]
-    assert [report.replies for strategy in runs for report in strategy.rounds] == [2] * 6
-    for strategy in runs:
-        assert "other runs on the same records" in str(strategy.statement)
-        assert "docs/deployment.md" in str(strategy.statement)
-
-
-def test_a_reply_is_charged_before_a_record_is_touched(path):
-    counted = []
-
-    class Watched:
-        def __init__(self, name):
-            self.inner, self.name = records(name), name
-
-        def __len__(self):
-            return len(self.inner)
-
-        def batch(self, *arguments):
-            counted.append(replies(path, self.name))
-            return self.inner.batch(*arguments)
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
-    run_on(dict.fromkeys(NAMES, path), num_rounds=2, clients=Watched)
-    assert set(counted) == {1, 2}
-    assert counted == sorted(counted)
-
-
 def client(path, state=None, names=("c0",)):
-    recipe = FedSGDDPCRecipe(**WORDS, num_replies=3)
     data = {name: records(name) for name in names}
-    return LocalDPClient(model=linear(), clients=data, recipe=recipe, context=context_of(state), ledger=path, device="cpu")
+    return LocalDPClient(model=linear(), clients=data, recipe=RECIPE, context=context_of(state), ledger=path, device="cpu")
 
 
 def ask(made, names=("c0",)):
     """Ask clients once; return why they refuse, and what has left."""
-    terms = FedSGDDPCRecipe(**WORDS, num_replies=3).terms("c0", records("c0"))
-    own = dict.fromkeys(names, (1.0, terms.kind, terms.release.mechanism.noise_multiplier))
-    asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=names, ask=own_ask(own, clip_norm=0.5))
+    asked = own_instruction("fedsgd-dpc", dict.fromkeys(names, RECIPE.terms("c0", records("c0"))))
     arrays, _, answer = made.fit([array.numpy() for array in model_arrays(linear()).values()], {wire.KEY: asked.to_json()})
     return reasons(wire.Answer.from_json(answer[wire.KEY], names)), arrays[-1]
 
@@ -127,7 +85,6 @@ def test_a_ledger_of_another_client_sends_nothing(path, tmp_path, caplog):
     assert set(refused) == {"c1"}
     assert row.any()
     assert "has no account of client 'c1'; it is the ledger of somebody" in caplog.text
-    assert replies(path) == 1
 
 
 def test_a_copy_put_back_during_a_run_sends_nothing(path, tmp_path, caplog):

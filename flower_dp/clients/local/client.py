@@ -1,7 +1,7 @@
 """The client of methods with local placement: every message is private on its own, by the client's own budget and account."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -9,19 +9,17 @@ from flwr.app import Context
 from torch import Tensor, nn
 
 from flower_dp import wire
-from flower_dp.clients.account import LedgerPaths, account_of, ledger_files, ledger_of
+from flower_dp.clients import answering
+from flower_dp.clients.account import LedgerPaths, account_of, agreed_terms, charged, ledger_files, ledger_of
 from flower_dp.clients.kept import kept_of
-from flower_dp.clients.local.agreement import agreed_terms, charged
 from flower_dp.clients.local.evaluation import EvaluationRecipe, RecordMetrics, record_loss_and_accuracy
 from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe, MadeUp, Stateful
 from flower_dp.clients.node_client import NodeClient
 from flower_dp.clients.policy import ClientPolicy
 from flower_dp.clients.reasons import UNFIT, Declined
-from flower_dp.clients.reply.pipeline import Job, Once, Pipeline
-from flower_dp.clients.reply.work import Work
+from flower_dp.clients.reply.pipeline import Job, Pipeline
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.draws import batch_seed
-from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records, repeats_rows
 from flower_dp.privacy.client_terms import Terms
@@ -133,7 +131,7 @@ class LocalDPClient(NodeClient):
         why = self.recipe.why_unfit(self.model, records) if isinstance(self.recipe, MadeUp) else None
         return None if why is None else f"{UNFIT}: {why}"
 
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+    def _work(self, vector: Tensor, instruction: Instruction) -> answering.Work:
         """Return the work whose rows are private one by one, each charged to its client's account."""
         ask, number, recipe = instruction.ask, instruction.server_round, self._recipe(instruction.ask)
         account = account_of(self.ledger, self.clients, self.context)
@@ -142,9 +140,10 @@ class LocalDPClient(NodeClient):
         self._replied = True
         agreed, refused = self._agreed(instruction, recipe)
         recipes, kept = dict.fromkeys(agreed, recipe), {}
-        if isinstance(recipe, Stateful):
+        if isinstance(recipe, Stateful) and self.context is not None:  # `account_of` has refused a client without one
             vectors = {name: torch.from_numpy(one.copy()).to(vector.device) for name, one in ask.vectors.items()}
-            kept = self._kept(agreed, vector)
+            found = {name: kept_of(self.context.state, name, vector.numel()) for name in agreed}
+            kept = {name: torch.from_numpy(one).to(vector.device) for name, one in found.items() if one is not None}
             recipes = {name: recipe.given(vectors, kept.get(name)) for name in agreed}
         if ask.metrics is None:  # a client that can't train pays nothing
             tried = {name: self._dry_run(name, records) for name, (_, records) in agreed.items()}
@@ -163,14 +162,14 @@ class LocalDPClient(NodeClient):
                     name=name,
                     records=records,
                     seed=batch_seed(self.seed, number, name),
-                    secret=Once(partial(self.generator, instruction, name)),
+                    secret=cache(partial(answering.generator, self, instruction, name)),
                     weight=ask.own[name].weight,
                     kept=kept.get(name),
                 )
                 yield recipes[name].pipeline(terms.release, model=self.model, server_round=number), [job]
 
         length = vector.numel() if ask.metrics is None else len(ask.metrics.bounds)
-        return Work(groups=groups(), length=length, refused=dict(refused))
+        return answering.Work(groups=groups(), length=length, refused=dict(refused))
 
     def _recipe(self, ask: Ask) -> LocalRecipe:
         """Return how replies to an ask are made.
@@ -180,17 +179,13 @@ class LocalDPClient(NodeClient):
         """
         if ask.metrics is None:
             return self.recipe
-        metrics = self.record_metrics or record_loss_and_accuracy(_loss_of(self.recipe))
+        recipe: Any = self.recipe
+        metrics = self.record_metrics or record_loss_and_accuracy(
+            recipe.loss if hasattr(recipe, "loss") else recipe.training.loss
+        )
         if unknown := sorted(set(ask.metrics.bounds) - set(metrics.names)):
             raise Declined(f"metric {unknown[0]!r}: this client has {', '.join(metrics.names)}")
-        return EvaluationRecipe(training=self.recipe, budget=self.evaluation_budget, metrics=metrics, bounds=ask.metrics)
-
-    def _kept(self, names: Iterable[str], vector: Tensor) -> dict[str, Tensor]:
-        """Return what clients have kept from earlier rounds, of those that have something."""
-        if self.context is None:  # `account_of` refuses that
-            return {}
-        found = {name: kept_of(self.context.state, name, vector.numel()) for name in names}
-        return {name: torch.from_numpy(one).to(vector.device) for name, one in found.items() if one is not None}
+        return EvaluationRecipe(training=recipe, budget=self.evaluation_budget, metrics=metrics, bounds=ask.metrics)
 
     def _agreed(
         self, instruction: Instruction, recipe: LocalRecipe
@@ -208,8 +203,3 @@ class LocalDPClient(NodeClient):
             else:
                 agreed[name] = (terms, records)
         return agreed, refused
-
-
-def _loss_of(recipe: Any) -> Loss:
-    loss: Loss = recipe.loss if hasattr(recipe, "loss") else recipe.training.loss
-    return loss

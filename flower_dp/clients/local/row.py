@@ -9,8 +9,7 @@ import numpy as np
 from array_api_compat import array_namespace, device
 
 from flower_dp.clients.reply.parts import FullNoise, RecordClip
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained
-from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained, one_by_one
 from flower_dp.clients.reply.sending import Lossless
 from flower_dp.core import noise
 from flower_dp.core.metric_bounds import FINER_LATTICE

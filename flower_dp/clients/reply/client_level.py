@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from array_api_compat import array_namespace, device
 
 from flower_dp.clients.reply.parts import Clip, GaussianShare, IndicatorClip, Mask, Noise, NotPrivate, RowClip, ServerNoise
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Train, Trained, rows_together
-from flower_dp.clients.reply.rows import changed
+from flower_dp.clients.reply.pipeline import Job, Pipeline, Train, Trained, changed, rows_together
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, Lossless, RandK, TopK
 from flower_dp.core.noise import check_lattice
 from flower_dp.core.vectors import Array
@@ -60,7 +59,9 @@ def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
     clip: Clip = RowClip(clip_norm=ask.promise.clip_norm, step=ask.step)
     if ask.indicator is not None:
         train, clip = WithSlot(train=train), IndicatorClip(indicator=ask.indicator, step=ask.step)
-    noise = _noise(ask)
+    noise: Noise = ServerNoise() if ask.promise.noise_multiplier else NotPrivate()
+    if ask.noise_std:
+        noise = GaussianShare(noise_std=ask.noise_std)
     return Pipeline(
         train=train,
         before_clip=mask,
@@ -74,12 +75,6 @@ def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
 def _with_zero(row: Array) -> Array:
     xp = array_namespace(row)
     return xp.concat([row, xp.zeros((1,), dtype=row.dtype, device=device(row))])
-
-
-def _noise(ask: Ask) -> Noise:
-    if ask.noise_std:
-        return GaussianShare(noise_std=ask.noise_std)
-    return ServerNoise() if ask.promise.noise_multiplier else NotPrivate()
 
 
 def _encoder(ask: Ask, mask: Mask | None, noise: Noise) -> Encoder:

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.reply.pipeline import Job, Trained
-from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.reply.pipeline import Job, Trained, one_by_one
 from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.recipe import FlatModel, outputs_of
@@ -71,9 +69,5 @@ class MetricRows:
         self.model.vector.copy_(vector)
         with evaluating(module):
             values = self.metrics(module, job.records)
-        row = self.bounds.counted({name: _number(value) for name, value in values.items()})
+        row = self.bounds.counted({name: float(value) for name, value in values.items()})
         return torch.from_numpy(row).to(vector.device), torch.zeros((), device=vector.device)
-
-
-def _number(value: Any) -> float:
-    return float(value.item()) if isinstance(value, Tensor) else float(value)

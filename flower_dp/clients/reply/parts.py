@@ -3,8 +3,9 @@
 They are closed sets of final classes: a subclass could put data-dependent work between clip and noise.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, final
+from typing import ClassVar, final
 
 import numpy as np
 from array_api_compat import array_namespace, device, is_numpy_array
@@ -16,12 +17,8 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 from flower_dp.privacy.release import Release
 
-
-class Secret(Protocol):
-    """Gives the generator of one reply's noise and secret choices."""
-
-    def __call__(self) -> Generator:
-        """Return a generator that no other reply uses."""
+# Gives the generator of one reply's noise and secret choices, which no other reply uses.
+Secret = Callable[[], Generator]
 
 
 @final

@@ -5,20 +5,19 @@ between clip and noise; rounding to the lattice belongs to the clip. Selections 
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeVar, get_args
 
 from array_api_compat import array_namespace
 
-from flower_dp.clients.reasons import SEE_LOG, TRAINING, UNFIT, Declined, UnfitModelError
+from flower_dp.clients.reasons import SEE_LOG, TRAINING, UNFIT, Declined, UnfitModelError, contained, new_traceback_of, place_of
 from flower_dp.clients.reply.parts import Clip, Mask, Noise, RecordClip, Secret, ServerNoise, StepNoise
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value, width_of_sum
-from flower_dp.clients.tracebacks import new_traceback_of, place_of
 from flower_dp.core.clipping import NOT_FINITE, NotFiniteError, l2_norms
 from flower_dp.core.compression import Payload
-from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 from flower_dp.wire import FAILED, Code, Refusal
 
@@ -27,9 +26,12 @@ if TYPE_CHECKING:  # it needs torch, and a device that trains in another framewo
 
 log = logging.getLogger("flwr")
 
+# A clipped row on the lattice, None for one that is not finite; and its norm before the clip, None where nobody asks.
+_Clipped = tuple[Array | None, Array | None]
 _CLIPS, _NOISES = get_args(Clip), get_args(Noise)
 # A client's row [d] and its 0-d training loss, or its error; arrays of any library.
 Trained = tuple[Array, Array] | Exception
+_Work = TypeVar("_Work")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +219,7 @@ class Pipeline:
 
     def _clipped_together(
         self, pairs: Iterator[tuple[Job, Trained]], size: int
-    ) -> Iterator[tuple[Job, Trained, "_Clipped | None"]]:
+    ) -> Iterator[tuple[Job, Trained, _Clipped | None]]:
         """Yield every client's row with what clipping `size` rows at once makes of it; None: it is to be clipped alone."""
         if size == 1:
             yield from ((job, trained, None) for job, trained in pairs)
@@ -234,7 +236,7 @@ class Pipeline:
             for job, trained in part:
                 yield job, trained, None if isinstance(trained, Exception) else next(clipped)
 
-    def _clipped(self, rows: Sequence[Array], size: int, *, measured: bool) -> list["_Clipped"]:
+    def _clipped(self, rows: Sequence[Array], size: int, *, measured: bool) -> list[_Clipped]:
         """Clip rows [d] as one matrix [size, d], of the same shape for any number of clients: no row's bits depend on it."""
         xp = array_namespace(rows[0])
         # Norms of rows of zeros are computed a second time.
@@ -245,30 +247,26 @@ class Pipeline:
         matrix = xp.where(finite[:, None], matrix, xp.zeros_like(matrix))
         norms = l2_norms(matrix) if measured else None
         clipped, flags = self.clip(matrix), finite.tolist()
-        return [
-            _Clipped(row=clipped[i] if flags[i] else None, norm=None if norms is None else norms[i]) for i in range(len(rows))
-        ]
+        return [(clipped[i] if flags[i] else None, None if norms is None else norms[i]) for i in range(len(rows))]
 
-    def _clipped_alone(self, row: Array, *, measured: bool) -> "_Clipped":
+    def _clipped_alone(self, row: Array, *, measured: bool) -> _Clipped:
         if self.before_clip is not None:
             row = self.before_clip.keep(row)
         norm = l2_norms(row) if measured else None
         try:
-            return _Clipped(row=self.clip(row), norm=norm)
+            return self.clip(row), norm
         except NotFiniteError:
-            return _Clipped(row=None, norm=norm)
+            return None, norm
 
-    def _reply(self, trained: Trained, job: Job, made: "_Clipped | None" = None) -> Reply | Refusal:
+    def _reply(self, trained: Trained, job: Job, made: _Clipped | None = None) -> Reply | Refusal:
         if isinstance(trained, Exception):
             raise trained
         row, loss = trained
         length = row.shape[0]
-        if made is None:
-            made = self._clipped_alone(row, measured=job.measured)
-        norm, clipped = made.norm if job.measured else None, made.row
+        clipped, norm = self._clipped_alone(row, measured=job.measured) if made is None else made
         if clipped is None:
             return Refusal(code=FAILED, reason=f"{TRAINING}: {NOT_FINITE}")
-        secret = Once(job.secret)
+        secret = cache(job.secret)  # one generator a reply: no numbers in it repeat others, not even with a fixed seed for tests
         noised = self.noise.add(clipped, self.clip.step, secret)
         leaving: Array = noised if self.after_noise is None else self.after_noise(noised)
         num_bytes, alone = self.encode.row_bytes(length, bytes_a_value(leaving, self.clip, self.noise)), None
@@ -279,34 +277,12 @@ class Pipeline:
             leaving, alone = self.encode.quantize(leaving, secret())
             num_bytes = alone.num_bytes
         kept = None if self.keep is None else self.keep(leaving, job.kept)
-        return Reply(row=leaving, loss=loss, norm=norm, num_bytes=num_bytes, alone=alone, kept=kept)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Clipped:
-    """A clipped row on the lattice, None for one that is not finite; and its norm before the clip."""
-
-    row: Array | None
-    norm: Array | None
+        return Reply(row=leaving, loss=loss, norm=norm if job.measured else None, num_bytes=num_bytes, alone=alone, kept=kept)
 
 
 def rows_together(train: Train) -> int:
     """Return how many of a training's rows are clipped at once."""
     return getattr(train, "rows_together", 1)
-
-
-class Once:
-    """One generator for a whole reply: no numbers in it repeat others, not even with a fixed seed for tests."""
-
-    def __init__(self, secret: Secret) -> None:
-        self._secret = secret
-        self._rng: Generator | None = None
-
-    def __call__(self) -> Generator:
-        """Return the reply's one generator."""
-        if self._rng is None:
-            self._rng = self._secret()
-        return self._rng
 
 
 def failure(name: str, error: Exception, what: str = TRAINING, *, code: Code = FAILED) -> Refusal:
@@ -330,3 +306,32 @@ def failure(name: str, error: Exception, what: str = TRAINING, *, code: Code = F
 
 def _kind(part: object) -> str:
     return type(part).__name__
+
+
+def one_by_one(
+    jobs: Sequence[_Work], row: Callable[[_Work], tuple[Array, Array]], *, reset: Callable[[], None] = lambda: None
+) -> Iterator[Trained]:
+    """Yield what `row` makes of every client, its row and its training loss, or its error, in order.
+
+    `reset` is called before and after each: the next client's reply must not depend on what this client's data left behind.
+    """
+    for job in jobs:
+        made: Trained
+        try:
+            with contained():
+                reset()
+                made = row(job)
+        except Exception as error:
+            made = error
+        try:
+            with contained():
+                reset()
+        except Exception as error:
+            made = error
+        yield made
+
+
+def changed(trained: Iterable[Trained], change: Callable[[Array], Array]) -> Iterator[Trained]:
+    """Yield clients' rows with a change of each; errors and losses as they are."""
+    for one in trained:
+        yield one if isinstance(one, Exception) else (change(one[0]), one[1])

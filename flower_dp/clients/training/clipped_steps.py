@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from flower_dp.clients.reasons import UnfitModelError
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.reply.pipeline import Job, Trained
-from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.reply.pipeline import Job, Trained, one_by_one
 from flower_dp.clients.training.batches import Inputs
 from flower_dp.clients.training.draws import draws_seed
 from flower_dp.clients.training.losses import Loss

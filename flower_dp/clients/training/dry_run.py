@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients import reasons
-from flower_dp.clients.tracebacks import place_of, traceback_of
+from flower_dp.clients.reasons import place_of, traceback_of
 from flower_dp.clients.training import batches
 from flower_dp.clients.training.batches import Batch
 from flower_dp.clients.training.clipped_steps import ConvexModel

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from flower_dp.clients.reply.pipeline import Trained
-from flower_dp.clients.reply.rows import one_by_one
+from flower_dp.clients.reply.pipeline import Trained, one_by_one
 from flower_dp.clients.training.devices import reproducible
 from flower_dp.clients.training.recipe import FlatModel, Training
 from flower_dp.clients.training.records import Records

@@ -12,8 +12,7 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from flower_dp import wire
 from flower_dp.clients.reasons import contained
-from flower_dp.clients.reply.pipeline import Job, Train, Trained
-from flower_dp.clients.reply.rows import changed, one_by_one
+from flower_dp.clients.reply.pipeline import Job, Train, Trained, changed, one_by_one
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.vectors import Array
 from flower_dp.wire import Model, RecordNames
