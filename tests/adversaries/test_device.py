@@ -556,7 +556,7 @@ def test_training_refuses_vectors_that_its_method_does_not_work_with() -> None:
     app = ClientApp(mods=[privacy_mod(name="c0")])
     app.train()(lambda message, context: pytest.fail("the app was called"))
     sent = replace(training(), ask=replace(training().ask, vectors={"control": vector}))
-    with pytest.raises(Declined, match=r"vectors=\['control'\]: must be names of vectors that .* this client works with"):
+    with pytest.raises(Declined, match=r"vectors=\['control'\]: must be names of vectors that .* a method of this client"):
         answered(app(wire.train_message(1, wire.MESSAGE_API, ZEROS, {}, sent), context_of()))
 
 

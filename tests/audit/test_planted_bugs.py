@@ -17,7 +17,7 @@ from dp_accounting import NoOpDpEvent
 from flower_dp.audit import audit, worst_case
 from flower_dp.audit.case import Trials, quiet
 from flower_dp.audit.methods import fedsgd_dpc, local_steps, noised_sum
-from flower_dp.clients.node_client import NodeClient
+from flower_dp.clients import answering
 from flower_dp.core import noise
 from flower_dp.core.sampling import PoissonSampling
 from flower_dp.privacy import accounting, events
@@ -129,17 +129,17 @@ def one_noise_for_all_rounds(monkeypatch):
 
 def one_noise_for_all_clients(monkeypatch):
     """The clients of a round draw from copies of one generator."""
-    fresh, drawn = NodeClient.generator, {}
+    fresh, drawn = answering.generator, {}
 
-    def generator(self, instruction, name, *, on=None):
-        rng = fresh(self, instruction, name, on=on)
+    def generator(client, instruction, name, *, on=None):
+        rng = fresh(client, instruction, name, on=on)
         if name == "c0":
             drawn["state"] = rng.bit_generator.state
         elif "state" in drawn:
             rng.bit_generator.state = drawn["state"]
         return rng
 
-    monkeypatch.setattr(NodeClient, "generator", generator)
+    monkeypatch.setattr(answering, "generator", generator)
 
 
 def cohort_of_the_largest_updates(monkeypatch):
