@@ -209,3 +209,9 @@ def test_no_record_decides_whether_the_client_replies(reported: Any) -> None:
     answer = ask(app_of(mod_of(), reported), own())
     assert answer.refused == {}
     assert answer.total.any()
+
+
+def test_an_app_evaluates_for_no_client_of_another_node() -> None:
+    answer = ask(app_of(privacy_mod(name="a")), replace(ask_for(), clients=("b", "c")))
+    assert answer.refused == {"b": "not hosted here", "c": "not hosted here"}
+    assert not answer.total.any()
