@@ -195,3 +195,19 @@ def test_rows_of_scaffold_are_seen_without_their_drift():
         row = replies._own("a", asked, update.astype(np.float32))
         np.testing.assert_allclose(row, -gradient, atol=1e-6)
         own = gradient
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.7])
+def test_a_canary_or_its_negative_scores_by_both_likelihoods(rate):
+    """Under replace-one: the log-likelihood ratio of a contribution less that of its negative, by hand."""
+    rng = np.random.default_rng(0)
+    choices = np.array([1, -1, 1, -1, 1, 1, -1, -1])
+    made = ClientCanaries.drawn([f"c{n}" for n in range(8)], choices, relation="replace-one", dimension=400, rng=rng)
+    before, other = rng.normal(size=(2, 400))
+    after = before + choices @ made.directions + rng.normal(size=400)
+    seen = made.directions @ (after - before - other)
+    seen -= np.median(seen) if rate < 0.5 else 0.0
+    variance = max(1.4826 * np.median(np.abs(seen)), 1e-3) ** 2
+    ratios = [np.log(1 - rate + rate * np.exp((sign * seen - 0.5) / variance)) for sign in (1, -1)]
+    found = made.score([before, after], others=[other], scales=[1.0], sampling_rate=rate)
+    np.testing.assert_allclose(found, ratios[0] - ratios[1], rtol=1e-6, atol=1e-8)
