@@ -635,8 +635,8 @@ def test_what_a_budget_affords_under_one_relation_it_does_not_under_another():
     for relation in ("add-or-remove-one", "replace-one"):
         scope = Scope(unit="client", relation=relation)
         words = {"release": "r", "number": 1, "server_round": 1, "kind": "k", "scope": scope, "owners": (EVERY_CLIENT,)}
-        one = Charge(**words, events=(GaussianDpEvent(5.0),))
-        cost = accounting.epsilon(GaussianDpEvent(5.0), delta=1e-5, relation=relation).epsilon
+        one = Charge(**words, events=(dp.GaussianDpEvent(5.0),))
+        cost = accounting.epsilon(dp.GaussianDpEvent(5.0), delta=1e-5, relation=relation).epsilon
         allowed[relation] = left.why_not(Charges(), one, private=True) is None
         assert allowed[relation] == (cost <= 1.0)
     assert list(allowed.values()) == [True, False]
