@@ -101,7 +101,8 @@ def log_constants(now: Round, collected: Collected) -> None:
     same = [name for name, array in now.layout.unflatten(collected.total[: now.layout.size]).items() if not array.any()]
     if same and len(same) < len(now.layout.names):
         log.warning(
-            "round %s: no reply changes %s, which noise is added to; name constant arrays in frozen_arrays",
+            "round %s: no reply changes %s, which noise is added to; name in frozen_arrays what is constant in all rounds "
+            "(the first matrix of a LoRA adapter is not: it moves once the second one does)",
             now.server_round,
             ", ".join(map(repr, same)),
         )
