@@ -6,7 +6,6 @@ replaced record can't change a clipped sum by more.
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -106,8 +105,11 @@ class Replies:
         """
         found = {}
         for node, sent in exchanged.items():
-            with suppress(RuntimeError):  # it has sent none
-                found[self.names[node]] = self._own(self.names[node], *row_of(sent))
+            try:
+                asked, row = row_of(sent)
+            except RuntimeError:  # it has sent none
+                continue
+            found[self.names[node]] = self._own(self.names[node], asked, row)
         return found
 
     def _own(self, name: str, asked: Instruction, row: np.ndarray) -> np.ndarray:
