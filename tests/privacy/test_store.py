@@ -16,8 +16,8 @@ import pytest
 
 from flower_dp.core import dp
 from flower_dp.privacy import accounting, ledger_tables, store
-from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import EVERY_CLIENT, Scope
+from flower_dp.privacy.budget import JointBudget, Remaining
+from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, Scope
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.store import Store
 from tests.charges import charge_each, one_charge
@@ -626,3 +626,13 @@ def test_an_interruption_while_names_are_written_leaves_no_charge_of_a_name_that
             ledger.append(run, local(1, ("a", "b")))
         ledger.append(run, local(1, ("b", "c", "d")))
     assert [one.owners for one in content(path)[run]] == [("b", "c", "d")]
+
+
+def test_what_a_budget_affords_under_one_relation_it_does_not_under_another():
+    """A charge that was allowed, and then not written, said the same of one that costs twice as much."""
+    left, allowed = Remaining(JointBudget(epsilon=1.0, delta=1e-5)), []
+    for relation in ("add-or-remove-one", "replace-one"):
+        words = {"release": "r", "number": 1, "server_round": 1, "kind": "k", "owners": (EVERY_CLIENT,)}
+        one = Charge(**words, scope=Scope(unit="client", relation=relation), events=(dp.GaussianDpEvent(5.0),))
+        allowed.append(left.why_not(Charges(), one, private=True) is None)
+    assert allowed == [True, False]
