@@ -8,7 +8,7 @@ import click
 import typer
 
 from flower_dp.cli.options import AsJson, Settings, given, refuse, refusing
-from flower_dp.core.words import digits_in_words
+from flower_dp.core.words import digits_in_words, finite_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -229,18 +229,14 @@ def _answer_of_run(
             "method": statement.method,
             "num_rounds": statement.num_rounds,
             **{key: value for key, value in statement.noise.items() if key.endswith("noise_multiplier")},
-            "epsilon": _finite(statement.epsilon),
+            "epsilon": finite_or_none(statement.epsilon),
             "private": statement.private,
             "delta": statement.delta,
             "relation": statement.relation,
             "accountant": statement.accountant,
-            **{f"against {one.name}": _finite(one.epsilon) for one in statement.adversaries if one.name in _ADVERSARIES},
+            **{f"against {one.name}": finite_or_none(one.epsilon) for one in statement.adversaries if one.name in _ADVERSARIES},
             **chosen,
         },
         as_json=as_json,
     )
     _warn(delta_warnings(statement.assumptions))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

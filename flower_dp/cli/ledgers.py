@@ -10,7 +10,7 @@ import typer
 
 from flower_dp.cli.options import AsJson, given, refusing
 from flower_dp.core import checks, dp
-from flower_dp.core.words import delta_in_words, epsilon_in_words
+from flower_dp.core.words import delta_in_words, epsilon_in_words, finite_or_none
 
 if TYPE_CHECKING:
     from flower_dp.privacy.charges import Charges, Scope
@@ -153,7 +153,7 @@ def _account(entry: "Entry", delta: float) -> dict[str, Any]:
     return {
         "replies": entry.replies,
         "num_replies": entry.num_replies,
-        "epsilon": _finite(entry.spent.cost(at).epsilon),
+        "epsilon": finite_or_none(entry.spent.cost(at).epsilon),
         "delta": at,
         "relation": entry.relation,
         "terms": entry.terms,
@@ -216,7 +216,7 @@ def _costs(charges: "Charges", delta: float) -> "list[tuple[Scope, dict[str, Any
 
 
 def _of(scope: "Scope", epsilon: float) -> dict[str, Any]:
-    return {"unit": scope.unit, "relation": scope.relation, "epsilon": _finite(epsilon)}
+    return {"unit": scope.unit, "relation": scope.relation, "epsilon": finite_or_none(epsilon)}
 
 
 def _run(run: "LedgerRun", charges: "Charges", delta: float) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def _client_lines(clients: dict[str, list[dict[str, Any]]], of: dict[str, Any]) 
         if (one["unit"], one["relation"]) == (of["unit"], of["relation"])
     }
     first = sorted(costs, key=lambda name: (-costs[name], name))
-    lines = [f"  {name}: epsilon {_shown(_finite(costs[name]))}" for name in first[:_LISTED]]
+    lines = [f"  {name}: epsilon {_shown(finite_or_none(costs[name]))}" for name in first[:_LISTED]]
     if len(first) > _LISTED:
         lines.append(f"  and {len(first) - _LISTED} others, with less: --json has all")
     return lines
@@ -263,10 +263,6 @@ def _run_line(name: str, run: dict[str, Any]) -> str:
     costs = "; ".join(f"epsilon {_shown(one['epsilon'])} ({one['unit']}, {one['relation']})" for one in run["epsilon"])
     seeded = "" if run["private"] else ", noise from a fixed seed"
     return f"run {name[:8]}, {run['method']}, {run['started']}{seeded}: {charges}{'; ' * bool(costs)}{costs}"
-
-
-def _finite(epsilon: float) -> float | None:
-    return epsilon if math.isfinite(epsilon) else None
 
 
 def _shown(epsilon: float | None) -> str:

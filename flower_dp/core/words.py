@@ -2,6 +2,7 @@
 
 import math
 from decimal import ROUND_CEILING, Context, Decimal
+from typing import Any
 
 # More digits than any float has before its point.
 _DIGITS = 400
@@ -61,3 +62,12 @@ def beyond_in_words(claimed: float, largest: float) -> str:
 def spent_in_words(epsilon: float | None, delta: float) -> str:
     """Return `epsilon 1.2341 at delta 1e-05`, both rounded up."""
     return f"epsilon {epsilon_in_words(epsilon)} at delta {delta_in_words(delta)}"
+
+
+def finite_or_none(value: Any) -> Any:
+    """Return the value with None for every number that is not finite, in dicts, lists and tuples too, as JSON needs it."""
+    if isinstance(value, dict):
+        return {key: finite_or_none(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(finite_or_none, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value

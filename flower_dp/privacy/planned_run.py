@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flower_dp.core import checks, dp, sampling
-from flower_dp.core.words import digits_in_words
+from flower_dp.core.words import digits_in_words, finite_or_none
 from flower_dp.privacy import accounting, mechanisms, selection
 from flower_dp.privacy.events import Relation
 
@@ -84,7 +84,7 @@ class PlannedRun:
             allowed = f"epsilon={epsilon:g} allows more than {MOST_ROUNDS:,} rounds; choose less noise"
             raise ValueError(f"--noise-multiplier={noise_multiplier:g}: {allowed}")
         if rounds == 0:
-            one = _finite(accounting.epsilon(event(1), delta=self.delta, relation=self.relation).epsilon)
+            one = finite_or_none(accounting.epsilon(event(1), delta=self.delta, relation=self.relation).epsilon)
             costs = "has no finite epsilon" if one is None else f"costs epsilon={digits_in_words(one, 6)}"
             raise ValueError(f"--epsilon={epsilon:g}: one round with --noise-multiplier={noise_multiplier:g} {costs}")
         return replace(self, num_rounds=rounds)
@@ -98,9 +98,9 @@ class PlannedRun:
         cost = accounting.epsilon(event, delta=self.delta, relation=self.relation)
         renyi = accounting.rdp_epsilon(event, delta=self.delta, relation=self.relation)
         return {
-            "epsilon": _finite(cost.epsilon),
+            "epsilon": finite_or_none(cost.epsilon),
             "private": math.isfinite(cost.epsilon),
-            **({} if renyi is None else {"epsilon_rdp": _finite(renyi)}),
+            **({} if renyi is None else {"epsilon_rdp": finite_or_none(renyi)}),
             "noise_multiplier": noise_multiplier,
             "delta": cost.delta,
             "relation": cost.relation,
@@ -128,7 +128,7 @@ def choice(runs: Sequence[dp.DpEvent], number: selection.NumberOfRuns, *, delta:
     return {
         "best_of_mean": number.mean,
         "best_of_shape": number.shape if math.isfinite(number.shape) else "poisson",
-        "best_of_epsilon": _finite(cost.epsilon),
+        "best_of_epsilon": finite_or_none(cost.epsilon),
         "best_of_accountant": cost.accountant,
     }
 
@@ -208,7 +208,3 @@ def from_options(
         delta=delta,
         relation="replace-one" if relation == "replace-one" or sampling == "fixed-size" else "add-or-remove-one",
     )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

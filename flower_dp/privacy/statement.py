@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from flower_dp.core.words import delta_in_words, epsilon_in_words, spent_in_words
+from flower_dp.core.words import delta_in_words, epsilon_in_words, finite_or_none, spent_in_words
 from flower_dp.privacy.accounting import Cost
 from flower_dp.privacy.events import Relation
 
@@ -198,7 +198,7 @@ class PrivacyStatement:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statement as JSON-ready values; an infinite epsilon is None, and `private` is False then."""
-        return {"private": self.private, **_finite(asdict(self))}
+        return {"private": self.private, **finite_or_none(asdict(self))}
 
     def __str__(self) -> str:
         if self.private:
@@ -248,15 +248,6 @@ def _by_client(title: str, epsilons: Mapping[str, float]) -> list[str]:
     if len(shown) > 1 and len(set(shown.values())) == 1:
         return [f"{title}: {next(iter(shown.values()))}"]
     return [f"{title}: " + ", ".join(f"{name} {value}" for name, value in shown.items())] if shown else []
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with every infinite number replaced by None."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_finite(item) for item in value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _alike(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:

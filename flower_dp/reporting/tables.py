@@ -9,7 +9,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from flower_dp.core.words import delta_in_words, digits_in_words, epsilon_in_words
+from flower_dp.core.words import delta_in_words, digits_in_words, epsilon_in_words, finite_or_none
 from flower_dp.reporting.compare import Curve
 from flower_dp.reporting.labels import find, wrapped
 
@@ -140,22 +140,18 @@ def _record(curve: Curve) -> dict[str, Any]:
     first, private = curve.runs[0], curve.private
     return {
         "curve": curve.label,
-        "mean": _finite(curve.mean[-1]),
-        "std": _finite(curve.std[-1]) if len(curve.runs) > 1 else None,
+        "mean": finite_or_none(curve.mean[-1]),
+        "std": finite_or_none(curve.std[-1]) if len(curve.runs) > 1 else None,
         "round": int(curve.rounds[-1]),
         "seeds": _seeds(curve),
         "private": private,
-        "largest_epsilon": _finite(curve.epsilon),
+        "largest_epsilon": finite_or_none(curve.epsilon),
         "delta": first.delta if private else None,
         "protects": first.unit if private else None,
         "against": first.adversary if private else None,
         "runs": [str(run.folder) for run in curve.runs],
         "settings": dict(curve.differ),
     }
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _seeds(curve: Curve) -> int:

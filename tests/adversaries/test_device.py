@@ -616,3 +616,31 @@ def test_a_servers_words_come_back_in_one_line_of_bounded_length(text: str, capl
         assert one.isprintable()
         assert len(one) <= 1500
     assert terms.kind in caplog.text  # which the device's owner has to see
+
+
+@pytest.mark.parametrize("seeded", [None, 7])
+def test_seeded_noise_of_an_evaluation_is_told(seeded: int | None) -> None:
+    budget = EvaluationBudget(epsilon=1.0, num_evaluations=3)
+    own = LocalDPClient(
+        model=linear(),
+        clients={"c0": records("c0")},
+        recipe=BUDGET,
+        device="cpu",
+        context=context_of(),
+        evaluation=budget,
+        noise_seed=seeded,
+    )
+    terms = budget.terms("c0", BUDGET.terms("c0", records("c0")))
+    locally = own_instruction(wire.EVALUATION, {"c0": terms}, metrics=ACCURACY)
+    assert f'"seeded_noise":{str(seeded is not None).lower()}' in own.evaluation(model(), config_of(locally))[wire.KEY]
+    plain = device(None, noise_seed=seeded)
+    assert f'"seeded_noise":{str(seeded is not None).lower()}' in plain.evaluation(model(), config_of(evaluation()))[wire.KEY]
+    app = ClientApp(mods=[privacy_mod(name="c0", noise_seed=seeded)])
+    app.evaluate()(lambda message, context: Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.5})}), reply_to=message))
+    reply = app(wire.evaluate_message(1, wire.MESSAGE_API, ZEROS, {}, evaluation()), context_of())
+    assert f'"seeded_noise":{str(seeded is not None).lower()}' in str(reply.content[wire.KEY][wire.KEY])
+
+
+def test_metrics_leave_if_a_bool_allows_them() -> None:
+    with pytest.raises(ValueError, match="allow_metrics='no': must be True or False"):
+        ClientPolicy(allow_metrics="no")  # type: ignore[arg-type]

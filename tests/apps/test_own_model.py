@@ -353,3 +353,11 @@ def test_the_model_follows_from_the_seed_and_leaves_torchs_own_state_alone(tmp_p
         made.append(load_file(tmp_path / name / "model.safetensors")["weight"].tolist())
     assert made[0] == made[1] != made[2]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_module_that_was_loaded_from_elsewhere_is_not_the_apps(folder, monkeypatch):
+    theirs = ModuleType("my_functions")
+    vars(theirs).update(__file__=__file__, load_records=load_records)
+    monkeypatch.setitem(sys.modules, "my_functions", theirs)
+    with pytest.raises(ValueError, match=r"data-fn='my_functions:load_records': module 'my_functions' is loaded already, from"):
+        app_functions.named("data-fn", "my_functions:load_records", trusted=False)

@@ -11,11 +11,12 @@ from scipy import stats
 from flower_dp.audit import one_run_records
 from flower_dp.audit.one_run_audit import audit_run
 from flower_dp.audit.one_run_clients import ClientCanaries
-from flower_dp.audit.one_run_records import RecordScores, planted
+from flower_dp.audit.one_run_records import RecordScores, Replies, planted
 from flower_dp.clients import FlatModel, TensorRecords
 from flower_dp.core import noise
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.running import apps
+from flower_dp.wire import Ask, Instruction, OwnAsk, Promise
 
 # 200 clients with three real digits each, all in every round; half of them are canaries.
 CLIENTS = [
@@ -185,3 +186,39 @@ def test_a_score_grows_with_an_update_against_the_gradient_of_x():
 def test_what_has_no_canaries_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         audit_run(config("breast-cancer", settings), num_canaries=51)
+
+
+def test_rows_of_scaffold_are_seen_without_their_drift():
+    """Over two rounds, c_i' is the mean of the noised gradients: Dx = -E eta (g + c - c_i), solved by hand."""
+    steps = FedPAQSteps(
+        learning_rate=0.5, num_local_steps=2, batch_size=4, clip_norm=1.0, sensitivity="per-step", decay_iterations=None
+    )
+    replies = Replies(names={2: "a"}, drift=steps)
+    first, second = np.array([1.0, 0.0, 2.0]), np.array([0.0, -1.0, 1.0])
+    controls = [np.zeros(3), np.array([0.5, 0.25, -1.0])]
+    own = np.zeros(3)
+    for number, (gradient, control) in enumerate(zip((first, second), controls, strict=True), start=1):
+        update = -2 * 0.5 * (gradient + control - own)
+        own_ask = {"a": OwnAsk(weight=1.0, terms="", noise_multiplier=1.0, number=1, run="a run")}
+        promise, vectors = Promise(clip_norm=1.0, noise_multiplier=1.0), {"control": control.astype(np.float32)}
+        ask = Ask(promise=promise, placement="local", own=own_ask, vectors=vectors)
+        asked = Instruction(server_round=number, method="scaffold", clients=("a",), ask=ask)
+        row = replies._own("a", asked, update.astype(np.float32))
+        np.testing.assert_allclose(row, -gradient, atol=1e-6)
+        own = gradient
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.7])
+def test_a_canary_or_its_negative_scores_by_both_likelihoods(rate):
+    """Under replace-one: the log-likelihood ratio of a contribution less that of its negative, by hand."""
+    rng = np.random.default_rng(0)
+    choices = np.array([1, -1, 1, -1, 1, 1, -1, -1])
+    made = ClientCanaries.drawn([f"c{n}" for n in range(8)], choices, relation="replace-one", dimension=400, rng=rng)
+    before, other = rng.normal(size=(2, 400))
+    after = before + choices @ made.directions + rng.normal(size=400)
+    seen = made.directions @ (after - before - other)
+    seen -= np.median(seen) if rate < 0.5 else 0.0
+    variance = max(1.4826 * np.median(np.abs(seen)), 1e-3) ** 2
+    ratios = [np.log(1 - rate + rate * np.exp((sign * seen - 0.5) / variance)) for sign in (1, -1)]
+    found = made.score([before, after], others=[other], scales=[1.0], sampling_rate=rate)
+    np.testing.assert_allclose(found, ratios[0] - ratios[1], rtol=1e-6, atol=1e-8)

@@ -117,14 +117,6 @@ def test_the_device_adds_its_share_of_the_noise_afresh_every_time() -> None:
     assert not np.any(first == second)
 
 
-def test_a_client_that_was_not_asked_is_not_in_the_answer() -> None:
-    seen: list[Any] = []
-    answer = ask(app_of(privacy_mod(name="a"), seen=seen), replace(ask_for(), clients=("b", "c")))
-    assert answer.refused == {"b": "not hosted here", "c": "not hosted here"}
-    assert not answer.total.any()
-    assert seen == []
-
-
 SHARE = ask_for("distributed", 0.4)
 AS_TRAINING = json.dumps({**json.loads(ask_for().to_json()), "method": "dp-fedavg"})
 TRAINING = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=made())
@@ -217,3 +209,9 @@ def test_no_record_decides_whether_the_client_replies(reported: Any) -> None:
     answer = ask(app_of(mod_of(), reported), own())
     assert answer.refused == {}
     assert answer.total.any()
+
+
+def test_an_app_evaluates_for_no_client_of_another_node() -> None:
+    answer = ask(app_of(privacy_mod(name="a")), replace(ask_for(), clients=("b", "c")))
+    assert answer.refused == {"b": "not hosted here", "c": "not hosted here"}
+    assert not answer.total.any()

@@ -630,9 +630,13 @@ def test_an_interruption_while_names_are_written_leaves_no_charge_of_a_name_that
 
 def test_what_a_budget_affords_under_one_relation_it_does_not_under_another():
     """A charge that was allowed, and then not written, said the same of one that costs twice as much."""
-    left, allowed = Remaining(JointBudget(epsilon=1.0, delta=1e-5)), []
+    left = Remaining(JointBudget(epsilon=1.0, delta=1e-5))
+    allowed = {}
     for relation in ("add-or-remove-one", "replace-one"):
-        words = {"release": "r", "number": 1, "server_round": 1, "kind": "k", "owners": (EVERY_CLIENT,)}
-        one = Charge(**words, scope=Scope(unit="client", relation=relation), events=(dp.GaussianDpEvent(5.0),))
-        allowed.append(left.why_not(Charges(), one, private=True) is None)
-    assert allowed == [True, False]
+        scope = Scope(unit="client", relation=relation)
+        words = {"release": "r", "number": 1, "server_round": 1, "kind": "k", "scope": scope, "owners": (EVERY_CLIENT,)}
+        one = Charge(**words, events=(dp.GaussianDpEvent(5.0),))
+        cost = accounting.epsilon(dp.GaussianDpEvent(5.0), delta=1e-5, relation=relation).epsilon
+        allowed[relation] = left.why_not(Charges(), one, private=True) is None
+        assert allowed[relation] == (cost <= 1.0)
+    assert list(allowed.values()) == [True, False]

@@ -189,17 +189,6 @@ def test_a_run_that_goes_back_before_silent_rounds_evaluates_again(tmp_path):
     assert ENDED not in made.statement.incidents
 
 
-def test_evaluations_that_have_ended_stay_so_when_the_run_goes_back(tmp_path):
-    """They end with the one of round 4, and the run with that round and the two before it, which are silent."""
-    away = Grid(range(3, 99), unevaluated=range(2, 99))
-    with pytest.raises(RuntimeError, match="in the last 3 rounds"):
-        start(strategy(**EVALUATED), away, tmp_path / "run")
-    made, grid = strategy(**EVALUATED), Grid(())
-    start(made, grid, tmp_path / "run", resume=True)
-    assert grid.asked("evaluate") == []
-    assert made.statement.incidents.count(ENDED) == 1
-
-
 def counted(monkeypatch, number, grid, *, rate=0.5):
     """A run whose evaluating cohorts are secret, and whose noised number of those who answered is this."""
     plan = PrivateEvaluation(noise_multiplier=1.0, sampling=PoissonSampling(sampling_rate=rate))
@@ -244,4 +233,15 @@ def test_evaluations_by_single_clients_that_nobody_answers_end(method):
         made.configure_evaluate(server_round, flat(), {}, grid)
         made.aggregate_evaluate(server_round, [])
     assert made.rules.evaluation.counts(made.charges) == dict.fromkeys(["c0", "c1", "c2", "c3"], 3)
+    assert made.statement.incidents.count(ENDED) == 1
+
+
+def test_evaluations_that_have_ended_stay_so_when_the_run_goes_back(tmp_path):
+    """They end with the one of round 4, and the run with that round and the two before it, which are silent."""
+    away = Grid(range(3, 99), unevaluated=range(2, 99))
+    with pytest.raises(RuntimeError, match="in the last 3 rounds"):
+        start(strategy(**EVALUATED), away, tmp_path / "run")
+    made, grid = strategy(**EVALUATED), Grid(())
+    start(made, grid, tmp_path / "run", resume=True)
+    assert grid.asked("evaluate") == []
     assert made.statement.incidents.count(ENDED) == 1
