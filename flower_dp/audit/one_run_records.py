@@ -6,6 +6,7 @@ replaced record can't change a clipped sum by more.
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -105,12 +106,9 @@ class Replies:
         """
         found = {}
         for node, sent in exchanged.items():
-            try:
-                asked, row = row_of(sent)
-            except RuntimeError:  # it has sent none
-                continue
-            found[self.names[node]] = self._own(self.names[node], asked, row)
-        return found
+            with suppress(RuntimeError):  # it has sent none
+                found[self.names[node]] = row_of(sent)
+        return {name: self._own(name, *one) for name, one in found.items()}
 
     def _own(self, name: str, asked: Instruction, row: np.ndarray) -> np.ndarray:
         """Return a row without drift: the client's next control variate is the mean of its noised gradients."""
