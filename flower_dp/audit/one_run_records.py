@@ -107,8 +107,8 @@ class Replies:
         found = {}
         for node, sent in exchanged.items():
             with suppress(RuntimeError):  # it has sent none
-                found[self.names[node]] = self._own(self.names[node], *row_of(sent))
-        return found
+                found[self.names[node]] = row_of(sent)
+        return {name: self._own(name, *one) for name, one in found.items()}
 
     def _own(self, name: str, asked: Instruction, row: np.ndarray) -> np.ndarray:
         """Return a row without drift: the client's next control variate is the mean of its noised gradients."""

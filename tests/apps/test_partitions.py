@@ -111,6 +111,7 @@ def test_a_sample_costs_what_it_holds_however_many_records_there_are():
         ("dirichlet", {"dirichlet_alpha": 0.0}, "dirichlet-alpha=0.0: must be a finite number > 0"),
         ("dirichlet", {"num_clients": 75, "labels": LABELS[:100]}, "num-clients=75: 100 records cannot be dealt"),
         ("pathological", {"classes_per_client": 11}, "classes-per-client=11: must be 1 to 10"),
+        ("label-shards", {"classes_per_client": 0}, "classes-per-client=0: must be 1 to 10"),
         ("iid", {"num_clients": 1000, "records_per_client": 5}, "records-per-client=5: client 0 gets only 4 of the 4000 .*=1000"),
         ("natural", {"num_clients": 19}, "num-clients=19: must be 20 with partition='natural'"),
         ("natural", {"groups": None}, "partition='natural': the data of this task name no devices"),

@@ -1,12 +1,14 @@
 """The one-run audit of real runs: real digits and tumours, the methods' own strategies and clients, in this process."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
+from flower_dp.audit import one_run_records
 from flower_dp.audit.one_run_audit import audit_run
 from flower_dp.audit.one_run_clients import ClientCanaries
 from flower_dp.audit.one_run_records import RecordScores, Replies, planted
@@ -132,6 +134,15 @@ def test_noise_far_below_the_claim_is_flagged_by_record_canaries(method, little_
     audit = audit_run(fedpaq(method, f"{method}.epsilon=1", "num-rounds=1"), num_canaries=400, seed=3)
     assert audit.claimed == pytest.approx(1.0, rel=1e-3)
     assert audit.refuted  # by 127 right guesses of 160; in eight runs 142 to 148 were right, with a standard deviation of 2
+
+
+def test_an_error_while_a_row_is_read_ends_the_audit(monkeypatch):
+    """A client without a row is left out; where all were, the audit would find nothing, whatever leaves."""
+    steps = FedPAQSteps(num_local_steps=1, batch_size=1, clip_norm=1.0, learning_rate=0.1, sensitivity="per-step")
+    asked = SimpleNamespace(server_round=1, ask=SimpleNamespace(vectors={"control": np.zeros(3, np.float32)}))
+    monkeypatch.setattr(one_run_records, "row_of", lambda sent: (asked, np.zeros(4)))
+    with pytest.raises(RuntimeError, match="size"):
+        one_run_records.Replies(names={2: "a"}, drift=steps, kept={"a": torch.zeros(5)}).rows({2: None})
 
 
 def test_record_canaries_change_no_size_and_follow_the_coins():

@@ -147,6 +147,14 @@ def test_the_delta_is_the_given_one_or_that_of_the_budget_or_the_least_of_the_ru
     assert (told["delta"], told["joint"][0]["epsilon"]) == (delta, pytest.approx(expected))
 
 
+def test_a_run_with_a_fixed_seed_is_told(says, path):
+    Store.create(path)
+    with Store(path) as ledger:
+        ledger.append(ledger.begin(method="m", delta=1e-3, private=False), charge())
+    assert ", noise from a fixed seed: 1 x dp-fedavg; epsilon infinite: not private" in says(path)[1]
+    assert json.loads(says(path, "--json")[1])["joint"][0]["epsilon"] is None
+
+
 def test_the_folder_of_a_run_stands_for_its_ledger(says, path):
     folder = path.parent / "run" / "checkpoint"
     folder.mkdir(parents=True, mode=0o700)

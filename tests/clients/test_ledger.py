@@ -59,8 +59,8 @@ def test_two_runs_spend_one_budget(path, tmp_path, node_config):
     assert [replies(files[name], name) for name in NAMES] == [3, 3]
 
 
-def client(path, state=None, names=("c0",)):
-    data = {name: records(name) for name in names}
+def client(path, state=None, names=("c0",), read=records):
+    data = {name: read(name) for name in names}
     return LocalDPClient(model=linear(), clients=data, recipe=RECIPE, context=context_of(state), ledger=path, device="cpu")
 
 
@@ -69,6 +69,26 @@ def ask(made, names=("c0",)):
     asked = own_instruction("fedsgd-dpc", dict.fromkeys(names, RECIPE.terms("c0", records("c0"))))
     arrays, _, answer = made.fit([array.numpy() for array in model_arrays(linear()).values()], {wire.KEY: asked.to_json()})
     return reasons(wire.Answer.from_json(answer[wire.KEY], names)), arrays[-1]
+
+
+def test_a_reply_is_on_the_disk_before_a_record_is_touched(path):
+    counted = []
+
+    class Watched:
+        def __len__(self):
+            return len(records("c0"))
+
+        def batch(self, *arguments):
+            counted.append(replies(path))
+            return records("c0").batch(*arguments)
+
+        def __getattr__(self, name):
+            return getattr(records("c0"), name)
+
+    for number in (1, 2):
+        assert ask(client(path, read=lambda _: Watched()))[0] == {}
+        assert set(counted) == {number}
+        counted.clear()
 
 
 def test_a_ledger_that_cannot_be_used_sends_nothing_and_tells_the_server_no_path(path, caplog):

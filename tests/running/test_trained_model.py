@@ -90,6 +90,14 @@ def test_arrays_without_names_are_taken_in_turn(tmp_path):
         folder.model_into(nn.Linear(2, 2))
 
 
+def test_the_model_of_a_run_that_did_not_end_is_told_as_such(tmp_path, caplog):
+    folder = RunFolder.create(tmp_path / "run", {}, "run")
+    for unfinished in ("", "after round 1"):
+        folder.finish(shifted(nn.Linear(2, 2)), unfinished=unfinished)
+        folder.model_into(nn.Linear(2, 2))
+        assert ("a run that did not end: after round 1" in caplog.text) is bool(unfinished)
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [

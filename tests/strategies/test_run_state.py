@@ -104,6 +104,16 @@ def test_what_another_method_was_charged_is_not_forgotten(evaluated):
     assert other.statement == before
 
 
+def test_a_run_that_has_ended_stays_so():
+    """Also where the next round would be paid for: it may be of other clients, or cost less."""
+    strategy = DPFedAvg(**PRIVATE, target_epsilon=6.0)
+    strategy.plan(50)
+    rounds(strategy, MODEL, range(1, 2))
+    strategy._session.note(ended_before=2)
+    other = moved(DPFedAvg(**PRIVATE, target_epsilon=6.0), strategy.state)
+    assert not other.configure_train(2, MODEL, ConfigRecord(), grid_of_four())
+
+
 def test_a_run_of_local_ledgers_does_not_go_on_with_clients_that_it_did_not_begin_with():
     strategy = DPPASGD(**PASGD)
     strategy._session.open(("a", "b"))

@@ -89,7 +89,7 @@ def partition(
         return Sampled(num_records=len(labels), records_per_client=records_per_client, num_clients=num_clients, seed=seed)
     if kind == "dirichlet":
         checks.number("dirichlet-alpha", dirichlet_alpha, above=0)
-    if kind in WITH_CLASSES and not 1 <= classes_per_client <= (num_classes := len(np.unique(labels))):
+    if kind in WITH_CLASSES and not (num_classes := len(np.unique(labels))) >= classes_per_client >= 1:
         raise checks.bad("classes-per-client", classes_per_client, f"1 to {num_classes}, the number of classes")
     rng = np.random.default_rng(seed)
     if kind == "natural":
