@@ -111,7 +111,11 @@ class Terms:
     def _goes_on(self, opened: str) -> bool:
         kind, _, noise = opened.rpartition(_NOISE)
         now = float(self.release.mechanism.noise_multiplier)
-        return kind == self.kind and float(noise) * (1 - _LESS_NOISE) <= now <= float(noise) * (1 + _MORE_NOISE)
+        try:
+            before = float(noise)
+        except ValueError:  # of a damaged account: it is refused, and no other client of the node with it
+            return False
+        return kind == self.kind and before * (1 - _LESS_NOISE) <= now <= before * (1 + _MORE_NOISE)
 
 
 def num_replies_of(text: str) -> int:

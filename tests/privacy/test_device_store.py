@@ -63,6 +63,8 @@ def test_an_account_keeps_its_terms(path):
         assert refused["a"].public == "its account was opened on other terms"
         assert refused["a"].own.startswith("its account was opened on other terms (3 replies, Laplace")
     assert replies(path) == 1
+    # Of a damaged account, in a node's state: this client alone is refused.
+    assert terms().why_not(1, terms().text + "?").public == "its account was opened on other terms"
 
 
 SAMPLED = {"mechanism": Gaussian(noise_multiplier=1.1), "sampler": FixedSizeSampling(cohort_size=10), "relation": "replace-one"}
