@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs pidfd_open and /proc"),
     trains_after_a_fork,
 ]
-NOBODY = 65534
 # Every client in every round: a Poisson cohort may be empty, one of 64 here, and then nobody is asked and no server dies there.
 EVERYBODY = replace(SETUPS["DP-FedAvg"], strategy=server.central(sampling=FullSampling()), event=lambda _: GaussianDpEvent(NOISE))
 
