@@ -229,3 +229,14 @@ def test_one_client_without_noise_makes_a_run_not_private():
     assert not waiting.statement.private  # before the one without noise has sent anything
     pasgd = stated(DPPASGD(**PASGD | {"epsilon": budgets}, batch_size=4, learning_rate=0.25))
     assert (pasgd.private, pasgd.paper) == (False, None)
+
+
+@pytest.mark.parametrize("sampling", [FullSampling(), FixedSizeSampling(cohort_size=2)], ids=["full", "fixed-size"])
+def test_the_stated_noise_of_a_sum_is_z_c_and_that_of_the_mean_is_over_the_expected_cohort(sampling):
+    words = LEVEL | {"clip_norm": 0.25, "sampling": sampling}
+    cohort = 4 if isinstance(sampling, FullSampling) else 2
+    for strategy in (DPFedAvg(**words), DPFedSAM(**words, placement="distributed")):
+        noise = strategy.statement.noise
+        assert (noise["clip_norm"], noise["noise_multiplier"]) == (0.25, 4.0)
+        assert noise["noise_std_of_the_sum"] == pytest.approx(4.0 * 0.25)
+        assert noise["noise_std_of_the_mean"] == pytest.approx(4.0 * 0.25 / cohort)
