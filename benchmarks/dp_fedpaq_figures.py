@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 import points
 import torch
-from points import Row, Run, config_of, deviation, quiet, records, spread, table
+from points import ParsedRunConfig, Row, config_of, deviation, quiet, records, spread, table
 from torch import Tensor
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel
-from flower_dp.clients.reply.pipeline import Job
+from flower_dp.clients.reply.pipeline import ClientJob
 from flower_dp.privacy import accounting
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies, update_terms
 
 CLIENTS, RECORDS, CLASSES, DELTA, RATE, DECAY = 100, 542, 10, 1e-4, 0.1, 100.0
@@ -62,7 +62,7 @@ class Case:
     digits: int = 2
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> ClientTerms:
         """What the product would do with this much noise and a sensitivity that is proved: `per-step`."""
         epsilon = self.epsilon
         if self.sensitivity == NOT_PROVED:  # the same noise, of a sensitivity so many times larger
@@ -85,7 +85,7 @@ class Case:
 
 
 @cache
-def _terms(steps: FedPAQSteps, epsilon: float, rounds: int, cohort: int, calibration: str) -> Terms:
+def _terms(steps: FedPAQSteps, epsilon: float, rounds: int, cohort: int, calibration: str) -> ClientTerms:
     replies = expected_replies(rounds, cohort, CLIENTS, at_random=True)
     return update_terms(
         steps=steps, epsilon=epsilon, delta=DELTA, num_replies=replies, num_records=RECORDS, calibration=calibration
@@ -104,7 +104,7 @@ class Problem:
     def __init__(self, seed: int, digits: int, data_dir: str) -> None:
         dealing = {"partition": "het-mnist", "classes-per-client": digits, "num-clients": CLIENTS}
         self.config = config_of("mnist-dp-fedpaq", {**dealing, "seed": seed, "data-dir": data_dir})
-        self.run, dealt = Run.of(self.config), records.deal(records.config_of(self.config))
+        self.run, dealt = ParsedRunConfig.of(self.config), records.deal(records.config_of(self.config))
         self.clients = [dealt.clients[name] for name in sorted(dealt.clients)]
         batches = [one.batch(torch.arange(RECORDS), torch.device("cpu")) for one in self.clients]
         self.inputs = torch.stack([_with_ones(inputs) for inputs, _ in batches])
@@ -159,7 +159,7 @@ def check(problem: Problem) -> None:
     drift = 0.1 * torch.randn(problem.start.shape, generator=torch.Generator().manual_seed(1))
     release = recipe.terms("", problem.clients[7]).release
     pipeline = recipe.pipeline(release, model=flat, server_round=1, drift=_row(drift).to(torch.float64))
-    job = Job(name="", records=problem.clients[7], seed=0, secret=lambda: np.random.default_rng(5))
+    job = ClientJob(name="", records=problem.clients[7], seed=0, secret=lambda: np.random.default_rng(5))
     ((total, _),) = pipeline.train.rows(flat.vector.clone(), [job])
     product = total if pipeline.after_noise is None else pipeline.after_noise(total)
     places = torch.from_numpy(np.random.default_rng(5).permutation(RECORDS)[: case.steps * case.batch])[None]

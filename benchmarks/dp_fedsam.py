@@ -46,7 +46,7 @@ from flower_dp.running.apps import resolve  # noqa: E402
 from flower_dp.running.run_folder import PLOT, is_finished, write_whole  # noqa: E402
 from flower_dp.running.values import Value  # noqa: E402
 from flower_dp.sweeps.folder import SweepFolder  # noqa: E402
-from flower_dp.sweeps.plan import PlannedRun  # noqa: E402
+from flower_dp.sweeps.plan import SweepRun  # noqa: E402
 from flower_dp.sweeps.results import Results, last_metrics  # noqa: E402
 from flower_dp.sweeps.sweep import Sweep  # noqa: E402
 
@@ -234,7 +234,7 @@ def _in_process(sweep: Sweep, folder: SweepFolder, deadline: float) -> None:
         sweep.make(folder, print)  # makes no run: writes the table, the figure and the statement
 
 
-def play(run: PlannedRun, place: Path, *, goes_on: bool) -> None:
+def play(run: SweepRun, place: Path, *, goes_on: bool) -> None:
     """Make one run in this process, on one node that hosts all clients, as a worker of the simulation does."""
     from flwr.app import Context, RecordDict  # noqa: PLC0415 - a second, and torch another
 
@@ -254,14 +254,14 @@ def play(run: PlannedRun, place: Path, *, goes_on: bool) -> None:
 # What came out
 
 
-def finished(file: Path, folder: Path) -> list[PlannedRun]:
+def finished(file: Path, folder: Path) -> list[SweepRun]:
     """Return the runs of a sweep that have finished."""
     if not file.is_file():
         return []
     return [run for run in Sweep.read(file).runs if is_finished(SweepFolder(folder).of(run))]
 
 
-def last(run: PlannedRun, folder: Path, metric: str) -> float:
+def last(run: SweepRun, folder: Path, metric: str) -> float:
     """Return the last value of a run's metric."""
     return float(last_metrics(read_past_run(SweepFolder(folder).of(run)), metric)[metric])
 
@@ -328,7 +328,7 @@ def _by_run(values: Mapping[str, Mapping[int, float]]) -> dict[tuple[str, int], 
     return {(name, seed): one for name, of in values.items() for seed, one in of.items()}
 
 
-def _settings(place: Path, runs: Sequence[PlannedRun]) -> str:
+def _settings(place: Path, runs: Sequence[SweepRun]) -> str:
     numbers = [(run.config, last(run, place / TUNE, CHOSEN_BY)) for run in runs]
     chosen, rows = best(numbers), []
     for name in ((method, clip) for clip in CLIPS for method in METHODS):
@@ -344,7 +344,7 @@ def _settings(place: Path, runs: Sequence[PlannedRun]) -> str:
     return _table(["", "clip norm", "learning rate", "best (%)", "worst (%)", "runs"], rows)
 
 
-def _radii(place: Path, runs: Mapping[str, Sequence[PlannedRun]], accuracy: Mapping[Variant, Mapping[str, Any]]) -> str:
+def _radii(place: Path, runs: Mapping[str, Sequence[SweepRun]], accuracy: Mapping[Variant, Mapping[str, Any]]) -> str:
     found: dict[float, dict[str, dict[int, float]]] = {0.0: {}}
     for run in runs[RADII]:
         of = found.setdefault(run.config["dp-fedsam.sam-radius"], {}).setdefault(partition_of(run.config), {})
@@ -359,7 +359,7 @@ def _radii(place: Path, runs: Mapping[str, Sequence[PlannedRun]], accuracy: Mapp
     return _table(["radius (0: DP-FedAvg)", *named, "above DP-FedAvg"], rows)
 
 
-def _norms(place: Path, runs: Mapping[str, Sequence[PlannedRun]]) -> str:
+def _norms(place: Path, runs: Mapping[str, Sequence[SweepRun]]) -> str:
     rows = []
     for stage in (NORMS, RADII):
         for run in [run for run in runs[stage] if run.seed == 0]:
@@ -372,7 +372,7 @@ def _norms(place: Path, runs: Mapping[str, Sequence[PlannedRun]]) -> str:
     return _table(["", "learning rate", "clip norm", "first round", "last round", "mean of all", "std over clients"], rows)
 
 
-def curves(place: Path, runs: Sequence[PlannedRun]) -> dict[str, dict[float, dict[int, float]]]:
+def curves(place: Path, runs: Sequence[SweepRun]) -> dict[str, dict[float, dict[int, float]]]:
     """Return the accuracy of each method, by epsilon and seed."""
     found: dict[str, dict[float, dict[int, float]]] = {}
     for run in runs:

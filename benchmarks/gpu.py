@@ -45,7 +45,7 @@ from flower_dp.apps.tasks.models import make  # noqa: E402
 from flower_dp.clients import DPClient, FlatModel, Training  # noqa: E402
 from flower_dp.clients.training.recipe import parts  # noqa: E402
 from flower_dp.core.noise import lattice_step  # noqa: E402
-from flower_dp.wire import KEY, Answer, Ask, Instruction, Promise  # noqa: E402
+from flower_dp.wire import KEY, Instruction, Promise, ReleaseRequest, ReplyHeader  # noqa: E402
 
 CLIP_NORM = 0.5
 # A job takes no further turn after so many seconds.
@@ -163,17 +163,17 @@ def whole_round(cohort: Cohort, device: torch.device, records_on: torch.device |
         clients=clients,
         training=cohort.job.training,
         device=device,
-        engine="auto",
+        training_engine="auto",
         group_size=cohort.size,
     )
     arrays = [parameter.detach().cpu().numpy().copy() for parameter in client.model.parameters]
     promise = Promise(clip_norm=CLIP_NORM, noise_multiplier=1.0)
     step = lattice_step(promise.noise_scale, clip_norm=CLIP_NORM, dimension=client.model.layout.size)
-    ask = Ask(promise=promise, placement="central", step=step)
+    ask = ReleaseRequest(promise=promise, placement="central", step=step)
     instruction = Instruction(server_round=1, method="dp-fedavg", clients=tuple(clients), ask=ask)
 
     def fit() -> None:
-        answer = Answer.from_json(str(client.fit(arrays, {KEY: instruction.to_json()})[2][KEY]), instruction.clients)
+        answer = ReplyHeader.from_json(str(client.fit(arrays, {KEY: instruction.to_json()})[2][KEY]), instruction.clients)
         if answer.refused:
             raise RuntimeError(f"{len(answer.refused)} clients sent nothing: {next(iter(answer.refused.values()))}")
 

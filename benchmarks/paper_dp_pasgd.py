@@ -71,10 +71,10 @@ def batch_sizes(name: str, data_dir: str, batch: int = BATCH) -> str:
 def numbers(strategy: Any, statement: PrivacyStatement) -> Row:
     """Return what the table says of a run."""
     return {
-        "rounds": statement.num_rounds,
+        "rounds": statement.num_charged_rounds,
         "cost": max(strategy.rules.costs(strategy.charges).values()),
         "tight epsilon": statement.epsilon,
-        "paper epsilon": None if statement.paper is None else statement.paper.epsilon,
+        "paper epsilon": None if statement.paper_epsilon is None else statement.paper_epsilon.epsilon,
         "largest noise std": statement.noise["largest_noise_std_of_a_mean_gradient"],
     }
 

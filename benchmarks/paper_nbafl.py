@@ -51,7 +51,7 @@ def _numbers(strategy: Any, statement: PrivacyStatement) -> Row:
         "downlink std": strategy.rules.downlink_noise_std,
         "uplink": tight.get("uplink", statement.epsilon),
         "downlink": tight.get("downlink", statement.epsilon),
-        "paper valid": None if statement.paper is None else statement.paper.valid,
+        "paper valid": None if statement.paper_epsilon is None else statement.paper_epsilon.valid,
     }
 
 

@@ -29,7 +29,7 @@ from grids import LocalGrid  # noqa: E402
 
 from flower_dp.apps import records  # noqa: E402
 from flower_dp.apps.client_app import app  # noqa: E402
-from flower_dp.apps.methods import Run  # noqa: E402
+from flower_dp.apps.methods import ParsedRunConfig  # noqa: E402
 from flower_dp.apps.tasks.models import loss_of, predictions  # noqa: E402
 from flower_dp.clients import TensorRecords, model_arrays  # noqa: E402
 from flower_dp.privacy import accounting  # noqa: E402
@@ -100,7 +100,7 @@ def run_once(point: Point, seed: int, data_dir: str) -> Outcome:
     """Run a point with a seed, which governs data split, initial model and order of records, never noise."""
     started = time.monotonic()
     config = config_of(point.preset, {**point.settings, "seed": seed, "data-dir": data_dir})
-    run, dealt = Run.of(config), records.deal(records.config_of(config))
+    run, dealt = ParsedRunConfig.of(config), records.deal(records.config_of(config))
     model, num_rounds = run.model(), run.settings.num_rounds
     strategy = run.strategy(partial(_sizes, dealt))
     # One node hosts all clients, as a worker of the simulation hosts its part of them.
@@ -137,7 +137,9 @@ def _sizes(dealt: records.Dealt) -> dict[str, int]:
     return {name: len(own) for name, own in dealt.clients.items()}
 
 
-def _validation(run: Run, dealt: records.Dealt, model: nn.Module) -> Callable[[int, ArrayRecord], MetricRecord | None]:
+def _validation(
+    run: ParsedRunConfig, dealt: records.Dealt, model: nn.Module
+) -> Callable[[int, ArrayRecord], MetricRecord | None]:
     """Return an evaluate_fn on the records that are held out for validation; one that returns nothing where there are none."""
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -150,7 +152,7 @@ def _validation(run: Run, dealt: records.Dealt, model: nn.Module) -> Callable[[i
 
 
 @torch.inference_mode()
-def test(run: Run, model: nn.Module, arrays: ArrayRecord, public: TensorRecords) -> tuple[float, float]:
+def test(run: ParsedRunConfig, model: nn.Module, arrays: ArrayRecord, public: TensorRecords) -> tuple[float, float]:
     """Return loss and accuracy of a model on public records."""
     model.load_state_dict(arrays.to_torch_state_dict())
     kind, everything = run.settings.model, torch.arange(len(public))

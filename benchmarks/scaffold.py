@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 import torch
-from points import LocalGrid, Run, app, config_of, deviation, model_arrays, quiet, records, table, test
+from points import LocalGrid, ParsedRunConfig, app, config_of, deviation, model_arrays, quiet, records, table, test
 
 # The app's own: the preset's table is not read by the other method.
 DEFAULTS = {"epsilon": 4.0, "clip-norm": 1.0, "sensitivity": "clip-update", "num-local-steps": 10, "decay-iterations": 100.0}
@@ -54,7 +54,7 @@ def rounds_of(method: str, seed: int, steps: int, options: argparse.Namespace) -
         f"{table_of}.num-replies": options.most_rounds,
     }
     config = config_of("mnist-scaffold-not-private", settings)
-    run = Run.of(config)
+    run = ParsedRunConfig.of(config)
     dealt, model = records.deal(records.config_of(config)), run.model()
     public = records.records_to_test_with(run, records.config_of(config))
     strategy = run.strategy(lambda: {name: len(own) for name, own in dealt.clients.items()})

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
-from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.budget import LedgerBudget
+from flower_dp.privacy.charges import ALL_CLIENTS, Charge, CostScope
 from flower_dp.privacy.store import Store
 
 EVENT = PoissonSampledDpEvent(0.01, GaussianDpEvent(2.0))
@@ -33,8 +33,8 @@ def charge(number: int, owners: tuple[str, ...]) -> Charge:
         release="dp-pasgd",
         number=number,
         server_round=number,
-        kind="a benchmark",
-        scope=Scope(unit="client", relation="add-or-remove-one"),
+        fingerprint="a benchmark",
+        scope=CostScope(unit="client", relation="add-or-remove-one"),
         owners=owners,
         events=(EVENT,),
     )
@@ -66,7 +66,7 @@ def charged(ledger: Store, run: str, cohorts: list[tuple[str, ...]], first: int)
 
 
 @contextmanager
-def begun(path: Path, budget: JointBudget | None) -> Iterator[tuple[Store, str]]:
+def begun(path: Path, budget: LedgerBudget | None) -> Iterator[tuple[Store, str]]:
     """Create a ledger, and begin a run on it."""
     Store.create(path, budget)
     with Store(path) as ledger:
@@ -100,10 +100,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=words.folder) as name:
         folder = Path(name)
         told("one write of 4 KiB with fsync", fsyncs(folder, words.rounds))
-        budgets = {"": None, ", with a budget": JointBudget(epsilon=50.0, delta=1e-6)}
+        budgets = {"": None, ", with a budget": LedgerBudget(epsilon=50.0, delta=1e-6)}
         for what, budget in budgets.items():
             with begun(folder / f"every{bool(budget)}.sqlite", budget) as (ledger, run):
-                told(f"a round of a client-level run{what}", charged(ledger, run, [(EVERY_CLIENT,)] * words.rounds, 1))
+                told(f"a round of a client-level run{what}", charged(ledger, run, [(ALL_CLIENTS,)] * words.rounds, 1))
         for what, budget in budgets.items():
             path = folder / f"books{bool(budget)}.sqlite"
             names = [f"client-{number:07d}" for number in rng.permutation(words.clients)]

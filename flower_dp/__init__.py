@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
         return RunFolder
     if name == "record_run":
-        from flower_dp.running.recorded import record_run  # noqa: PLC0415
+        from flower_dp.running.run_recorder import record_run  # noqa: PLC0415
 
         return record_run
     if name == "simulate":

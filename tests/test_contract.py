@@ -110,7 +110,7 @@ def still_run(method: Method) -> Run:
     seen: list[int] = []
 
     def look() -> None:
-        seen.append(strategy.statement.num_rounds)
+        seen.append(strategy.statement.num_charged_rounds)
         for charge in method.charges:
             assert charge.ledgers(strategy)
             one = replace(method, charges=(charge,))
@@ -267,7 +267,7 @@ def test_a_spoilt_or_foreign_reply_counts_as_missing(method):
     assert [report.replies for report in forged.strategy.rounds] == [3] * len(faults)
     assert forged.bits == untampered(method, 1, num_rounds=len(faults)).bits
     assert forged.bits[1] != untampered(method, num_rounds=len(faults)).bits[1]  # the honest reply would have been seen
-    assert forged.strategy.statement.num_rounds == len(faults)
+    assert forged.strategy.statement.num_charged_rounds == len(faults)
     assert any(line.startswith(f"{len(faults)} ") and "did not count" in line for line in forged.strategy.statement.incidents)
 
 
@@ -349,7 +349,7 @@ def test_the_log_says_before_round_1_how_the_noise_compares_with_the_longest_mea
     arguments, run = STILL_WORDS, still_run(method)
     heard = shares(arguments) if method.fewest > 1 else arguments.num_clients
     dimension = run.models[0].size
-    norm, reach = run.strategy.rules.noise_and_signal(dimension)
+    norm, reach = run.strategy.rules.noise_and_signal_norms(dimension)
     assert (norm, reach) == pytest.approx(
         (method.noise(arguments, heard) * math.sqrt(dimension), method.reach(arguments)), rel=1e-3
     )
@@ -437,7 +437,7 @@ def test_an_empty_cohort_pays_and_its_noise_is_released(method):
     run = run_of(method, arguments, STILL)
     assert not run.grid.train_messages
     assert [report.cohort_size for report in run.strategy.rounds] == [0] * 4
-    assert run.strategy.statement.num_rounds == 4
+    assert run.strategy.statement.num_charged_rounds == 4
     assert 0 < run.strategy.statement.epsilon < math.inf
     if method.fewest > 1:
         assert len(set(run.bits)) == 1
@@ -492,7 +492,7 @@ def test_the_statement_says_what_the_settings_say(method):
     assert f"Privacy statement: {method.title}\n" in text
     assert (statement.unit, statement.relation) == (method.unit, method.relation)
     assert statement.delta == method.delta(arguments)
-    assert statement.num_rounds == arguments.num_rounds
+    assert statement.num_charged_rounds == arguments.num_rounds
     assert f"over {arguments.num_rounds} rounds" in text
     assert method.sampling(arguments) in statement.sampling
     for name, value in method.numbers(arguments).items():
@@ -503,7 +503,7 @@ def test_the_statement_says_what_the_settings_say(method):
     assert exact * (1 - 1e-3) <= statement.epsilon <= exact * 1.01
     assert statement.epsilon == pytest.approx(max(one.epsilon for one in statement.adversaries if not one.trusted))
     against = {one.name: one for one in statement.adversaries}
-    assert against["the server"].noise_std == pytest.approx(method.message_noise(arguments), rel=2e-3)
+    assert against["the server"].lowest_noise_std == pytest.approx(method.message_noise(arguments), rel=2e-3)
     assert text.count("Against ") == len({replace(one, name="", sees="") for one in statement.adversaries})
     assert f"Not covered: {OTHER_RUNS}" in text
     assert statement.private
@@ -526,7 +526,7 @@ def test_noise_from_a_seed_is_not_private(method):
     assert statement.epsilon == strategy.epsilon == math.inf
     assert not statement.private
     assert "NOT PRIVATE" in str(statement)
-    assert statement.paper is None or not statement.paper.valid
+    assert statement.paper_epsilon is None or not statement.paper_epsilon.valid
 
 
 @own_clients_of_each_kind
@@ -544,7 +544,7 @@ def test_a_client_with_noise_from_a_seed_is_refused_and_changes_no_other_stateme
     assert refused.statement.epsilon == missing.statement.epsilon
     assert refused.epsilon == missing.epsilon < math.inf
     assert (refused.missing.rejected, refused.rounds[0].replies) == (1, missing.rounds[0].replies)
-    assert any("fixed seed" in line for line in refused.statement.incidents) != refused.secret_cohort
+    assert any("fixed seed" in line for line in refused.statement.incidents) != refused.cohort_is_secret
     # Clients whose noise is from a seed say so.
     with pytest.raises(RuntimeError, match="its noise is from a fixed seed"):
         run_of(method, arguments, noise_seed=SEED)
@@ -654,7 +654,7 @@ def limited(method: Method, num_rounds: int) -> tuple[Words, float]:
 def test_the_target_is_never_passed(method, num_rounds):
     arguments, target = limited(method, num_rounds)
     run = run_of(method, arguments)
-    assert run.strategy.statement.num_rounds == len(run.strategy.rounds) == num_rounds
+    assert run.strategy.statement.num_charged_rounds == len(run.strategy.rounds) == num_rounds
     assert len(run.grid.train_messages) == 4 * num_rounds
     assert run.strategy.statement.epsilon <= target
     assert len(set(run.bits)) == num_rounds + 1
@@ -738,7 +738,7 @@ def test_nobody_trains_and_evaluates_more_than_the_ledger_was_charged(training, 
     spent = {(asked["train", node], asked["evaluate", node]) for node in nodes}
     costs = [gaussian_epsilon([4.0] * trained + [2.0] * evaluated, statement.relation, 1e-3) for trained, evaluated in spent]
     assert max(costs) <= statement.epsilon * (1 + 1e-6) <= strategy.epsilon * (1 + 2e-6)
-    assert max(statement.parts.values()) <= statement.epsilon * (1 + 1e-6)
+    assert max(statement.epsilon_by_release.values()) <= statement.epsilon * (1 + 1e-6)
 
 
 def test_the_closed_forms_are_those_of_the_literature():

@@ -13,7 +13,7 @@ from torch import nn
 import flower_dp
 from flower_dp import wire
 from flower_dp.clients import DPClient, FlatModel, TensorRecords, Training, model_arrays
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.refusal_messages import Declined
 from flower_dp.clients.training.attributes import base_hash
 from flower_dp.core.metric_bounds import MetricBounds
 from tests.asks import ask, config_of

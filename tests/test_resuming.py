@@ -20,7 +20,7 @@ from flower_dp import record_run, wire
 from flower_dp.clients import model_arrays
 from flower_dp.core.checks import SettingsError
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
-from flower_dp.privacy.private_file import LedgerError, why_not_own
+from flower_dp.privacy.private_file import LedgerError, ownership_error
 from flower_dp.privacy.store import Store
 from flower_dp.strategies import AdaptiveClip, DPFedAvg, PrivateEvaluation, writer
 from flower_dp.strategies.checkpoint import NEWEST, PREVIOUS, CheckpointError
@@ -233,7 +233,7 @@ def evaluation(every: int) -> PrivateEvaluation:
     "words",
     [
         *({"server_optimizer": one} for one in OPTIMIZERS),
-        {"clip_norm": AdaptiveClip(initial=0.5, smallest=0.01, largest=10.0)},
+        {"clip_norm": AdaptiveClip(initial_clip_norm=0.5, min_clip_norm=0.01, max_clip_norm=10.0)},
         {"sampling": RoundRobinSampling(cohort_size=1)},
         {"sampling": PoissonSampling(sampling_rate=0.5)},
         {"evaluation": evaluation(2), "evaluates": True},
@@ -372,7 +372,7 @@ def test_a_checkpoint_is_its_owners_alone_and_one_that_others_could_have_written
         place.chmod(mode)
     assert case.start().statement.num_rounds == 4
     owned = os.stat_result((0o700, 0, 0, 1, os.geteuid() + 1, 0, 0, 0, 0, 0))
-    assert f"belongs to user {os.geteuid() + 1}" in str(why_not_own(owned))
+    assert f"belongs to user {os.geteuid() + 1}" in str(ownership_error(owned))
 
 
 @pytest.mark.parametrize(("began", "goes_on"), [(3, None), (None, 3)])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flower_dp.strategies.releases.release import Release
-from flower_dp.strategies.rules import Rules
+from flower_dp.strategies.rules import MethodRules
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "flower_dp").rglob("*.py"))
@@ -95,7 +95,7 @@ def test_there_is_no_circle_of_imports():
     graphlib.TopologicalSorter(import_graph()).prepare()
 
 
-@pytest.mark.parametrize("kind", [Rules, Release])
+@pytest.mark.parametrize("kind", [MethodRules, Release])
 def test_what_a_method_must_have_is_little(kind):
     assert len([name for name in vars(kind) if not name.startswith("_")]) <= 8
 

@@ -2,16 +2,16 @@
 
 from flwr.app import Context
 
-from flower_dp.apps.device import hosted, own_settings
-from flower_dp.apps.kept import Kept, kept_of
-from flower_dp.apps.methods import Run
+from flower_dp.apps.device_settings import hosted, own_settings
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.apps.records import Config, config_of, deal, sizes_of
+from flower_dp.apps.vector_store import Kept, kept_of
 from flower_dp.clients import FlatModel, client_app
-from flower_dp.clients.node_client import NodeClient
+from flower_dp.clients.node_client import HostingClient
 from flower_dp.clients.training.devices import default_device
 
 
-def client_fn(context: Context) -> NodeClient:
+def client_fn(context: Context) -> HostingClient:
     """Return the node's clients, on the device's own terms; made once a process, and kept between messages of a run.
 
     Raises:
@@ -22,8 +22,8 @@ def client_fn(context: Context) -> NodeClient:
     return kept.once(key, lambda: _client(kept, *key))
 
 
-def _client(kept: Kept, own: Config, part: int, parts: int) -> NodeClient:
-    run = Run.of(dict(own))
+def _client(kept: Kept, own: Config, part: int, parts: int) -> HostingClient:
+    run = ParsedRunConfig.of(dict(own))
     model = kept.once(("model", own), lambda: FlatModel(run.model(), default_device()))
     clients = kept.once(("records", own), lambda: deal(own).clients.on(default_device()))
     return run.client(model, clients.part(part, parts), sizes_of(dict(own)))

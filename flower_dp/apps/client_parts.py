@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from flower_dp import clients as parts
-from flower_dp.apps.parts import Sizes, evaluation_budget_of
 from flower_dp.apps.settings import Settings
+from flower_dp.apps.strategy_arguments import Sizes, evaluation_budget_of
 from flower_dp.apps.tasks.models import loss_of, predictions
 from flower_dp.clients.local.evaluation import record_loss_and_accuracy
 from flower_dp.clients.local.recipe import LocalRecipe
@@ -81,9 +81,9 @@ def local_client(
 
 def _group_size(release: Release, num_hosted: int) -> int:
     """Return how many of a node's clients a round may be expected to draw: seldom more, and never by which are drawn."""
-    sampler, num_clients = release.sampler, release.num_clients
-    expected = sampler.expected_cohort(num_clients) * num_hosted / num_clients
-    fixed = num_hosted == num_clients and sampler.largest_cohort(num_clients) == expected
+    sampler, num_clients = release.sampler, release.num_units
+    expected = sampler.expected_cohort_size(num_clients) * num_hosted / num_clients
+    fixed = num_hosted == num_clients and sampler.max_cohort_size(num_clients) == expected
     return min(num_hosted, math.ceil(expected if fixed else expected + _SPREAD * math.sqrt(expected)))
 
 
@@ -104,17 +104,17 @@ def client_level_client(
         clients=clients,
         seed=settings.seed,
         training=training,
-        engine=settings.engine.replace("-", "_"),
+        training_engine=settings.training_engine.replace("-", "_"),
         group_size=_group_size(rules.release, len(clients)),
         metrics=loss_and_accuracy(training.loss, labels=None if loss else partial(predictions, settings.model)),
         policy=parts.ClientPolicy(
             max_clip_norm=largest,
             min_clip_norm=smallest if smallest < largest else None,
             min_noise_multiplier=rules.release.mechanism.noise_multiplier,
-            min_noise_std=(1 - 1e-9) * rules.noise.smallest_share * (largest / rules.release.clip_norm),
+            min_noise_std=(1 - 1e-9) * rules.noise.min_share_std * (largest / rules.release.clip_norm),
             allow_metrics=settings.report_client_metrics,
             allow_evaluation=evaluating is not None,
             min_evaluation_noise_multiplier=evaluating.release.mechanism.noise_multiplier if evaluating else 0.0,
-            min_evaluation_noise_std=(1 - 1e-9) * evaluating.noise.smallest_share if evaluating else 0.0,
+            min_evaluation_noise_std=(1 - 1e-9) * evaluating.noise.min_share_std if evaluating else 0.0,
         ),
     )

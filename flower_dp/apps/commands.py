@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from flower_dp.apps.client_parts import training_of
-from flower_dp.apps.methods import Run
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.apps.records import config_of, records_to_test_with, sizes_of
 from flower_dp.apps.tasks.models import loss_of
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.reporting.landscape import PublicTest
 from flower_dp.strategies.forecast import forecast, outside_event
@@ -19,7 +19,7 @@ def check(run_config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the invalid setting.
     """
-    run = Run.of(run_config)
+    run = ParsedRunConfig.of(run_config)
     training_of(run.settings)
     run.task()
     run.strategy(sizes_of(run_config))
@@ -38,7 +38,7 @@ def cost(run_config: Mapping[str, Any], *, own_model: bool = False) -> PrivacySt
     return forecast(**_planned(run_config, own_model=own_model))
 
 
-def outside(run_config: Mapping[str, Any], *, own_model: bool = False) -> tuple[dp.DpEvent, PrivacyStatement]:
+def outside(run_config: Mapping[str, Any], *, own_model: bool = False) -> tuple[dp_events.DpEvent, PrivacyStatement]:
     """Return what a run of these settings is charged with against those who are no clients, and its statement.
 
     Raises:
@@ -53,13 +53,13 @@ def public_test(run_config: Mapping[str, Any]) -> PublicTest:
     Raises:
         ValueError: naming the invalid setting, or if the records cannot be read.
     """
-    run = Run.of(run_config)
+    run = ParsedRunConfig.of(run_config)
     records = records_to_test_with(run, config_of(run_config))
     return PublicTest(module=run.model(), loss=loss_of(run.settings.model), records=records)
 
 
 def _planned(run_config: Mapping[str, Any], *, own_model: bool) -> dict[str, Any]:
-    run = Run.of(run_config, own_model=own_model)
+    run = ParsedRunConfig.of(run_config, own_model=own_model)
 
     def unknown() -> dict[str, int]:
         why = "epsilon follows from every client's number of records, and the app's data are not read here; start the run"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flower_dp.apps.methods import Run
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.apps.records import config_of, deal
 from flower_dp.apps.settings import Settings
 from flower_dp.apps.tasks import module_of
@@ -50,7 +50,7 @@ def pilot(
         ValueError: naming an invalid setting, or an `l2` with which the fit does not converge.
     """
     known = dict(given or {})
-    run = Run.of(run_config)
+    run = ParsedRunConfig.of(run_config)
     settings = run.settings
     dealt, classes = deal(config_of(run_config)).clients, module_of(settings.task).CLASSES
     rng = np.random.default_rng((settings.seed, 1))

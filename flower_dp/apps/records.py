@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from flower_dp.apps.methods import Run
-from flower_dp.apps.parts import Sizes
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.apps.settings import Settings
+from flower_dp.apps.strategy_arguments import Sizes
 from flower_dp.apps.tasks import Task
 from flower_dp.apps.tasks.partitions import Sampled, partition
 from flower_dp.clients import TensorRecords
@@ -83,7 +83,7 @@ def deal(config: Config) -> Dealt:
     Raises:
         ValueError: if the records cannot be read or dealt so, naming the setting.
     """
-    run = Run.of(dict(config))
+    run = ParsedRunConfig.of(dict(config))
     settings, task = run.settings, run.task()
     dealt = _dealt(
         task,
@@ -146,7 +146,7 @@ def sizes_of(run_config: Mapping[str, Any]) -> Sizes:
     return lambda: {name: len(records) for name, records in deal(config_of(run_config)).clients.items()}
 
 
-def records_to_test_with(run: Run, config: Config) -> TensorRecords:
+def records_to_test_with(run: ParsedRunConfig, config: Config) -> TensorRecords:
     """Return the server's test records: those that clients hold out, or else the task's own test set.
 
     Raises:

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flower_dp.apps.methods import Run
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.apps.settings import key_of
 from flower_dp.apps.tasks import module_of
 from flower_dp.core import checks
-from flower_dp.core.words import digits_in_words
+from flower_dp.core.formatting import format_rounded_up
 from flower_dp.methods import METHODS
 from flower_dp.privacy import accounting
 from flower_dp.strategies.client_level import ClientLevelRules
@@ -33,7 +33,7 @@ def check(run_config: Mapping[str, Any], *, defaults: Mapping[str, Any], given: 
     Raises:
         SettingsError: with all that is wrong, a line each.
     """
-    config, findings = {**defaults, **run_config}, checks.Findings()
+    config, findings = {**defaults, **run_config}, checks.ErrorCollector()
     method = config["method"]
     for key in given:
         if (table := key.rpartition(".")[0]) in METHODS and table != method and method in METHODS:
@@ -56,11 +56,11 @@ def check(run_config: Mapping[str, Any], *, defaults: Mapping[str, Any], given: 
         refused |= changed
         config = {key: value for key, value in config.items() if key not in changed}
         config |= {key: defaults[key] for key in changed & defaults.keys()}
-    findings.refuse()
+    findings.raise_if_any()
 
 
 def _try(config: Mapping[str, Any], *, built: bool) -> None:
-    run = Run.of(config, own_model=built)
+    run = ParsedRunConfig.of(config, own_model=built)
     folder = run.settings.data_dir
     # A folder that does not exist is refused in the task's words; what is in it, or how it is filled, is seen later.
     if not built and not re.match("[a-z]{2,}:", folder):
@@ -81,14 +81,18 @@ def _check_target(rules: Any, num_clients: int) -> None:
     """
     if not isinstance(rules, ClientLevelRules) or rules.target_epsilon is None:
         return
-    release = rules.noise.without_one_of(rules.noise.shares(num_clients)) if rules.noise.shares_vary else rules.noise.charged
+    release = (
+        rules.noise.without_own_share(rules.noise.shares(num_clients))
+        if rules.noise.num_shares_varies
+        else rules.noise.release_to_participants
+    )
     event, relation = release.event(1), rules.release.relation
     renyi = accounting.rdp_epsilon(event, delta=rules.about.delta, relation=relation)
     if renyi is not None and renyi <= rules.target_epsilon:
         return
     cost = accounting.epsilon(event, delta=rules.about.delta, relation=relation, grid=_GRID).epsilon
     if cost - 2 * _GRID > rules.target_epsilon:
-        why = f"one round alone costs epsilon={digits_in_words(cost, 3)}; more noise costs less"
+        why = f"one round alone costs epsilon={format_rounded_up(cost, 3)}; more noise costs less"
         raise checks.refusal("target_epsilon", rules.target_epsilon, why)
 
 

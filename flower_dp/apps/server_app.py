@@ -11,13 +11,13 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from flower_dp.apps.client_parts import training_of
-from flower_dp.apps.methods import Run
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.apps.records import config_of, deal, records_to_test_with, sizes_of
 from flower_dp.apps.settings import Settings
 from flower_dp.apps.tasks.models import loss_of, predictions
 from flower_dp.clients import TensorRecords, model_arrays
 from flower_dp.core.root_logger import SHOWN
-from flower_dp.running.recorded import record_run
+from flower_dp.running.run_recorder import record_run
 
 app = ServerApp()
 log = logging.getLogger("flwr")
@@ -27,7 +27,7 @@ _TEST_BATCH = 2000
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the settings of the run-config."""
-    run = Run.of(context.run_config)
+    run = ParsedRunConfig.of(context.run_config)
     settings, config = run.settings, config_of(context.run_config)
     training_of(settings)
     strategy = run.strategy(sizes_of(context.run_config))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from flower_dp.apps.tasks import MODELS, TASKS, module_of
 from flower_dp.apps.tasks.partitions import PARTITIONS
-from flower_dp.core.checks import BadValue, Findings, bad, integer, number, one_of, refusal
+from flower_dp.core.checks import BadValue, ErrorCollector, bad, integer, number, one_of, refusal
 
 T = TypeVar("T")
 SAMPLINGS = ("poisson", "fixed-size", "full", "round-robin")
@@ -47,15 +47,15 @@ class Evaluation:
     sampling_rate: float = _checked(0.0, number, at_least=0, at_most=1)
     epsilon: float = _checked(0.0, number, at_least=0)
 
-    def check(self, findings: Findings) -> None:
+    def check(self, findings: ErrorCollector) -> None:
         """Find values that make no sense."""
         before = len(findings.errors)
         _check_each(self, findings, "evaluation.")
-        with findings.noted():
+        with findings.collect_errors():
             self.bounds()
         if not self.every and len(findings.errors) == before:
             for one in fields(self):
-                with findings.noted():
+                with findings.collect_errors():
                     self.refuse(one.name, "is read with evaluation.every above 0 only")
 
     def refuse(self, name: str, why: str) -> None:
@@ -118,7 +118,7 @@ class Settings:
     blur_bound: float = _checked(0.0, number, at_least=0)
     update_keep_ratio: float = _checked(1.0, number, above=0, at_most=1)
     optimizer: str = "sgd"
-    engine: str = _checked("auto", one_of, valid=("auto", "batched", "one-by-one"))
+    training_engine: str = _checked("auto", one_of, valid=("auto", "batched", "one-by-one"))
     report_client_metrics: bool = False
     evaluate_every: int = _checked(1, integer, at_least=0)
     round_timeout: float = _checked(600.0, number, above=0)
@@ -128,12 +128,12 @@ class Settings:
     server_ledger: str = ""
     evaluation: Evaluation = field(default_factory=Evaluation)
 
-    def check(self, findings: Findings) -> None:
+    def check(self, findings: ErrorCollector) -> None:
         """Find values that are invalid for every method."""
         _check_each(self, findings)
-        with findings.noted():
+        with findings.collect_errors():
             one_of("model", self.model, MODELS)
-        with findings.noted():
+        with findings.collect_errors():
             one_of("task", self.task, TASKS)
             if self.model in MODELS and self.model not in (fit := module_of(self.task).MODELS):
                 raise refusal("model", self.model, f"does not fit task={self.task!r}, which has {', '.join(fit)}")
@@ -179,14 +179,14 @@ class Settings:
         return Path(path).expanduser() if (path := getattr(self, name)) else None
 
 
-def sampled(settings: Settings, samplings: tuple[str, ...], findings: Findings) -> Settings:
+def sampled(settings: Settings, samplings: tuple[str, ...], findings: ErrorCollector) -> Settings:
     """Return settings whose sampling is one of a method's: its first one if none was chosen. Find what that does not read.
 
     A cohort of round-robin sampling whose size was not set has all clients.
     """
     sampling = settings.sampling or samplings[0]
     if sampling not in samplings:
-        with findings.noted():
+        with findings.collect_errors():
             one_of("sampling", sampling, samplings)
         sampling = samplings[0]
     for name, readers in SAMPLED.items():
@@ -207,14 +207,14 @@ def key_of(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _check_each(own: Any, findings: Findings, prefix: str = "") -> None:
+def _check_each(own: Any, findings: ErrorCollector, prefix: str = "") -> None:
     for one in fields(own):
-        with findings.noted():
+        with findings.collect_errors():
             if "check" in one.metadata:
                 one.metadata["check"](prefix + key_of(one.name), getattr(own, one.name))
 
 
-def read(kind: type[T], table: Mapping[str, Any], findings: Findings, prefix: str = "") -> T:
+def read(kind: type[T], table: Mapping[str, Any], findings: ErrorCollector, prefix: str = "") -> T:
     """Return a dataclass of settings from a table with one entry a field; a field that is a table itself has its default.
 
     An unknown or missing key or a value of the wrong kind is a finding, and the field has its default then.
@@ -224,7 +224,7 @@ def read(kind: type[T], table: Mapping[str, Any], findings: Findings, prefix: st
         findings.errors.append(refusal(prefix + key, table[key], f"unknown key; known are {', '.join(sorted(known))}"))
     values = {}
     for key, wanted in known.items():
-        with findings.noted():
+        with findings.collect_errors():
             if key not in table:
                 raise BadValue(prefix + key, f"{prefix}{key}: is missing from the run-config")
             values[key.replace("-", "_")] = _typed(prefix + key, table[key], wanted)

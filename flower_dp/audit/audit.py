@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flower_dp.audit import estimate, tradeoffs
-from flower_dp.audit.case import Case, Trials, quiet
-from flower_dp.core import checks, dp
+from flower_dp.audit.case import Case, TrialRunner, quiet
+from flower_dp.core import checks, dp_events
 from flower_dp.privacy import accounting, charges, events
 from flower_dp.privacy.statement import PrivacyStatement
 
@@ -36,7 +36,7 @@ class Claim:
     epsilon: float
     delta: float
     accountant: str
-    event: dp.DpEvent
+    event: dp_events.DpEvent
 
     @classmethod
     def of(cls, statement: PrivacyStatement, ledger: charges.History) -> "Claim":
@@ -121,7 +121,7 @@ def audit(
     checks.number("confidence", confidence, above=0, below=1)
     started = time.monotonic()
     with quiet():
-        runs = Trials(case)
+        runs = TrialRunner(case)
         found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
         for done in range(1, trials + 1):
             for present in (False, True):
@@ -153,17 +153,17 @@ def audit(
 
 def estimator_of(case: Case, claim: Claim) -> tradeoffs.Estimator:
     """Return the sharpest estimator that is valid for what was claimed: by its events, never by what was measured."""
-    leaves = events.leaves_of(claim.event)
+    leaves = events.flatten_event(claim.event)
     if case.post_processed or not leaves:
         return tradeoffs.HockeyStick(delta=claim.delta)
-    if all(isinstance(leaf, dp.GaussianDpEvent) for leaf, _ in leaves):
+    if all(isinstance(leaf, dp_events.GaussianDpEvent) for leaf, _ in leaves):
         return tradeoffs.GaussianTradeoff(delta=claim.delta)
-    (leaf, count), (inner, rate) = leaves[0], events.inner_of(leaves[0][0])
+    (leaf, count), (inner, rate) = leaves[0], events.unwrap_sampling(leaves[0][0])
     if len(leaves) == count == 1:
-        if isinstance(leaf, dp.LaplaceDpEvent) and claim.delta == 0:
+        if isinstance(leaf, dp_events.LaplaceDpEvent) and claim.delta == 0:
             return tradeoffs.LaplaceTradeoff()
-        if isinstance(inner, dp.GaussianDpEvent):
-            both = isinstance(leaf, dp.PoissonSampledDpEvent) and claim.relation == "replace-one"
+        if isinstance(inner, dp_events.GaussianDpEvent):
+            both = isinstance(leaf, dp_events.PoissonSampledDpEvent) and claim.relation == "replace-one"
             return tradeoffs.SampledGaussianTradeoff(delta=claim.delta, rate=rate, replaced=both)
     return tradeoffs.HockeyStick(delta=claim.delta)
 

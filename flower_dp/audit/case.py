@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from flower_dp import wire
 from flower_dp.audit import worst_case
 from flower_dp.clients import client_app, model_arrays
-from flower_dp.clients.node_client import NodeClient
+from flower_dp.clients.node_client import HostingClient
 from flower_dp.core import checks, compression
 from flower_dp.privacy.charges import History
 from flower_dp.privacy.statement import PrivacyStatement
@@ -63,10 +63,10 @@ class Case:
     label: str
     method: str
     strategy: Callable[[], DPStrategy]
-    client: Callable[..., NodeClient] | None
+    client: Callable[..., HostingClient] | None
     present: tuple[float, ...]
     absent: tuple[float, ...]
-    silent: bool = False
+    drops_out: bool = False
     view: str = "outsider"
     num_rounds: int = 1
     num_records: int = 1
@@ -90,7 +90,7 @@ class _Count:
     asked: Indicator
 
 
-class Trials:
+class TrialRunner:
     """Runs of one case, on the way that real runs take: clients, messages, server.
 
     The strategy is made once, and every run begins from the state that it had before the first. Nothing is seeded.
@@ -109,7 +109,7 @@ class Trials:
         self.strategy.plan(case.num_rounds, tuple(f"c{place}" for place in range(len(case.present))))
         self._fresh = self.strategy.state
 
-    def _app(self, client: Callable[..., NodeClient] | None) -> ClientApp:
+    def _app(self, client: Callable[..., HostingClient] | None) -> ClientApp:
         case = self.case
         made = cache(lambda push: worst_case.records(push, size=case.num_records, inputs=case.inputs))
 
@@ -120,7 +120,7 @@ class Trials:
             return worst_case.stock_app(push)
 
         @cache
-        def hosting(name: str, push: float) -> NodeClient:
+        def hosting(name: str, push: float) -> HostingClient:
             return client(model=worst_case.model(), clients={name: made(push)})
 
         return client_app(lambda context: hosting(f"c{context.node_config['partition-id']}", push(context)))
@@ -130,7 +130,7 @@ class Trials:
         case, strategy, grid = self.case, self.strategy, self._grid
         strategy.state, arrays = self._fresh, self._arrays
         grid.forget()
-        grid.silent = frozenset({_UNIT}) if case.silent and not present else frozenset()
+        grid.silent = frozenset({_UNIT}) if case.drops_out and not present else frozenset()
         seen, counts = [], []
         for server_round in range(1, case.num_rounds + 1):
             sign = 1.0 if server_round % 2 else -1.0
@@ -162,7 +162,7 @@ class Trials:
         if self.case.view == "server":
             return [self._sent_by(_UNIT)]
         rules: Any = self.strategy.rules
-        moved = (_vector(after) - _vector(before)) * rules.training.sampling.expected_cohort(len(self.case.present))
+        moved = (_vector(after) - _vector(before)) * rules.training.sampling.expected_cohort_size(len(self.case.present))
         if self.case.view == "outsider":
             return [moved]
         own = self._sent_by(_PARTICIPANT)[: len(moved)]
@@ -173,7 +173,7 @@ class Trials:
         rules: Any = self.strategy.rules
         clip = rules.training.clip.of
         within = clip.target_quantile - math.log(rules.clip_norm(self.strategy.state) / asked.clip_norm) / clip.learning_rate
-        total = (within - 0.5) * asked.scale * rules.training.sampling.expected_cohort(len(self.case.present))
+        total = (within - 0.5) * asked.scale * rules.training.sampling.expected_cohort_size(len(self.case.present))
         if self.case.view == "participant":
             total -= float(self._sent_by(_PARTICIPANT)[-1])
         return _Count(total=total, asked=asked)

@@ -16,7 +16,7 @@ from torch import nn
 from flower_dp import clients
 from flower_dp.audit import worst_case
 from flower_dp.audit.case import Case
-from flower_dp.clients.node_client import NodeClient
+from flower_dp.clients.node_client import HostingClient
 from flower_dp.core import checks
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.methods import METHODS
@@ -92,9 +92,9 @@ def noised_sum(
     # A strategy of somebody's own may have another default than DP-FedAvg, or no such argument: so one is asked.
     one: Any = make(clip_norm=CLIP_NORM, noise_multiplier=1.0, sampling=FullSampling(), num_clients=2, **common)
     central = one.rules.noise.placement == "central"
-    trusted, post_processed = central or words.get("trusted_server", True), top_k or lossy
+    trusted, post_processed = central or words.get("server_completes_noise", True), top_k or lossy
     if not central:
-        common |= {"trusted_server": trusted} if trusted else {"trusted_server": False, "min_reply_ratio": 1.0}
+        common |= {"server_completes_noise": trusted} if trusted else {"server_completes_noise": False, "min_reply_ratio": 1.0}
     clip_norm, noise_multiplier = words["clip_norm"], words["noise_multiplier"]
     if words["epsilon"]:  # the noise of the whole run
         of_run = {name: words[name] for name in ("clip_norm", "epsilon", "num_rounds", "num_clients")}
@@ -106,7 +106,7 @@ def noised_sum(
     sampling = _sampler({**words, "cohort_size": num_clients // 2})
     if isinstance(sampling, RoundRobinSampling):
         sampling = FullSampling()
-    clip = AdaptiveClip(initial=clip_norm, smallest=clip_norm / 1000, largest=clip_norm * 1000)
+    clip = AdaptiveClip(initial_clip_norm=clip_norm, min_clip_norm=clip_norm / 1000, max_clip_norm=clip_norm * 1000)
     common |= {"clip_norm": clip if words.get("clip_quantile") else clip_norm, "noise_multiplier": noise_multiplier}
     training = BLURS if words.get("blur_strength") or words.get("update_keep_ratio", 1.0) < 1 else TRAINING
     full = isinstance(sampling, FullSampling)
@@ -127,7 +127,7 @@ def noised_sum(
         client=None if words.get("stock") else client,
         present=(1.0, *others),
         absent=(without, *others),
-        silent=not replaced and (central or (trusted and not post_processed)),
+        drops_out=not replaced and (central or (trusted and not post_processed)),
         view="outsider" if central else "participant",
         num_rounds=words["rounds"] if full else 1,
         inputs=0.0 if top_k or training.sparsifier else 1.0,
@@ -165,7 +165,7 @@ def _local(
     """
     made = cache(lambda: METHODS[method].load("recipe")(**recipe))
 
-    def client(**node: Any) -> NodeClient:
+    def client(**node: Any) -> HostingClient:
         return clients.LocalDPClient(**node, recipe=made(), device="cpu")
 
     def server() -> DPStrategy:

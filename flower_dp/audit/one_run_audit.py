@@ -88,7 +88,7 @@ def _clients(run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, 
     def watch(server_round: int, arrays: ArrayRecord) -> None:
         models.append(wire.Model.of(arrays).vector)
 
-    cohort = rules.release.expected_cohort
+    cohort = rules.release.expected_cohort_size
     # Where others' parts in a round tell nothing of a canary's, the auditor may know them.
     apart = isinstance(rules.release.sampler, sampling.PoissonSampling | sampling.FullSampling)
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients import DPClient
-from flower_dp.clients.answering import Work
-from flower_dp.clients.reasons import Declined
-from flower_dp.clients.reply.pipeline import Job, Train, Trained
+from flower_dp.clients.answering import NodeWork
+from flower_dp.clients.refusal_messages import Declined
+from flower_dp.clients.reply.pipeline import ClientJob, Train, Trained
 from flower_dp.core import checks
 from flower_dp.core.clipping import clip_l2
 from flower_dp.wire import Instruction
@@ -126,7 +126,7 @@ class CanaryUpdates:
     length: int
     see: Callable[[Tensor], None]
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Tensor, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's row [length] and training loss, or its error, in order."""
         trained = iter(self.train.rows(vector, [job for job in jobs if job.name not in self.given]))
         for job in jobs:
@@ -161,7 +161,7 @@ class CanaryClient(DPClient):
         self._canaries = dict(canaries)
         self.others: dict[int, np.ndarray] = {}
 
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+    def _work(self, vector: Tensor, instruction: Instruction) -> NodeWork:
         work = super()._work(vector, instruction)
         ask = instruction.ask
         if ask.metrics is not None:

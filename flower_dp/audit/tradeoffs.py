@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from scipy import optimize, special, stats
 
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.privacy import accounting
 
 # Of the sampled Gaussian: the effects mu that are told apart, and the thresholds of its tests.
@@ -100,7 +100,7 @@ class GaussianTradeoff:
         """Return the epsilon of mu."""
         if strength <= 0:
             return 0.0
-        event = dp.GaussianDpEvent(1 / float(strength))
+        event = dp_events.GaussianDpEvent(1 / float(strength))
         return accounting.epsilon(event, delta=self.delta, relation="add-or-remove-one").epsilon
 
 

@@ -8,12 +8,12 @@ import click
 import typer
 
 from flower_dp.cli.options import AsJson, Settings, given, refuse, refusing
-from flower_dp.core.words import digits_in_words, finite_or_none
+from flower_dp.core.formatting import finite_or_none, format_rounded_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from flower_dp.privacy.selection import NumberOfRuns
+    from flower_dp.privacy.selection import RunCountLaw
 
 # In the order of a statement.
 _ADVERSARIES = ("outsiders", "participants", "the server")
@@ -138,7 +138,7 @@ def calibrate(
     _answer()
 
 
-def _number_of_runs(best_of: float | None, shape: float) -> "NumberOfRuns | None":
+def _number_of_runs(best_of: float | None, shape: float) -> "RunCountLaw | None":
     """Return the law of the number of runs among which one is chosen; None for a single run."""
     if best_of is None:
         if "best_of_shape" in given():
@@ -152,7 +152,7 @@ def _number_of_runs(best_of: float | None, shape: float) -> "NumberOfRuns | None
         refuse(f"--best-of: {error}")
 
 
-def _answer(number: "NumberOfRuns | None" = None) -> None:
+def _answer(number: "RunCountLaw | None" = None) -> None:
     """Compute what the options leave open (epsilon, noise multiplier or number of rounds), and show the whole cost."""
     from flower_dp.privacy import planned_run
     from flower_dp.privacy.statement import delta_warning
@@ -181,7 +181,7 @@ def _show(cost: dict[str, Any], *, as_json: bool) -> None:
     for label, number in lines.items():
         value = "infinite: not private" if number is None else number
         # Up: less of an epsilon, a delta or a noise multiplier would not be what was computed.
-        typer.echo(f"{label:<{width}}  {digits_in_words(value, 6) if isinstance(value, float) else value}")
+        typer.echo(f"{label:<{width}}  {format_rounded_up(value, 6) if isinstance(value, float) else value}")
 
 
 # Of a run
@@ -200,7 +200,7 @@ def _is_run(target: str | None, fit: set[str]) -> bool:
 
 
 def _answer_of_run(
-    target: str | None, settings: list[str], epsilon: float | None, *, as_json: bool, number: "NumberOfRuns | None" = None
+    target: str | None, settings: list[str], epsilon: float | None, *, as_json: bool, number: "RunCountLaw | None" = None
 ) -> None:
     """Show what a run's statement will say; with `epsilon`, of the run whose noise is made for it."""
     from flower_dp.privacy import planned_run
@@ -220,14 +220,14 @@ def _answer_of_run(
             run = apps.resolve(target, [*settings, f"{method}.epsilon={epsilon}"])
         statement = plugins.statement_of(run)
         if number is not None:
-            event, _ = plugins.outside_of(run)
+            event, _ = plugins.event_against_outsiders(run)
             chosen = planned_run.choice([event], number, delta=statement.delta, relation=statement.relation)
-    if not statement.num_rounds:
+    if not statement.num_charged_rounds:
         refuse("no round can be run: the first one alone would pass the target")
     _show(
         {
             "method": statement.method,
-            "num_rounds": statement.num_rounds,
+            "num_rounds": statement.num_charged_rounds,
             **{key: value for key, value in statement.noise.items() if key.endswith("noise_multiplier")},
             "epsilon": finite_or_none(statement.epsilon),
             "private": statement.private,

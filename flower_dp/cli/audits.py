@@ -11,7 +11,7 @@ import typer
 
 from flower_dp.cli.options import AsJson, Settings, refuse, refusing
 from flower_dp.core import checks
-from flower_dp.core.words import beyond_in_words
+from flower_dp.core.formatting import format_audit_limit
 
 if TYPE_CHECKING:
     from flower_dp.audit import Audit, Case
@@ -179,7 +179,7 @@ def _text(audits: "list[Audit]") -> str:
             lines.append(f"VIOLATION: {one.label}: claims epsilon {one.claim.epsilon:.4g}, and it is at least {one.lower:.4g}")
     for one in audits:
         if not one.could_refute:
-            lines.append(f"TOO FEW TRIALS: {one.label}: {beyond_in_words(one.claim.epsilon, one.largest)}")
+            lines.append(f"TOO FEW TRIALS: {one.label}: {format_audit_limit(one.claim.epsilon, one.largest)}")
     return "\n".join(lines)
 
 
@@ -229,5 +229,5 @@ def text_of_run(audit: "OneRunAudit") -> str:
     if audit.refuted:
         shown.append(f"VIOLATION: the run claims epsilon {audit.claimed:.4g}, and it is at least {audit.lower_bound:.4g}")
     if math.isfinite(audit.claimed) and not audit.could_refute:
-        shown.append(f"TOO FEW CANARIES: {beyond_in_words(audit.claimed, audit.largest)}")
+        shown.append(f"TOO FEW CANARIES: {format_audit_limit(audit.claimed, audit.largest)}")
     return "\n".join(shown)

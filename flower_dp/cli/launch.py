@@ -11,7 +11,7 @@ import typer
 from flower_dp.cli.options import fail, refuse
 from flower_dp.core.environment import STATED
 from flower_dp.running import flower_log, guard, progress
-from flower_dp.running.launched import Launched
+from flower_dp.running.launch_record import LaunchRecord
 from flower_dp.running.run_folder import CHECKPOINT, LOG, STATEMENT_TEXT
 from flower_dp.running.screen import Screen, own_stream
 from flower_dp.running.signals import Interrupted, Signals
@@ -19,7 +19,7 @@ from flower_dp.simulation import attempt
 from flower_dp.strategies.checkpoint import CheckpointFolder
 
 
-def launch(begun: Launched, folder: Path, *, resume: str = "", check: Callable[[], None] = lambda: None) -> None:
+def launch(begun: LaunchRecord, folder: Path, *, resume: str = "", check: Callable[[], None] = lambda: None) -> None:
     """Run an app in a folder, unless `check` refuses its settings, and tell how that ended."""
     states, log = resume == STATED, folder / LOG
     if not states and importlib.util.find_spec("ray") is None:
@@ -90,7 +90,7 @@ def _left(folder: Path, *, failed: bool = False, only_stated: bool = False) -> s
     told = f"What it released before is in {statement}\n"
     if only_stated:
         return told
-    if why := CheckpointFolder(folder / CHECKPOINT).why_stuck():
+    if why := CheckpointFolder(folder / CHECKPOINT).resume_blocker():
         return f"{told}It can't go on: {why}"
     goes_on = "Unless its settings are why it failed, it goes on with" if failed else "It goes on with"
     return f"{told}{goes_on}: flower-dp run --resume {shlex.quote(str(folder))}"

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flower_dp.cli.options import AsJson, given, refusing
-from flower_dp.core import checks, dp
-from flower_dp.core.words import delta_in_words, epsilon_in_words, finite_or_none
+from flower_dp.core import checks, dp_events
+from flower_dp.core.formatting import finite_or_none, format_delta, format_epsilon
 
 if TYPE_CHECKING:
-    from flower_dp.privacy.charges import Charges, Scope
-    from flower_dp.privacy.device_store import Entry
-    from flower_dp.privacy.ledger_tables import LedgerRun
+    from flower_dp.privacy.charges import Charges, CostScope
+    from flower_dp.privacy.device_store import ClientAccount
+    from flower_dp.privacy.ledger_tables import RunRow
     from flower_dp.privacy.store import Store
 
 # Of a device's ledger, and of a server's without a run.
@@ -97,12 +97,12 @@ def _create_server(path: str, budget: float | None, delta: float, *, fully_adapt
         ValueError: if it can't be created, or nothing would fit at the order of a fully adaptive budget.
     """
     from flower_dp.privacy import renyi, renyi_filter
-    from flower_dp.privacy.budget import JointBudget
+    from flower_dp.privacy.budget import LedgerBudget
     from flower_dp.privacy.store import Store
 
     limit = None
     if budget is not None:
-        limit = JointBudget(epsilon=budget, delta=delta, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
+        limit = LedgerBudget(epsilon=budget, delta=delta, fully_adaptive=fully_adaptive, renyi_order=renyi_order)
         if (order := limit.renyi_order) and (order > renyi.ORDERS[-1] or renyi_filter.allowance(budget, delta, order) <= 0):
             raise ValueError(f"--renyi-order={order:g}: is above 1024, or nothing fits into {limit}")
     Store.create(path, limit)
@@ -128,7 +128,7 @@ def _read(path: str, create: list[str] | None, delta: float | None) -> tuple[dic
 # A device's ledger
 
 
-def _device(entries: dict[str, "Entry"], delta: float) -> tuple[dict[str, Any], list[str]]:
+def _device(entries: dict[str, "ClientAccount"], delta: float) -> tuple[dict[str, Any], list[str]]:
     accounts = {name: _account(entry, delta) for name, entry in entries.items()}
     totals, lines = _totals(accounts), []
     for name, account in accounts.items():
@@ -142,14 +142,14 @@ def _device(entries: dict[str, "Entry"], delta: float) -> tuple[dict[str, Any], 
 
 
 def _spent(cost: dict[str, Any]) -> str:
-    return f"epsilon {_shown(cost['epsilon'])} at delta {delta_in_words(cost['delta'])} ({cost['relation']})"
+    return f"epsilon {_shown(cost['epsilon'])} at delta {format_delta(cost['delta'])} ({cost['relation']})"
 
 
-def _account(entry: "Entry", delta: float) -> dict[str, Any]:
+def _account(entry: "ClientAccount", delta: float) -> dict[str, Any]:
     """Return one account: the number of replies and their cost; an epsilon of None is infinite."""
     if entry.terms is None:
         return {"replies": 0, "num_replies": None, "epsilon": 0.0, "delta": 0.0, "terms": None}
-    at = 0.0 if all(isinstance(event, dp.LaplaceDpEvent) for event in entry.counts) else delta
+    at = 0.0 if all(isinstance(event, dp_events.LaplaceDpEvent) for event in entry.counts) else delta
     return {
         "replies": entry.replies,
         "num_replies": entry.num_replies,
@@ -198,28 +198,28 @@ def _server(store: "Store", delta: float | None) -> tuple[dict[str, Any], list[s
         lines += _client_lines(told["clients"], one)
         together = "one run" if one["runs"] == 1 else f"all {one['runs']} runs together"
         lines.append(
-            f"{together} ({one['unit']}, {one['relation']}): epsilon {_shown(one['epsilon'])} at delta {delta_in_words(delta)}, "
+            f"{together} ({one['unit']}, {one['relation']}): epsilon {_shown(one['epsilon'])} at delta {format_delta(delta)}, "
             f"accountant {one['accountant']}, for the client who was charged most"
         )
     if len(told["joint"]) > 1:
         lines.append("no accountant adds up costs of different units or relations: they are apart")
     if budget is not None:
         holds = ", whatever decides the settings of a run (fully adaptive)" if budget.fully_adaptive else ""
-        lines.append(f"budget of all runs together: epsilon {budget.epsilon:g} at delta {delta_in_words(budget.delta)}{holds}")
+        lines.append(f"budget of all runs together: epsilon {budget.epsilon:g} at delta {format_delta(budget.delta)}{holds}")
     return told, lines
 
 
-def _costs(charges: "Charges", delta: float) -> "list[tuple[Scope, dict[str, Any]]]":
+def _costs(charges: "Charges", delta: float) -> "list[tuple[CostScope, dict[str, Any]]]":
     """Return by scope what the client who was charged most has cost."""
-    worst = [(scope, charges.worst(scope, delta)) for scope in charges.scopes]
+    worst = [(scope, charges.cost_of_most_charged(scope, delta)) for scope in charges.scopes]
     return [(scope, {**_of(scope, cost.epsilon), "accountant": cost.accountant}) for scope, cost in worst]
 
 
-def _of(scope: "Scope", epsilon: float) -> dict[str, Any]:
+def _of(scope: "CostScope", epsilon: float) -> dict[str, Any]:
     return {"unit": scope.unit, "relation": scope.relation, "epsilon": finite_or_none(epsilon)}
 
 
-def _run(run: "LedgerRun", charges: "Charges", delta: float) -> dict[str, Any]:
+def _run(run: "RunRow", charges: "Charges", delta: float) -> dict[str, Any]:
     return {
         "method": run.method,
         "started": run.started,
@@ -266,4 +266,4 @@ def _run_line(name: str, run: dict[str, Any]) -> str:
 
 
 def _shown(epsilon: float | None) -> str:
-    return "infinite: not private" if epsilon is None else epsilon_in_words(epsilon)
+    return "infinite: not private" if epsilon is None else format_epsilon(epsilon)

@@ -92,7 +92,7 @@ def _pilot(target: "Target", method: str, given: Mapping[str, object], l2: float
     from flower_dp.running import plugins
 
     try:
-        with plugins.loaded(target.app, target.app.pilot) as pilot:
+        with plugins.load_plugin(target.app, target.app.pilot) as pilot:
             found: Inputs = pilot(method, target.config, given=given, l2=l2)
             return found
     except plugins.PluginError as error:

@@ -55,7 +55,7 @@ def run(
         return
     _start_ray(workers, ray_address)
     from flower_dp.running import apps, preflight, run_folder
-    from flower_dp.running.launched import Launched
+    from flower_dp.running.launch_record import LaunchRecord
 
     with refusing(ImportError):
         what = apps.resolve(target, setting or [])
@@ -67,7 +67,7 @@ def run(
             num_workers = _on_cluster(ray_address, workers, gpus_per_worker)
         else:
             num_workers = preflight.workers_of(workers, gpus_per_worker)
-        begun = Launched(
+        begun = LaunchRecord(
             app="" if what.app.own else str(what.app.folder),
             name=what.name,
             overrides=overrides,
@@ -121,11 +121,11 @@ def _go_on(folder: Path, workers: int | None, ray_address: str) -> None:
     from flower_dp.cli.launch import launch, tell_end
     from flower_dp.core.environment import RESUMED
     from flower_dp.running import run_folder
-    from flower_dp.running.launched import Launched
+    from flower_dp.running.launch_record import LaunchRecord
 
     folder = folder.expanduser().absolute()
     with refusing(ImportError):
-        begun = Launched.read(folder)
+        begun = LaunchRecord.read(folder)
         if run_folder.is_finished(folder) and (folder / run_folder.STATEMENT_TEXT).is_file():
             typer.echo("the run has ended, and is not run again")
             tell_end(folder)
@@ -145,11 +145,11 @@ def statement(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run fol
     """
     from flower_dp.cli.launch import launch
     from flower_dp.core.environment import STATED
-    from flower_dp.running.launched import Launched
+    from flower_dp.running.launch_record import LaunchRecord
 
     folder = run.expanduser().absolute()
     with refusing():
-        begun = Launched.read(folder)
+        begun = LaunchRecord.read(folder)
     launch(begun, folder, resume=STATED)
 
 

@@ -98,12 +98,12 @@ def _show_commands(file: Path, folder: "SweepFolder | None", *, private_selectio
     """Show the command of each run, unless something would be refused."""
     from flower_dp.sweeps import plan
     from flower_dp.sweeps.pool import LaunchError
-    from flower_dp.sweeps.private_choice import PrivateSweep
+    from flower_dp.sweeps.private_selection import PrivateSelection
     from flower_dp.sweeps.sweep import Sweep
 
     try:
         if private_selection:
-            choice = PrivateSweep.read(file)
+            choice = PrivateSelection.read(file)
             plan.check([candidate.run for candidate in choice.candidates], forecast=True)
             lines = [choice.told, *(candidate.run.command for candidate in choice.candidates)]
         else:
@@ -123,9 +123,9 @@ def _choose(file: Path, folder: "SweepFolder", at_once: int | None) -> None:
     from flower_dp.running.run_folder import STATEMENT_TEXT
     from flower_dp.running.screen import echo
     from flower_dp.sweeps.folder import RUNS
-    from flower_dp.sweeps.private_choice import CHOSEN, PrivateSweep
+    from flower_dp.sweeps.private_selection import CHOSEN, PrivateSelection
 
-    plan = PrivateSweep.read(file)
+    plan = PrivateSelection.read(file)
     plan.make(folder, echo, at_once=at_once)
     typer.echo("\n" + (folder.path / STATEMENT_TEXT).read_text(encoding="utf-8"))
     chosen = folder.path / RUNS / CHOSEN

@@ -6,9 +6,9 @@ Names that need torch are imported when they are first used: `privacy_mod`, poli
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flower_dp.clients.foreign.mod import privacy_mod
 from flower_dp.clients.nbafl_weights import NbAFLTerms
 from flower_dp.clients.policy import ClientPolicy
+from flower_dp.clients.wrapped.mod import privacy_mod
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from flower_dp.clients.local.evaluation import RecordMetrics
     from flower_dp.clients.nbafl import NbAFLRecipe
     from flower_dp.clients.scaffold import ScaffoldRecipe
+    from flower_dp.clients.training.batchnorm import fix_batchnorm
     from flower_dp.clients.training.engines import local_updates
-    from flower_dp.clients.training.fixes import fix_batchnorm
     from flower_dp.clients.training.recipe import FlatModel, Training, model_arrays
     from flower_dp.clients.training.records import DatasetRecords, Records, TensorRecords, as_records
     from flower_dp.clients.training.regularizers import BLUR, LUS, ProximalTerm, Regularizer

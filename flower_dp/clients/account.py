@@ -18,12 +18,12 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from flower_dp.clients.answering import NOT_HOSTED
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import SEE_LOG, Declined, contained
+from flower_dp.clients.refusal_messages import SEE_LOG, Declined, contained
 from flower_dp.clients.reply.pipeline import failure
 from flower_dp.core import checks
-from flower_dp.privacy.client_terms import Spent, Terms, value_of
-from flower_dp.privacy.device_store import DeviceLedger, Numbered, evaluation_account, owner_of
-from flower_dp.wire import DECLINED, REPEATED, Instruction, OwnAsk, Promise, Refusal
+from flower_dp.privacy.client_terms import ChargeRefusal, ClientTerms, value_of
+from flower_dp.privacy.device_store import DeviceLedger, ReplyNumber, evaluation_account, owner_of
+from flower_dp.wire import DECLINED, REPEATED, Instruction, LocalRequest, Promise, Refusal
 
 log = logging.getLogger("flwr")
 
@@ -38,7 +38,7 @@ _Columns = tuple[list[str], list[Annotated[int, msgspec.Meta(ge=1)]], list[str]]
 LedgerPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 
 
-class StateAccount:
+class NodeStateAccounts:
     """The account of every client that a node hosts, in the node's state: it lasts one run.
 
     Raises:
@@ -63,7 +63,7 @@ class StateAccount:
         """Return how many replies a client has been charged for."""
         return self._entries.get(name, (0, ""))[0]
 
-    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
+    def charge(self, asked: Mapping[str, ClientTerms], numbered: Mapping[str, ReplyNumber]) -> dict[str, Refusal]:
         """Charge one reply to each client whose budget covers it, for good: it is in the node's state when this returns.
 
         To be called before anything is computed from the clients' records.
@@ -78,7 +78,7 @@ class StateAccount:
         refused, paid = {}, {}
         for name, terms in asked.items():
             spent, opened = self._entries.get(name, (0, None))
-            if reason := terms.why_not(spent, opened):
+            if reason := terms.refusal_reason(spent, opened):
                 refused[name] = _refusal(name, reason)
             else:
                 paid[name] = (spent + 1, opened or terms.text)
@@ -92,7 +92,7 @@ class StateAccount:
         self._state[KEY] = ConfigRecord(dict(zip(_COLUMNS, (list(self._entries), replies, terms), strict=True)))
 
 
-class FileAccount:
+class LedgerFileAccounts:
     """The account of every client that a node hosts, in files on the device: it lasts as long as the files.
 
     A client whose file can't be used does not reply. The server learns no more than that; the node's own log has the reason. The
@@ -106,10 +106,10 @@ class FileAccount:
 
     def __init__(self, files: Mapping[str, DeviceLedger], state: RecordDict) -> None:
         self._files = files
-        self._seen = StateAccount(state)
+        self._seen = NodeStateAccounts(state)
 
-    def charge(self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered]) -> dict[str, Refusal]:
-        """Charge as `StateAccount.charge`; it is on the disk when this returns."""
+    def charge(self, asked: Mapping[str, ClientTerms], numbered: Mapping[str, ReplyNumber]) -> dict[str, Refusal]:
+        """Charge as `NodeStateAccounts.charge`; it is on the disk when this returns."""
         refused: dict[str, Refusal] = {}
         by_file: dict[Path, list[str]] = {}
         for name in asked:
@@ -128,16 +128,16 @@ class FileAccount:
         return refused
 
 
-Account = StateAccount | FileAccount
+AccountStore = NodeStateAccounts | LedgerFileAccounts
 
 
-def _refusal(name: str, spent: Spent) -> Refusal:
+def _refusal(name: str, spent: ChargeRefusal) -> Refusal:
     """Log why a client can't pay; return what the server learns."""
     log.warning("client %s: no reply: %s", name, spent.own)
     return Refusal(code=REPEATED if spent.repeated else DECLINED, reason=spent.public)
 
 
-def account_of(own: LedgerPaths | None, names: Iterable[str], context: Context | None) -> Account:
+def account_of(own: LedgerPaths | None, names: Iterable[str], context: Context | None) -> AccountStore:
     """Return the account of a node's clients: in files if app or device have a ledger, else in the node's state.
 
     Args:
@@ -155,7 +155,7 @@ def account_of(own: LedgerPaths | None, names: Iterable[str], context: Context |
     if taken := next((name for name in listed if owner_of(name) != name), None):
         raise Declined(f"client {taken!r}: its name is that of an account of evaluations; choose another")
     ledger = ledger_of(own, listed, context)
-    return StateAccount(context.state) if ledger is None else FileAccount(ledger_files(ledger, listed), context.state)
+    return NodeStateAccounts(context.state) if ledger is None else LedgerFileAccounts(ledger_files(ledger, listed), context.state)
 
 
 def ledger_of(own: LedgerPaths | None, names: Iterable[str], context: Context) -> LedgerPaths | None:
@@ -238,7 +238,9 @@ _TOLERANCE = 1e-6
 _MOST_TOLD = 1000
 
 
-def agreed_terms(instruction: Instruction, name: str, terms_of: Callable[[], Terms], policy: ClientPolicy) -> Terms | Refusal:
+def verify_terms(
+    instruction: Instruction, name: str, terms_of: Callable[[], ClientTerms], policy: ClientPolicy
+) -> ClientTerms | Refusal:
     """Return one client's own terms if the server's are the same and its policy allows them, else why it does not reply.
 
     Args:
@@ -264,20 +266,20 @@ def agreed_terms(instruction: Instruction, name: str, terms_of: Callable[[], Ter
             policy.check_own_evaluation(terms.release)
     except Exception as error:
         return failure(name, error, "this client's terms can't be made", code=DECLINED)
-    reason = why_not(terms, ask.promise, ask.own[name])
+    reason = refusal_reason(terms, ask.promise, ask.own[name])
     return Refusal(reason=reason) if reason else terms
 
 
-def charged(account: Account, due: Mapping[str, Terms], instruction: Instruction) -> dict[str, Refusal]:
+def charged(account: AccountStore, due: Mapping[str, ClientTerms], instruction: Instruction) -> dict[str, Refusal]:
     """Charge one reply, or one evaluation, to each client; return why some can't pay, by name. They must not reply."""
-    numbered = {name: Numbered(run=one.run, number=one.number) for name, one in instruction.ask.own.items()}
+    numbered = {name: ReplyNumber(run=one.run, number=one.number) for name, one in instruction.ask.own.items()}
     if instruction.ask.metrics is not None:
         due = {evaluation_account(name): terms for name, terms in due.items()}
         numbered = {evaluation_account(name): number for name, number in numbered.items()}
     return {owner_of(name): refusal for name, refusal in account.charge(due, numbered).items()}
 
 
-def why_not(terms: Terms, promise: Promise, asked: OwnAsk) -> str | None:
+def refusal_reason(terms: ClientTerms, promise: Promise, asked: LocalRequest) -> str | None:
     """Return why a client must not reply, in a text that the server may see; None if the client may reply.
 
     The text has the server's values alone. The client's own may follow from how many records it has; the node's own log has them.
@@ -291,8 +293,8 @@ def why_not(terms: Terms, promise: Promise, asked: OwnAsk) -> str | None:
     own = terms.release.mechanism.noise_multiplier
     if clip_norm != terms.release.clip_norm:
         return _told(f"clip_norm={clip_norm:g}: is not this client's own", f"{terms.release.clip_norm:g}")
-    if kind != terms.kind:
-        return _told(f"the server's terms ({kind}) are not this client's own", terms.kind)
+    if kind != terms.fingerprint:
+        return _told(f"the server's terms ({kind}) are not this client's own", terms.fingerprint)
     if not own >= noise_multiplier * (1 - _TOLERANCE):
         return _told(f"noise_multiplier={noise_multiplier:g}: by this client's own budget it is less", f"{own:g}")
     return None

@@ -7,21 +7,21 @@ from typing import Any, Protocol
 from array_api_compat import array_namespace, device
 
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import Declined, reading
+from flower_dp.clients.refusal_messages import Declined, decline_invalid
 from flower_dp.clients.reply import client_level
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Train
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Train
 from flower_dp.clients.reply.sending import Lossless
 from flower_dp.core import compression, noise
 from flower_dp.core.compression import Payload
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
-from flower_dp.wire import EVALUATION, Answer, Instruction, Refusal
+from flower_dp.wire import EVALUATION, Instruction, Refusal, ReplyHeader
 
 NOT_HOSTED = Refusal(reason="not hosted here")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class NodeWork:
     """The work of a node's clients in one round.
 
     Attributes:
@@ -30,13 +30,13 @@ class Work:
         refused: why other clients that were asked don't reply.
     """
 
-    groups: Iterable[tuple[Pipeline, Sequence[Job]]]
+    groups: Iterable[tuple[Pipeline, Sequence[ClientJob]]]
     length: int
     refused: dict[str, Refusal]
 
 
 @dataclass(slots=True, kw_only=True)
-class Sum:
+class NodeSum:
     """What the node sends of its clients' rows, and what it keeps.
 
     Attributes:
@@ -58,7 +58,7 @@ class Sum:
     fresh: list[str] = field(default_factory=list)
 
 
-def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
+def sum_rows(vector: Array, work: NodeWork, *, inline: bool) -> NodeSum:
     """Return the exact sum of the rows of all clients that reply.
 
     Args:
@@ -68,7 +68,7 @@ def add_up(vector: Array, work: Work, *, inline: bool) -> Sum:
     """
     xp = array_namespace(vector)
     total, first = xp.zeros((work.length,), dtype=xp.float64, device=device(vector)), None
-    made, alone = Sum(refused=dict(work.refused)), list[Payload | None]()
+    made, alone = NodeSum(refused=dict(work.refused)), list[Payload | None]()
     for pipeline, jobs in work.groups:
         if first is None:
             first, total = pipeline, total[: pipeline.dimension(work.length)]
@@ -139,29 +139,31 @@ def generator(client: Answering, instruction: Instruction, name: str, *, on: Arr
     return noise.noise_generator(client.noise_seed, instruction.server_round, purpose, on=on)
 
 
-def shared_work(instruction: Instruction, *, train: Train, length: int, jobs: list[Job], refused: dict[str, Refusal]) -> Work:
+def shared_work(
+    instruction: Instruction, *, train: Train, length: int, jobs: list[ClientJob], refused: dict[str, Refusal]
+) -> NodeWork:
     """Return the work whose rows [length] are clipped, each with its share of the noise, where no message is private alone.
 
     Raises:
         Declined: if what is asked can't be done so.
     """
-    with reading():
+    with decline_invalid():
         pipeline = client_level.pipeline(instruction.ask, train=train, length=length)
-    return Work(groups=[(pipeline, jobs)], length=instruction.ask.row_length(length), refused=refused)
+    return NodeWork(groups=[(pipeline, jobs)], length=instruction.ask.row_length(length), refused=refused)
 
 
 def answered(
-    client: Answering, instruction: Instruction, vector: Array, work: Work, metrics: Callable[[Sum], Mapping[str, Any]]
-) -> tuple[Sum, str]:
+    client: Answering, instruction: Instruction, vector: Array, work: NodeWork, metrics: Callable[[NodeSum], Mapping[str, Any]]
+) -> tuple[NodeSum, str]:
     """Return the sum of the rows, and the text of the answer, which has the payload of an evaluation inside.
 
     `metrics` are those of training, without noise: they are sent if both sides allow it, of clients in the sum alone.
     """
     evaluates = instruction.ask.metrics is not None
-    made = add_up(vector, work, inline=evaluates)
+    made = sum_rows(vector, work, inline=evaluates)
     allowed = not evaluates and instruction.report_metrics and client.policy.allow_metrics and made.losses
     sent = metrics(made) if allowed else {}
-    answer = Answer(
+    answer = ReplyHeader(
         refused=made.refused,
         payload=made.payload.header,
         payload_bytes=made.payload_bytes,

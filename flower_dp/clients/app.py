@@ -10,8 +10,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_dp import wire
-from flower_dp.clients.node_client import NodeClient
-from flower_dp.clients.reasons import in_own_words, reading, replied, why_no_client
+from flower_dp.clients.node_client import HostingClient
+from flower_dp.clients.refusal_messages import decline_invalid, redact_errors, replied, why_no_client
 
 log = logging.getLogger("flwr")
 
@@ -21,7 +21,7 @@ _LARGEST_ARRAY = 2**40
 _LONG = 1.0
 
 
-def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
+def client_app(client_fn: Callable[[Context], HostingClient]) -> ClientApp:
     """Return a ClientApp that answers three kinds of messages: which clients the node hosts, train, and evaluate.
 
     Args:
@@ -36,8 +36,8 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
     able: set[int] = set()
     anew = _MadeAnew()
 
-    def client_of(context: Context) -> NodeClient:
-        with in_own_words("client_fn"):
+    def client_of(context: Context) -> HostingClient:
+        with redact_errors("client_fn"):
             client = client_fn(context)
             client.attach(context)
             return client
@@ -46,15 +46,15 @@ def client_app(client_fn: Callable[[Context], NodeClient]) -> ClientApp:
     def hosts(message: Message, context: Context) -> Message:
         try:
             client = client_fn(context)
-            why = None if context.run_id in able else client.why_unable()
-            text = client.hosts(why)
+            why = None if context.run_id in able else client.unable_reason()
+            text = client.describe_hosted(why)
             if why is None:
                 able.add(context.run_id)
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
         except BaseException as error:  # after any error, also SystemExit, the server must learn that this node has no clients
             log.error("client_fn failed", exc_info=error)
-            text = wire.Hosted(names=(), methods=frozenset(), error=why_no_client(error)).to_json()
+            text = wire.HostedClients(names=(), methods=frozenset(), error=why_no_client(error)).to_json()
         return Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), reply_to=message)
 
     @app.train()
@@ -82,13 +82,13 @@ class _MadeAnew:
     """Warns once where every message to a node makes a new client, and so a long dry run."""
 
     def __init__(self) -> None:
-        self._last: dict[int, weakref.ref[NodeClient]] = {}
+        self._last: dict[int, weakref.ref[HostingClient]] = {}
         self._told = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # an app goes to a simulation's workers by value: what its process has seen does not
 
-    def note(self, node: int, client: NodeClient) -> None:
+    def note(self, node: int, client: HostingClient) -> None:
         """Note the client that has trained for a node."""
         before = self._last.get(node)
         self._last[node] = weakref.ref(client)
@@ -104,6 +104,6 @@ class _MadeAnew:
 
 def _read(message: Message) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return the arrays of a message, in order, and its configuration."""
-    with in_own_words("reading the message"), reading():
+    with redact_errors("reading the message"), decline_invalid():
         arrays = wire.numpy_arrays(wire.arrays_of(message.content), limit=_LARGEST_ARRAY)
         return arrays, dict(message.content.config_records.get(wire.MESSAGE_API.config, {}))

@@ -16,7 +16,7 @@ from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks, compression
-from flower_dp.privacy.client_terms import Terms, value_of, values_in
+from flower_dp.privacy.client_terms import ClientTerms, value_of, values_in
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.release import Release
 
@@ -91,7 +91,7 @@ class DPFedPAQRecipe:
             # Refuses every other impossible value as well.
             self._terms(epsilon, 1, self.steps.num_records)
 
-    def terms(self, name: str, records: Records) -> Terms:
+    def terms(self, name: str, records: Records) -> ClientTerms:
         """Return one client's terms.
 
         Raises:
@@ -100,8 +100,8 @@ class DPFedPAQRecipe:
         replies = value_of("num_replies", self.num_replies, name)
         return self._terms(value_of("epsilon", self.epsilon, name), replies, len(records))
 
-    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
-        """Return why the gradient of a single record can't be computed: see `MadeUp`."""
+    def unfit_reason(self, model: FlatModel, records: Records) -> str | None:
+        """Return why the gradient of a single record can't be computed: see `DryRunnable`."""
         if self.steps.sensitivity == "convex-glm":  # whose gradients are a formula of its own
             return dry_run.of_convex(model, records, self.loss, self.steps)
         return dry_run.of_records(model, records, self.loss)
@@ -128,18 +128,18 @@ class DPFedPAQRecipe:
             encode=SinglePrecision() if self.quantization_levels is None else QSGD(levels=self.quantization_levels),
         )
 
-    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int) -> str | None:
+    def refusal_reason(self, vector: Tensor, *, model: FlatModel, server_round: int) -> str | None:
         """Return why a client must not reply to a model [d], where its sensitivity is not proved; None where it is."""
         if self.steps.sensitivity != "convex-glm":  # the others bound the sum whatever the server sends
             return None
         convex = ConvexModel.of(model, self.loss, self.steps)
-        return convex.why_not(vector, self.steps, step_size=self.steps.step_size(server_round), drift=self._drift())
+        return convex.refusal_reason(vector, self.steps, step_size=self.steps.step_size(server_round), drift=self._drift())
 
     def _drift(self) -> Tensor | None:
         """Return what is added to every step's mean gradient [d], which is public; None for nothing."""
         return None
 
-    def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
+    def _terms(self, epsilon: float, num_replies: int, num_records: int) -> ClientTerms:
         return update_terms(
             steps=self.steps,
             epsilon=epsilon,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.reply.parts import RecordClip, StepNoise
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained, one_by_one
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Trained, one_by_one
 from flower_dp.clients.reply.sending import SinglePrecision
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.losses import Loss
@@ -17,8 +17,8 @@ from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.clients.training.records import Records
 from flower_dp.core.sampling import PoissonSampling, Sampler
-from flower_dp.core.steps import StepSchedule
-from flower_dp.privacy.client_terms import Terms, value_of, values_in
+from flower_dp.core.step_schedule import StepSchedule
+from flower_dp.privacy.client_terms import ClientTerms, value_of, values_in
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.privacy.release import Release
 
@@ -39,11 +39,11 @@ class NoisedSteps:
     server_round: int
     loss: Loss
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Tensor, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield the change of every client's weights [d], float32, and the mean of its steps' losses, or its error."""
         return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset)
 
-    def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+    def _row(self, vector: Tensor, job: ClientJob) -> tuple[Tensor, Tensor]:
         rng, losses, release = job.secret(), [], self.step_noise.release
         moved = torch.zeros_like(vector, dtype=torch.float64)
         step_size = self.steps.step_size(self.server_round)
@@ -52,12 +52,12 @@ class NoisedSteps:
             # and the model's buffers are reset.
             self.model.vector.copy_(vector + moved)
             self.model.reset_buffers()
-            batch = _batch(len(job.records), release.sampler, release.expected_cohort, rng)
+            batch = _batch(len(job.records), release.sampler, release.expected_cohort_size, rng)
             seed = int(rng.integers(2**63))
             total, loss = clipped_sum(self.model, job.records, batch, clip=self.record_clip, loss=self.loss, seed=seed)
             losses.append(loss)
             noised = self.step_noise.step(total, self.record_clip.step, rng)
-            gradient = noised / release.expected_cohort + self.steps.weight_decay * (vector + moved)
+            gradient = noised / release.expected_cohort_size + self.steps.weight_decay * (vector + moved)
             moved -= step_size * gradient
         row = moved.to(torch.float32)
         if not bool((vector + row).isfinite().all()):
@@ -138,7 +138,7 @@ class DPPASGDRecipe:
             for epsilon in values_in(self.epsilon):
                 self._terms(epsilon, size, size)
 
-    def terms(self, name: str, records: Records) -> Terms:
+    def terms(self, name: str, records: Records) -> ClientTerms:
         """Return one client's terms.
 
         Raises:
@@ -147,8 +147,8 @@ class DPPASGDRecipe:
         size = value_of("batch_size", self.batch_size, name)
         return self._terms(value_of("epsilon", self.epsilon, name), size, len(records))
 
-    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
-        """Return why the gradient of a single record can't be computed: see `MadeUp`."""
+    def unfit_reason(self, model: FlatModel, records: Records) -> str | None:
+        """Return why the gradient of a single record can't be computed: see `DryRunnable`."""
         return dry_run.of_records(model, records, self.loss)
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
@@ -168,7 +168,7 @@ class DPPASGDRecipe:
             weight_decay=self.weight_decay,
         )
 
-    def _terms(self, epsilon: float, batch_size: int, num_records: int) -> Terms:
+    def _terms(self, epsilon: float, batch_size: int, num_records: int) -> ClientTerms:
         return step_terms(
             epsilon=epsilon,
             delta=self.delta,

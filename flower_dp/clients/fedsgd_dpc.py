@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.reply.parts import FullNoise, RecordClip
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained, one_by_one
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Trained, one_by_one
 from flower_dp.clients.reply.sending import SinglePrecision
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.losses import Loss
@@ -17,7 +17,7 @@ from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum, secret_batch
 from flower_dp.clients.training.records import Records
 from flower_dp.core import checks
-from flower_dp.privacy.client_terms import Terms, value_of, values_in
+from flower_dp.privacy.client_terms import ClientTerms, value_of, values_in
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import MECHANISMS, gradient_terms
 from flower_dp.privacy.release import Release
@@ -33,11 +33,11 @@ class ClippedGradients:
     loss: Loss
     relation: Relation
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Tensor, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's sum [d], float64, and the mean loss of the records that count, or its error."""
         return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset)
 
-    def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+    def _row(self, vector: Tensor, job: ClientJob) -> tuple[Tensor, Tensor]:
         rng = job.secret()
         self.model.vector.copy_(vector)
         batch = secret_batch(len(job.records), self.sampling_rate, rng)
@@ -117,7 +117,7 @@ class FedSGDDPCRecipe:
             # Refuses every other impossible value as well; the noise does not depend on the number of records.
             self._terms(epsilon, 1, 1)
 
-    def terms(self, name: str, records: Records) -> Terms:
+    def terms(self, name: str, records: Records) -> ClientTerms:
         """Return one client's terms.
 
         Raises:
@@ -128,8 +128,8 @@ class FedSGDDPCRecipe:
             raise ValueError(f"num_records={size}: client {name!r} has {len(records)} records")
         return self._terms(value_of("epsilon", self.epsilon, name), value_of("num_replies", self.num_replies, name), size)
 
-    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
-        """Return why the gradient of a single record can't be computed: see `MadeUp`."""
+    def unfit_reason(self, model: FlatModel, records: Records) -> str | None:
+        """Return why the gradient of a single record can't be computed: see `DryRunnable`."""
         return dry_run.of_records(model, records, self.loss)
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
@@ -141,11 +141,11 @@ class FedSGDDPCRecipe:
             ),
             clip=clip,
             noise=FullNoise(release=release),
-            after_noise=MinusMean(expected_size=release.expected_cohort),
+            after_noise=MinusMean(expected_size=release.expected_cohort_size),
             encode=SinglePrecision(),
         )
 
-    def _terms(self, epsilon: float, num_replies: int, num_records: int) -> Terms:
+    def _terms(self, epsilon: float, num_replies: int, num_records: int) -> ClientTerms:
         return gradient_terms(
             mechanism=self.mechanism,
             clip_norm=self.clip_norm,

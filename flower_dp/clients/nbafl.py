@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.nbafl_weights import weights_pipeline
-from flower_dp.clients.reasons import UnfitModelError, contained, new_traceback_of
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained, one_by_one
+from flower_dp.clients.refusal_messages import UnfitModelError, contained, new_traceback_of
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Trained, one_by_one
 from flower_dp.clients.training import dry_run
 from flower_dp.clients.training.batches import repeated
-from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.losses import checked
 from flower_dp.clients.training.recipe import FlatModel, Training, outputs_of
 from flower_dp.clients.training.records import Records, made_up
-from flower_dp.privacy.client_terms import Terms, value_of, values_in
+from flower_dp.clients.training.training_rng import IsolatedRng
+from flower_dp.privacy.client_terms import ClientTerms, value_of, values_in
 from flower_dp.privacy.nbafl import check_epsilons, weights_terms
 from flower_dp.privacy.release import Release
 
@@ -35,11 +35,11 @@ class TrainedWeights:
     model: FlatModel
     server_round: int
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Tensor, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's weights [d] and training loss, or its error."""
         return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset)
 
-    def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+    def _row(self, vector: Tensor, job: ClientJob) -> tuple[Tensor, Tensor]:
         model = self.model
         self._check_model(vector, job.records)
         model.vector.copy_(vector)
@@ -71,7 +71,7 @@ class TrainedWeights:
             try:
                 inputs, targets = repeated(*made, count)
                 self.model.vector.copy_(vector)
-                with OwnDraws(self.model.vector.device, 0):
+                with IsolatedRng(self.model.vector.device, 0):
                     loss = checked(self.training.loss)(outputs_of(self.model.module, inputs), targets)
                     torch.autograd.grad(loss, self.model.parameters, allow_unused=True)
                 return
@@ -134,7 +134,7 @@ class NbAFLRecipe:
             for replies in values_in(self.num_replies):
                 self._terms(epsilon, replies)
 
-    def terms(self, name: str, records: Records) -> Terms:
+    def terms(self, name: str, records: Records) -> ClientTerms:
         """Return one client's terms.
 
         Raises:
@@ -145,8 +145,8 @@ class NbAFLRecipe:
         field = "epsilon" if self.paper_epsilon is None else "paper_epsilon"
         return self._terms(value_of(field, self._epsilon, name), value_of("num_replies", self.num_replies, name))
 
-    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
-        """Return why the model can't be trained: see `MadeUp`."""
+    def unfit_reason(self, model: FlatModel, records: Records) -> str | None:
+        """Return why the model can't be trained: see `DryRunnable`."""
         return dry_run.of_training(model, records, self.training, public=True)
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
@@ -158,7 +158,7 @@ class NbAFLRecipe:
     def _epsilon(self) -> float | Mapping[str, float] | None:
         return self.epsilon if self.paper_epsilon is None else self.paper_epsilon
 
-    def _terms(self, epsilon: float, num_replies: int | None) -> Terms:
+    def _terms(self, epsilon: float, num_replies: int | None) -> ClientTerms:
         proved = self.paper_epsilon is None
         return weights_terms(
             clip_norm=self.clip_norm,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from flower_dp.clients.reply.parts import FullNoise, RowClip
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Train, Trained
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Train, Trained
 from flower_dp.clients.reply.sending import SinglePrecision
 from flower_dp.core import checks
 from flower_dp.core.vectors import Array
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.nbafl import weights_terms
 from flower_dp.privacy.release import Release
 
@@ -42,7 +42,7 @@ class WeightsOrGlobal:
 
     train: Train
 
-    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Array, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's weights [d] and training loss."""
         for trained in self.train.rows(vector, jobs):
             if isinstance(trained, Exception):
@@ -97,7 +97,7 @@ class NbAFLTerms:
         checks.integer("num_records", self.num_records, at_least=0)
         self._terms()
 
-    def terms(self) -> Terms:
+    def terms(self) -> ClientTerms:
         """Return the client's terms.
 
         Raises:
@@ -111,7 +111,7 @@ class NbAFLTerms:
         """Return the pipeline of the client's reply, with the model that its app has trained."""
         return weights_pipeline(release, train=WeightsOrGlobal(train=train), length=length)
 
-    def _terms(self) -> Terms:
+    def _terms(self) -> ClientTerms:
         return weights_terms(
             clip_norm=self.clip_norm,
             epsilon=self.epsilon,

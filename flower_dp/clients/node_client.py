@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from flower_dp import wire
 from flower_dp.clients import answering
 from flower_dp.clients.account import refuse_ledger
-from flower_dp.clients.answering import NOT_HOSTED, Sum, Work
-from flower_dp.clients.kept import keep
+from flower_dp.clients.answering import NOT_HOSTED, NodeSum, NodeWork
+from flower_dp.clients.client_vectors import store_vectors
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import DATA, SEE_LOG, Declined, contained, in_own_words, made_or_refused, reading
+from flower_dp.clients.refusal_messages import DATA, SEE_LOG, Declined, contained, decline_invalid, made_or_refused, redact_errors
 from flower_dp.clients.reply.pipeline import failure
 from flower_dp.clients.training.devices import default_device, exact_device, reproducible
 from flower_dp.clients.training.recipe import FlatModel
@@ -33,7 +33,7 @@ log = logging.getLogger("flwr")
 _MOST_TRIED = 16
 
 
-class NodeClient(NumPyClient):
+class HostingClient(NumPyClient):
     """The common base of this package's clients: hosted clients, model, instruction and reply.
 
     It answers with one payload, the sum of its clients' rows. It sends no record, no example count and, unless its policy allows
@@ -101,15 +101,15 @@ class NodeClient(NumPyClient):
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to the client query: see `hosts`."""
-        with in_own_words("naming the clients"):
-            return {wire.KEY: self.hosts(self.why_unable())}
+        with redact_errors("naming the clients"):
+            return {wire.KEY: self.describe_hosted(self.unable_reason())}
 
-    def hosts(self, why_unable: str | None) -> str:
+    def describe_hosted(self, unable_reason: str | None) -> str:
         """Return the names of the hosted clients, of the methods that they run, and why none of them can train, if so."""
         names = tuple(sorted(self.clients))
-        return wire.Hosted(names=names, methods=frozenset(self.methods), unable=why_unable or "").to_json()
+        return wire.HostedClients(names=names, methods=frozenset(self.methods), unable=unable_reason or "").to_json()
 
-    def why_unable(self) -> str | None:
+    def unable_reason(self) -> str | None:
         """Return why none of the hosted clients can train, in fixed words; None if one can, or nobody knows.
 
         Clients are tried one after another until one can train, and no more than a few.
@@ -193,17 +193,17 @@ class NodeClient(NumPyClient):
     def _answer(
         self, what: str, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]
     ) -> tuple[list[np.ndarray], dict[str, Any]]:
-        with in_own_words(what), reproducible(self.model.device):
-            with reading():
+        with redact_errors(what), reproducible(self.model.device):
+            with decline_invalid():
                 instruction = wire.instruction_of(config, list(arrays.values()))
             answering.check(self, instruction, evaluates=what == "evaluation")
             self._check_base(config.get(wire.BASE))
             vector = self._vector(arrays, instruction)
-            with reading():
+            with decline_invalid():
                 instruction.ask.check_vectors(self.vectors if instruction.ask.metrics is None else (), vector.numel())
             made, text = answering.answered(self, instruction, vector, self._work(vector, instruction), _metrics)
             if self.context is not None:  # accounts were charged, and nothing is left that could fail
-                keep(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
+                store_vectors(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
             return list(made.payload.arrays), {wire.KEY: text}
 
     def _hosted(self, names: Iterable[str]) -> tuple[dict[str, Records], dict[str, wire.Refusal]]:
@@ -249,7 +249,7 @@ class NodeClient(NumPyClient):
             trained = dict(zip(layout.names, trained.values(), strict=True))
         if set(trained) != set(layout.names):
             raise Declined(f"the server's model has arrays {sorted(trained)}, this client's {sorted(layout.names)}")
-        with reading(), np.errstate(over="ignore"):
+        with decline_invalid(), np.errstate(over="ignore"):
             vector = layout.flatten(trained)
         if not np.isfinite(vector).all():  # every record would count as zero, and be paid for
             raise Declined("the server's model has NaN or infinite entries")
@@ -260,28 +260,28 @@ class NodeClient(NumPyClient):
         """Return why nobody can train on records like these, in fixed words; None if somebody can, or nobody knows."""
 
     @abstractmethod
-    def _work(self, vector: Tensor, instruction: Instruction) -> Work:
+    def _work(self, vector: Tensor, instruction: Instruction) -> NodeWork:
         """Return the work of this node's clients; charge accounts before any record is read."""
 
 
 class _Replying(NumPyClient):
     """A client that refuses by a reply."""
 
-    def __init__(self, client: NodeClient) -> None:
+    def __init__(self, client: HostingClient) -> None:
         self._client = client
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return as `NodeClient.get_properties`, or a refusal."""
+        """Return as `HostingClient.get_properties`, or a refusal."""
         made = made_or_refused("naming the clients", lambda: self._client.get_properties(config))
         return _refused(made) if isinstance(made, wire.Refusal) else made
 
     def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[list[np.ndarray], int, dict[str, Any]]:
-        """Return as `NodeClient.fit`, or a refusal."""
+        """Return as `HostingClient.fit`, or a refusal."""
         made = made_or_refused("training", lambda: self._client.fit(parameters, config))
         return ([], 1, _refused(made)) if isinstance(made, wire.Refusal) else made
 
     def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Return as `NodeClient.evaluate`, or a refusal."""
+        """Return as `HostingClient.evaluate`, or a refusal."""
         made = made_or_refused("evaluation", lambda: self._client.evaluate(parameters, config))
         return (0.0, 1, _refused(made)) if isinstance(made, wire.Refusal) else made
 
@@ -295,7 +295,7 @@ def _in_order(parameters: list[np.ndarray]) -> dict[str, np.ndarray]:
     return {str(position): array for position, array in enumerate(parameters)}
 
 
-def _metrics(made: Sum) -> dict[str, float]:
+def _metrics(made: NodeSum) -> dict[str, float]:
     """Return the sums of training losses, and of the norms of updates before the clip and their squares where they were measured.
 
     The number of clipped updates is not told: a share of clipped clients would tell how many there are.

@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass, fields
 
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.refusal_messages import Declined
 from flower_dp.core import checks
 from flower_dp.privacy.release import Release
-from flower_dp.wire import Ask
+from flower_dp.wire import ReleaseRequest
 
 # What two ways to compute one ratio may differ by.
 _ROUNDING = 1e-9
@@ -52,7 +52,7 @@ class ClientPolicy:
         >>> policy.check(Ask(promise=Promise(clip_norm=1.0, noise_multiplier=0.5), placement="central"))
         Traceback (most recent call last):
             ...
-        flower_dp.clients.reasons.Declined: declined: noise_multiplier=0.5: this client's policy asks for 0.8
+        flower_dp.clients.refusal_messages.Declined: declined: noise_multiplier=0.5: this client's policy asks for 0.8
     """
 
     max_clip_norm: float | None = None
@@ -98,7 +98,7 @@ class ClientPolicy:
         names = [one.name for one in fields(self) if one.default is None]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def check(self, ask: Ask) -> None:
+    def check(self, ask: ReleaseRequest) -> None:
         """Refuse training that this policy does not allow: its clip norm, or its noise in all or on the device.
 
         Raises:
@@ -107,13 +107,13 @@ class ClientPolicy:
         self._check_clip(ask)
         self._check_noise(ask, "training", "min_noise_multiplier", self.min_noise_multiplier, self._least_std(ask))
 
-    def _least_std(self, ask: Ask) -> float | None:
+    def _least_std(self, ask: ReleaseRequest) -> float | None:
         """Return the smallest std of this client's own noise in training: with an adaptive clip norm in proportion to the row."""
         if not self.min_noise_std or self.max_clip_norm is None or ask.indicator is None:
             return self.min_noise_std
         return self.min_noise_std * ask.promise.clip_norm / self.max_clip_norm * (1 - _ROUNDING)
 
-    def check_local(self, ask: Ask) -> None:
+    def check_local(self, ask: ReleaseRequest) -> None:
         """Refuse training in which every message is private by the client's own terms, if this policy does not allow it.
 
         `check_own` compares the noise of those terms.
@@ -125,13 +125,13 @@ class ClientPolicy:
         if self.min_noise_std:
             raise Declined(f"min_noise_std={self.min_noise_std:g}: this client's noise follows from its own budget alone")
 
-    def _check_clip(self, ask: Ask) -> None:
+    def _check_clip(self, ask: ReleaseRequest) -> None:
         clip_norm = ask.promise.clip_norm if ask.indicator is None else ask.indicator.clip_norm
         _at_least(f"clip_norm={clip_norm:g}", clip_norm, self.min_clip_norm)
         if self.max_clip_norm is not None and not clip_norm <= self.max_clip_norm:
             raise Declined(f"clip_norm={clip_norm:g}: this client's policy allows at most {self.max_clip_norm:g}")
 
-    def _check_noise(self, ask: Ask, what: str, limit: str, multiplier: float | None, std: float | None) -> None:
+    def _check_noise(self, ask: ReleaseRequest, what: str, limit: str, multiplier: float | None, std: float | None) -> None:
         """Compare the noise of an ask, in all and on the device, with these limits, of which there must be one."""
         if self._limits and multiplier is None and std is None:
             raise Declined(f"{what}: this client's policy has limits, but none of its noise; set {limit} too")
@@ -147,7 +147,7 @@ class ClientPolicy:
                 shares = f"max_shares={self.max_shares} shares of the noise, each of {least:g} at least"
                 raise Declined(f"noise_std={ask.noise_std:g}: this client's policy allows {shares}")
 
-    def check_evaluation(self, ask: Ask) -> None:
+    def check_evaluation(self, ask: ReleaseRequest) -> None:
         """Refuse a private evaluation with less noise than this policy needs, in all or on the device.
 
         Raises:

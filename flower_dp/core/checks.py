@@ -54,7 +54,7 @@ def refusal(field: str, value: object, why: str) -> BadValue:
     return BadValue(field, f"{field}={_shown(value)}: {why}")
 
 
-class Findings:
+class ErrorCollector:
     r"""What is wrong with some settings, collected so that all of it is told at once.
 
     Example:
@@ -72,14 +72,14 @@ class Findings:
         self.errors: list[ValueError] = []
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def collect_errors(self) -> Iterator[None]:
         """Note the ValueError that ends the block, if any, or all those of a `SettingsError`."""
         try:
             yield
         except ValueError as error:
             self.errors += getattr(error, "errors", ()) or [error]
 
-    def refuse(self) -> None:
+    def raise_if_any(self) -> None:
         """Raise what was found.
 
         Raises:

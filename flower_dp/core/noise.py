@@ -90,7 +90,7 @@ def check_lattice(step: float, *, scale: float, clip_norm: float) -> None:
         raise ValueError(f"step={step:g}: is too small for clip_norm={clip_norm:g} and noise of scale {scale:g}")
 
 
-def toward_zero(values: Array, step: float) -> Array:
+def round_toward_zero(values: Array, step: float) -> Array:
     """Return clipped values rounded toward zero to multiples of a step; float64 where float32 can't hold these.
 
     No entry grows, so no norm does. A step of 0 changes nothing. The step is one that `lattice_step` gives for their clip norm.
@@ -108,7 +108,7 @@ def toward_zero(values: Array, step: float) -> Array:
     return rounded
 
 
-def nearest(values: Array, step: float) -> Array:
+def round_to_nearest(values: Array, step: float) -> Array:
     """Return values rounded to the nearest multiples of a step, which removes all finer digits of an already noised sum."""
     if step == 0:
         return values
@@ -175,7 +175,7 @@ def uniform(like: Array, rng: Generator) -> Array:
     return _zeros(like).uniform_(0.0, 1.0, generator=rng)
 
 
-def exact(values: Array, step: float) -> bool:
+def is_exact(values: Array, step: float) -> bool:
     """Tell whether a float64 sum of multiples of a step is exact: its entries have at most 53 bits."""
     xp = array_namespace(values)
     most = LARGEST_EXACT * step

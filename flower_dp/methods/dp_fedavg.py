@@ -20,7 +20,7 @@ METHOD = Method(
         "dp-fedavg, fixed size": {"stock": True, "sampling": "fixed-size", "noise_multiplier": 0.8},
         "dp-fedavg, distributed": DISTRIBUTED,
         "dp-fedavg, distributed, replace-one": DISTRIBUTED | {"noise_multiplier": 2 * SHARED_NOISE, "relation": "replace-one"},
-        "dp-fedavg, untrusted server": DISTRIBUTED | {"trusted_server": False},
+        "dp-fedavg, untrusted server": DISTRIBUTED | {"server_completes_noise": False},
         "dp-fedavg, adaptive clip": {"clip_quantile": 0.5},
         "dp-fedavg, BLUR and LUS": {"blur_strength": 0.1},
     },

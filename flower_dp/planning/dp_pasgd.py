@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.core.checks import BadValue
-from flower_dp.core.words import delta_in_words, digits_in_words
+from flower_dp.core.formatting import format_delta, format_rounded_up
 from flower_dp.planning import planner
 from flower_dp.planning.planner import Data, Floats, Inputs, Panel, ProblemError, Row, finite, in_parts, real, whole
 from flower_dp.privacy import accounting
@@ -211,7 +211,7 @@ def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Candidate]:
     several = isinstance(values["batch_size"], list | tuple | np.ndarray)
     candidates = _candidates(problem, (rounds, tau))
     best = candidates[0]
-    with_delta = f"exact composition, delta {delta_in_words(problem.delta)}"
+    with_delta = f"exact composition, delta {format_delta(problem.delta)}"
     return planner.Plan(
         problem=problem,
         head=f"{problem.METHOD}, {problem.num_clients} clients",
@@ -223,8 +223,8 @@ def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Candidate]:
             Row("noise_std", each if several else each[0], "on every coordinate of a mini-batch gradient", stds),
             Row("bound", best.bound, "expected gap of the loss"),
             Row("cost", best.cost, f"of {problem.max_cost:.6g}"),
-            Row("epsilon", paper, "the paper's formula", digits_in_words(paper, 6)),
-            Row("epsilon_tight", tight, with_delta, digits_in_words(tight, 6)),
+            Row("epsilon", paper, "the paper's formula", format_rounded_up(paper, 6)),
+            Row("epsilon_tight", tight, with_delta, format_rounded_up(tight, 6)),
         ),
         details={"bound_parts": problem.parts(rounds * tau, tau)},
         candidates=candidates,
@@ -374,7 +374,7 @@ def _reasons(problem: Problem, candidates: tuple[Candidate, ...]) -> list[str]:
 def _needed(epsilon: float, delta: float) -> str:
     """Return how much less noise exact composition needs: the same fraction for any number of steps."""
     try:
-        needed = accounting.calibrate(dp.GaussianDpEvent, epsilon=epsilon, delta=delta, relation="replace-one")
+        needed = accounting.calibrate(dp_events.GaussianDpEvent, epsilon=epsilon, delta=delta, relation="replace-one")
     except ValueError:  # out of the accountant's reach
         return ""
     less = 1 - needed / math.sqrt(2 / zcdp_budget(epsilon=epsilon, delta=delta))

@@ -12,9 +12,9 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.privacy import events, pld
-from flower_dp.privacy.events import RELATIONS, Leaves, Relation, UnsupportedEventError, inner_of, leaves_of
+from flower_dp.privacy.events import RELATIONS, Leaves, Relation, UnsupportedEventError, flatten_event, unwrap_sampling
 
 _SEARCH_GRID = 1e-3
 # In parts of a run's epsilon: a progress on this grid is right in its first four digits.
@@ -24,7 +24,7 @@ _FINE_ENOUGH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class PrivacyCost:
     """(epsilon, delta)-differential privacy under a neighbouring relation, and the accountant that proves it.
 
     Example:
@@ -41,7 +41,7 @@ class Cost:
     accountant: str
 
 
-def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float = pld.GRID) -> Cost:
+def epsilon(event: dp_events.DpEvent, *, delta: float, relation: Relation, grid: float = pld.GRID) -> PrivacyCost:
     """Return the least epsilon that can be proved for an event; infinite where there is no privacy.
 
     Accountants: `gaussian-exact` (Balle & Wang 2018), `pld` (privacy loss distributions, pessimistic), `rdp` (Renyi, with the
@@ -57,24 +57,24 @@ def epsilon(event: dp.DpEvent, *, delta: float, relation: Relation, grid: float 
     """
     delta = checks.number("delta", delta, at_least=0, below=1)
     checks.one_of("relation", relation, RELATIONS)
-    leaves = leaves_of(event)
-    if any(isinstance(leaf, dp.NonPrivateDpEvent) for leaf, _ in leaves):
-        return Cost(epsilon=math.inf, delta=delta, relation=relation, accountant="none")
+    leaves = flatten_event(event)
+    if any(isinstance(leaf, dp_events.NonPrivateDpEvent) for leaf, _ in leaves):
+        return PrivacyCost(epsilon=math.inf, delta=delta, relation=relation, accountant="none")
     if not leaves:
-        return Cost(epsilon=0.0, delta=delta, relation=relation, accountant="none")
+        return PrivacyCost(epsilon=0.0, delta=delta, relation=relation, accountant="none")
     least = _least(tuple(leaves), delta, relation, grid)
     if least is None:
         raise UnsupportedEventError(f"event {event}: no accountant bounds it under relation={relation!r} at delta={delta:g}")
     value, name = least
-    return Cost(epsilon=max(0.0, value), delta=delta, relation=relation, accountant=name)
+    return PrivacyCost(epsilon=max(0.0, value), delta=delta, relation=relation, accountant=name)
 
 
-def counts_sampling(cost: Cost) -> bool:
+def relies_on_secret_sampling(cost: PrivacyCost) -> bool:
     """Return whether a cost may be the less because units were sampled in secret: `gaussian-exact` takes all to take part."""
     return not cost.accountant.startswith(("gaussian-exact", "none"))
 
 
-def check(event: dp.DpEvent, *, relation: Relation) -> None:
+def check(event: dp_events.DpEvent, *, relation: Relation) -> None:
     """Refuse an event that no accountant here bounds at any delta, without accounting it: the kinds of its releases decide.
 
     Raises:
@@ -82,31 +82,31 @@ def check(event: dp.DpEvent, *, relation: Relation) -> None:
         UnsupportedEventError: if nothing here bounds the event under this relation.
     """
     checks.one_of("relation", relation, RELATIONS)
-    leaves = [leaf for leaf, _ in leaves_of(event)]
-    if leaves and not any(isinstance(leaf, dp.NonPrivateDpEvent) for leaf in leaves):
-        kinds = tuple((kind, 1) for kind in dict.fromkeys(map(events.example_of, leaves)))
+    leaves = [leaf for leaf, _ in flatten_event(event)]
+    if leaves and not any(isinstance(leaf, dp_events.NonPrivateDpEvent) for leaf in leaves):
+        kinds = tuple((kind, 1) for kind in dict.fromkeys(map(events.probe_event, leaves)))
         # A probe of each kind; any delta will do, except that 0 allows only pure epsilon.
         if _least(kinds, 1e-5, relation, 1e-2) is None:
             raise UnsupportedEventError(f"event {event}: no accountant bounds it under relation={relation!r}")
 
 
-def rdp_epsilon(event: dp.DpEvent, *, delta: float, relation: Relation) -> float | None:
+def rdp_epsilon(event: dp_events.DpEvent, *, delta: float, relation: Relation) -> float | None:
     """Return the Renyi accountant's epsilon, or None where it has no bound for the event under this relation.
 
     The conversion is Theorem 2 of DP-FedSAM (Shi et al. 2023): the least over orders a of
     rdp(a) + log((a - 1) / a) - (log delta + log a) / (a - 1).
     """
     delta = checks.number("delta", delta, at_least=0, below=1)
-    leaves = leaves_of(event)
-    if any(isinstance(leaf, dp.NonPrivateDpEvent) for leaf, _ in leaves) or delta == 0:
+    leaves = flatten_event(event)
+    if any(isinstance(leaf, dp_events.NonPrivateDpEvent) for leaf, _ in leaves) or delta == 0:
         return None
     from flower_dp.privacy import renyi  # noqa: PLC0415  (slow to import)
 
-    return renyi.epsilon_of(leaves, delta, relation_of(relation))
+    return renyi.epsilon_of(leaves, delta, parse_relation(relation))
 
 
 def calibrate(
-    make_event: Callable[[float], dp.DpEvent], *, epsilon: float, delta: float, relation: Relation, rtol: float = 1e-4
+    make_event: Callable[[float], dp_events.DpEvent], *, epsilon: float, delta: float, relation: Relation, rtol: float = 1e-4
 ) -> float:
     """Return a noise multiplier that meets (epsilon, delta), at most about `rtol` above the least one and never below it.
 
@@ -160,7 +160,9 @@ def calibrate(
     return math.exp(root)
 
 
-def affordable(make_event: Callable[[int], dp.DpEvent], *, epsilon: float, delta: float, relation: Relation, limit: int) -> int:
+def max_repetitions(
+    make_event: Callable[[int], dp_events.DpEvent], *, epsilon: float, delta: float, relation: Relation, limit: int
+) -> int:
     """Return the largest n <= limit for which make_event(n) costs at most `epsilon`; make_event(n) must grow with n."""
     low, high = 0, limit + 1
     step = limit
@@ -173,7 +175,7 @@ def affordable(make_event: Callable[[int], dp.DpEvent], *, epsilon: float, delta
 
 
 def epsilon_by_round(
-    make_event: Callable[[int], dp.DpEvent], *, num_rounds: int, delta: float, relation: Relation, points: int = 40
+    make_event: Callable[[int], dp_events.DpEvent], *, num_rounds: int, delta: float, relation: Relation, points: int = 40
 ) -> np.ndarray:
     """Return an upper bound of epsilon after 0, 1, ..., num_rounds rounds [num_rounds + 1], for showing a run's progress.
 
@@ -195,12 +197,12 @@ def epsilon_by_round(
     return np.asarray(values)[np.searchsorted(computed, np.arange(num_rounds + 1))]
 
 
-def repeated(event: dp.DpEvent, count: int) -> dp.DpEvent:
+def repeated(event: dp_events.DpEvent, count: int) -> dp_events.DpEvent:
     """Return `count` independent repetitions of an event as one event."""
-    return dp.SelfComposedDpEvent(event, checks.integer("count", count, at_least=0))
+    return dp_events.SelfComposedDpEvent(event, checks.integer("count", count, at_least=0))
 
 
-def relation_of(relation: str) -> Relation:
+def parse_relation(relation: str) -> Relation:
     """Return the relation, or raise ValueError naming the valid ones."""
     checks.one_of("relation", relation, RELATIONS)
     return "replace-one" if relation == "replace-one" else "add-or-remove-one"
@@ -210,7 +212,9 @@ _epsilon = epsilon
 
 
 @lru_cache(maxsize=1024)  # a run asks again and again: for its log, its statement, its plan
-def _least(leaves: tuple[tuple[dp.DpEvent, int], ...], delta: float, relation: Relation, grid: float) -> tuple[float, str] | None:
+def _least(
+    leaves: tuple[tuple[dp_events.DpEvent, int], ...], delta: float, relation: Relation, grid: float
+) -> tuple[float, str] | None:
     """Return the least bound and its accountant, or None where no accountant has one."""
     bounds = [(value, name) for name, value in _bounds(list(leaves), delta, relation, grid) if not math.isnan(value)]
     return min(bounds, key=lambda bound: bound[0], default=None)
@@ -226,7 +230,7 @@ def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> It
 
     gaussian = _gaussian_exact(leaves, delta, relation)
     yield "gaussian-exact", gaussian
-    if not math.isnan(gaussian) and all(inner_of(leaf)[1] == 1 for leaf, _ in leaves):
+    if not math.isnan(gaussian) and all(unwrap_sampling(leaf)[1] == 1 for leaf, _ in leaves):
         return  # it is the least epsilon there is
     by_pld = math.nan
     if _of_fixed_size(leaves) and delta >= pld.SMALLEST_DELTA:
@@ -247,22 +251,24 @@ def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> It
 
 def _of_fixed_size(leaves: Leaves) -> bool:
     """Whether every release is of a sample of a fixed size."""
-    return all(isinstance(leaf, dp.SampledWithoutReplacementDpEvent) and inner_of(leaf)[1] < 1 for leaf, _ in leaves)
+    return all(
+        isinstance(leaf, dp_events.SampledWithoutReplacementDpEvent) and unwrap_sampling(leaf)[1] < 1 for leaf, _ in leaves
+    )
 
 
 def _pure(leaves: Leaves, relation: Relation) -> float:
     """Sum of the pure epsilons of Laplace releases, each amplified by its sampling."""
     total = 0.0
     for leaf, count in leaves:
-        inner, rate = inner_of(leaf)
-        if not isinstance(inner, dp.LaplaceDpEvent):
+        inner, rate = unwrap_sampling(leaf)
+        if not isinstance(inner, dp_events.LaplaceDpEvent):
             return math.nan
         base = 1 / inner.noise_multiplier
         if relation == "replace-one":
             # A replacement is a removal and an addition; Poisson amplification holds for each of these.
-            poisson = isinstance(leaf, dp.PoissonSampledDpEvent)
+            poisson = isinstance(leaf, dp_events.PoissonSampledDpEvent)
             one = 2 * _amplified(base, rate) if poisson else _amplified(2 * base, rate)
-        elif isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
+        elif isinstance(leaf, dp_events.SampledWithoutReplacementDpEvent):
             return math.nan
         else:
             one = _amplified(base, rate)
@@ -272,7 +278,7 @@ def _pure(leaves: Leaves, relation: Relation) -> float:
 
 def _sum(leaves: Leaves, delta: float, relation: Relation, grid: float) -> tuple[float, str]:
     """The pure epsilons of Laplace releases and the least epsilon of all others at delta, which add up; NaN without both."""
-    laplace = [(leaf, count) for leaf, count in leaves if isinstance(inner_of(leaf)[0], dp.LaplaceDpEvent)]
+    laplace = [(leaf, count) for leaf, count in leaves if isinstance(unwrap_sampling(leaf)[0], dp_events.LaplaceDpEvent)]
     others = tuple(pair for pair in leaves if pair not in laplace)
     if not (laplace and others) or (rest := _least(others, delta, relation, grid)) is None:
         return math.nan, ""
@@ -294,12 +300,12 @@ def _gaussian_exact(leaves: Leaves, delta: float, relation: Relation) -> float:
 
     norms = []
     for leaf, count in leaves:
-        inner, _ = inner_of(leaf)
-        without = isinstance(leaf, dp.SampledWithoutReplacementDpEvent)
-        if not isinstance(inner, dp.GaussianDpEvent) or (without and relation != "replace-one"):
+        inner, _ = unwrap_sampling(leaf)
+        without = isinstance(leaf, dp_events.SampledWithoutReplacementDpEvent)
+        if not isinstance(inner, dp_events.GaussianDpEvent) or (without and relation != "replace-one"):
             return math.nan
         norms.append(math.sqrt(count) / inner.noise_multiplier)
-    multiplier = events.effective(1 / math.hypot(*norms), relation)
+    multiplier = events.noise_over_sensitivity(1 / math.hypot(*norms), relation)
     # The root finder's answer may lie below the root by its tolerance.
     with renyi.without_warnings():
         return float(get_epsilon_gaussian(multiplier, delta, tol=1e-12)) * (1 + 1e-12) + 1e-11

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.privacy import accounting
 from flower_dp.privacy.charges import Charge, Charges, History
 from flower_dp.privacy.events import Relation
@@ -14,7 +14,7 @@ _MOST_KNOWN = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JointBudget:
+class LedgerBudget:
     """What all runs on a ledger together may cost any client.
 
     Attributes:
@@ -62,12 +62,12 @@ class Remaining:
         budget: the budget.
     """
 
-    def __init__(self, budget: JointBudget) -> None:
+    def __init__(self, budget: LedgerBudget) -> None:
         self.budget = budget
         # What it says is true of any owner with these charges, whether they are written down or not.
-        self._left: dict[tuple[Relation, frozenset[tuple[dp.DpEvent, int]], dp.DpEvent], int] = {}
+        self._left: dict[tuple[Relation, frozenset[tuple[dp_events.DpEvent, int]], dp_events.DpEvent], int] = {}
 
-    def why_not(self, charges: Charges, charge: Charge, *, private: bool) -> str | None:
+    def refusal_reason(self, charges: Charges, charge: Charge, *, private: bool) -> str | None:
         """Return why the budget does not cover a charge after others; None if it does.
 
         Raises:
@@ -80,8 +80,8 @@ class Remaining:
             return f"noise from a fixed seed is within no budget, nor {limit}"
         return None if all(self._affords(*one) for one in charges.before(charge)) else f"it would pass {limit}"
 
-    def _affords(self, history: History, event: dp.DpEvent) -> bool:
-        if isinstance(event, dp.NoOpDpEvent):
+    def _affords(self, history: History, event: dp_events.DpEvent) -> bool:
+        if isinstance(event, dp_events.NoOpDpEvent):
             return True
         key = (history.relation, frozenset(history.counts.items()), event)
         if key not in self._left:
@@ -93,7 +93,7 @@ class Remaining:
             self._left[history.relation, frozenset(after.items()), event] = left - 1
         return left > 0
 
-    def _num_affordable(self, history: History, event: dp.DpEvent) -> int:
+    def _num_affordable(self, history: History, event: dp_events.DpEvent) -> int:
         """Return how many more of an event a history affords; a lower bound above 0, or 0."""
         budget = self.budget
         if budget.renyi_order is not None:
@@ -104,7 +104,7 @@ class Remaining:
             return renyi_filter.num_affordable(history.event, event, allowed=allowed, order=order, relation=history.relation)
         ahead = max(_AHEAD, history.counts.get(event, 0))
         while ahead:  # a few more than one need no exact number
-            whole = dp.ComposedDpEvent([history.event, dp.SelfComposedDpEvent(event, ahead)])
+            whole = dp_events.ComposedDpEvent([history.event, dp_events.SelfComposedDpEvent(event, ahead)])
             if accounting.epsilon(whole, delta=budget.delta, relation=history.relation).epsilon <= budget.epsilon:
                 return ahead
             ahead //= 2

@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from flower_dp.core import checks, dp
-from flower_dp.core.stored import parts_of, stored_as
+from flower_dp.core import checks, dp_events
+from flower_dp.core.serialization import parts_of, register_serializable
 from flower_dp.privacy import accounting
-from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.accounting import PrivacyCost
 from flower_dp.privacy.events import Relation, as_json, of_json
 from flower_dp.privacy.private_file import LedgerError
 
 # The owner of a release that costs all clients alike: known or not, asked or not.
-EVERY_CLIENT = "every client"
+ALL_CLIENTS = "every client"
 # An owner's events by their places, each with its count, sorted.
 _Counts = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
+class CostScope:
     """What costs add up for: events that protect the same unit under the same relation, as one adversary sees them.
 
     Attributes:
@@ -54,7 +54,7 @@ class Charge:
         server_round: 1, 2, ...
         kind: what is charged, as text: the same in all charges of a release, or they can't belong to one run.
         scope: what the events protect, and under which relation.
-        owners: who is charged: names of clients, or `EVERY_CLIENT` alone.
+        owners: who is charged: names of clients, or `ALL_CLIENTS` alone.
         events: the different events that owners are charged with.
         which: for each owner, the place of its event in `events`; may be left out if there is one event.
         views: the events as other adversaries see them, by the adversary's name, in the order of `events`.
@@ -72,12 +72,12 @@ class Charge:
     release: str
     number: int
     server_round: int
-    kind: str
-    scope: Scope
+    fingerprint: str
+    scope: CostScope
     owners: tuple[str, ...]
-    events: tuple[dp.DpEvent, ...]
+    events: tuple[dp_events.DpEvent, ...]
     which: tuple[int, ...] = ()
-    views: Mapping[str, tuple[dp.DpEvent, ...]] = field(default_factory=dict, hash=False)
+    views: Mapping[str, tuple[dp_events.DpEvent, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         checks.integer("number", self.number, at_least=1, at_most=checks.MOST_COUNT)
@@ -87,8 +87,8 @@ class Charge:
         places = set(self.which)
         if len(self.which) != len(self.owners) or (places and not 0 <= min(places) <= max(places) < len(self.events)):
             raise ValueError(f"which: has {len(self.which)} places of events for {len(self.owners)} owners; must be one of each")
-        if len(set(self.owners)) < len(self.owners) or (EVERY_CLIENT in self.owners and len(self.owners) > 1):
-            raise ValueError(f"owners: charges nobody twice at once, and no client of the name {EVERY_CLIENT!r}")
+        if len(set(self.owners)) < len(self.owners) or (ALL_CLIENTS in self.owners and len(self.owners) > 1):
+            raise ValueError(f"owners: charges nobody twice at once, and no client of the name {ALL_CLIENTS!r}")
         if self.scope.view or "" in self.views:  # else it would count for less, or not at all
             raise ValueError(f"scope={self.scope!r}: `events` are the strongest adversary's; those of others are in `views`")
         object.__setattr__(self, "events", tuple(map(frozen, self.events)))
@@ -97,12 +97,12 @@ class Charge:
             raise ValueError("views: must have one event for each of `events`")
 
     @property
-    def by_owner(self) -> dict[str, dp.DpEvent]:
+    def by_owner(self) -> dict[str, dp_events.DpEvent]:
         """The event that each owner is charged with."""
         return {owner: self.events[place] for owner, place in zip(self.owners, self.which, strict=True)}
 
     @property
-    def by_scope(self) -> dict[Scope, tuple[dp.DpEvent, ...]]:
+    def by_scope(self) -> dict[CostScope, tuple[dp_events.DpEvent, ...]]:
         """The events as each adversary sees them."""
         return {self.scope: self.events} | {replace(self.scope, view=view): events for view, events in self.views.items()}
 
@@ -126,7 +126,7 @@ class History:
     """
 
     relation: Relation
-    counts: Mapping[dp.DpEvent, int]
+    counts: Mapping[dp_events.DpEvent, int]
 
     @property
     def num_charges(self) -> int:
@@ -134,11 +134,11 @@ class History:
         return sum(self.counts.values())
 
     @property
-    def event(self) -> dp.DpEvent:
+    def event(self) -> dp_events.DpEvent:
         """All that was charged, as one event."""
-        return dp.ComposedDpEvent([dp.SelfComposedDpEvent(event, count) for event, count in self._costing])
+        return dp_events.ComposedDpEvent([dp_events.SelfComposedDpEvent(event, count) for event, count in self._costing])
 
-    def cost(self, delta: float) -> Cost:
+    def cost(self, delta: float) -> PrivacyCost:
         """Return the tight epsilon of all that was charged.
 
         Raises:
@@ -151,8 +151,8 @@ class History:
         return [f"{count} x {event}" for event, count in self._costing]
 
     @property
-    def _costing(self) -> list[tuple[dp.DpEvent, int]]:
-        return [(event, count) for event, count in self.counts.items() if count and not isinstance(event, dp.NoOpDpEvent)]
+    def _costing(self) -> list[tuple[dp_events.DpEvent, int]]:
+        return [(event, count) for event, count in self.counts.items() if count and not isinstance(event, dp_events.NoOpDpEvent)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -165,15 +165,15 @@ class _Histories:
         of: the place of each owner's history in `known` [owners]; owner 0 is every client, whose history all others have besides.
     """
 
-    events: tuple[dp.DpEvent, ...] = ()
+    events: tuple[dp_events.DpEvent, ...] = ()
     known: tuple[_Counts, ...] = ((),)
     of: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
 
-    def after(self, owners: np.ndarray, events: Sequence[dp.DpEvent], which: np.ndarray) -> _Histories:
+    def after(self, owners: np.ndarray, events: Sequence[dp_events.DpEvent], which: np.ndarray) -> _Histories:
         """Return these with one more event of each of some owners."""
         places = {event: place for place, event in enumerate(self.events)}
         numbers = np.asarray([places.setdefault(event, len(places)) for event in events], np.int64)
-        free = {place for event, place in places.items() if isinstance(event, dp.NoOpDpEvent)}
+        free = {place for event, place in places.items() if isinstance(event, dp_events.NoOpDpEvent)}
         of = np.zeros(max(len(self.of), int(owners.max(initial=0)) + 1), np.int64)
         of[: len(self.of)] = self.of
         known, index = list(self.known), {counts: place for place, counts in enumerate(self.known)}
@@ -196,7 +196,7 @@ class _Histories:
             known, of = [known[place] for place in used.tolist()], np.searchsorted(used, of)
         return _Histories(events=tuple(places), known=tuple(known), of=of)
 
-    def counts(self, history: int) -> dict[dp.DpEvent, int]:
+    def counts(self, history: int) -> dict[dp_events.DpEvent, int]:
         """Return a history and every client's."""
         found = dict(self.known[history])
         for event, count in self.known[self.of[0]]:
@@ -232,22 +232,22 @@ class Charges:
 
     Example:
         >>> from dp_accounting import GaussianDpEvent
-        >>> from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, Scope
+        >>> from flower_dp.privacy.charges import ALL_CLIENTS, Charge, Charges, Scope
         >>> scope = Scope(unit="client", relation="add-or-remove-one")
         >>> words = {"release": "dp-fedavg", "kind": "z = 2", "scope": scope}
         >>> charges = Charges()
         >>> for number in (1, 2):
         ...     words |= {"number": number, "server_round": number}
-        ...     charges = charges.after(Charge(**words, owners=(EVERY_CLIENT,), events=(GaussianDpEvent(2.0),)))
+        ...     charges = charges.after(Charge(**words, owners=(ALL_CLIENTS,), events=(GaussianDpEvent(2.0),)))
         >>> charges.numbers(), round(charges.worst(scope, 1e-5).epsilon, 2)
         ({'dp-fedavg': 2}, 2.94)
     """
 
     last: Mapping[tuple[str, str], Charge] = field(default_factory=dict)
     # The number of each name: shared with those before and after, for a name keeps its number.
-    _owners: dict[str, int] = field(default_factory=lambda: {EVERY_CLIENT: 0})
+    _owners: dict[str, int] = field(default_factory=lambda: {ALL_CLIENTS: 0})
     # By scope and release; "" is of all releases together.
-    _histories: Mapping[tuple[Scope, str], _Histories] = field(default_factory=dict)
+    _histories: Mapping[tuple[CostScope, str], _Histories] = field(default_factory=dict)
 
     def after(self, charge: Charge, *, run: str = "", private: bool = True) -> Charges:
         """Return these and one more.
@@ -265,21 +265,21 @@ class Charges:
             so_far = f"of {charge.release} in this run"
             if charge.number != last.number + 1:
                 raise LedgerError(f"has {last.number} charges {so_far}: number {charge.number} is not the next")
-            if (charge.kind, charge.scope) != (last.kind, last.scope):
-                raise LedgerError(f"has charges {so_far} for something else: {last.kind}, {last.scope}")
+            if (charge.fingerprint, charge.scope) != (last.fingerprint, last.scope):
+                raise LedgerError(f"has charges {so_far} for something else: {last.fingerprint}, {last.scope}")
         owners = self._owners
         who = np.fromiter((owners.setdefault(name, len(owners)) for name in charge.owners), np.int64, len(charge.owners))
         which = np.asarray(charge.which, np.int64)
         histories = dict(self._histories)
         for scope, events in charge.by_scope.items():
-            counted = events if private else (dp.NonPrivateDpEvent(),) * len(events)
+            counted = events if private else (dp_events.NonPrivateDpEvent(),) * len(events)
             alone, together = self._of(scope, charge.release), self._of(scope)
             histories[scope, charge.release] = alone.after(who, counted, which)
             same = alone is together  # as long as no other release was charged
             histories[scope, ""] = histories[scope, charge.release] if same else together.after(who, counted, which)
         return Charges(last={**self.last, key: charge}, _owners=owners, _histories=histories)
 
-    def _of(self, scope: Scope, release: str = "") -> _Histories:
+    def _of(self, scope: CostScope, release: str = "") -> _Histories:
         return self._histories.get((scope, release), _NOBODY)
 
     def number(self, release: str, run: str = "") -> int:
@@ -291,7 +291,7 @@ class Charges:
         return {release: charge.number for (of, release), charge in self.last.items() if of == run}
 
     @property
-    def scopes(self) -> tuple[Scope, ...]:
+    def scopes(self) -> tuple[CostScope, ...]:
         """What was charged for, if it costs anything, as the strongest adversary sees it."""
         return tuple(
             scope
@@ -299,32 +299,32 @@ class Charges:
             if not scope.view and not release and len(found.known) > 1
         )
 
-    def runs(self, scope: Scope) -> set[str]:
+    def runs(self, scope: CostScope) -> set[str]:
         """Return the names of the runs that were charged in a scope."""
         return {run for (run, _), charge in self.last.items() if charge.scope == scope}
 
-    def owners(self, scope: Scope) -> list[str]:
-        """Return the names of all who were charged alone in a scope, and `EVERY_CLIENT` if all were charged."""
+    def owners(self, scope: CostScope) -> list[str]:
+        """Return the names of all who were charged alone in a scope, and `ALL_CLIENTS` if all were charged."""
         found = self._of(scope)
         return [name for name, owner in self._owners.items() if owner < len(found.of) and found.of[owner]]
 
-    def history(self, scope: Scope, owner: str = EVERY_CLIENT, *, release: str = "") -> History:
+    def history(self, scope: CostScope, owner: str = ALL_CLIENTS, *, release: str = "") -> History:
         """Return all that an owner was charged with, alone and as one of all clients; for one release, or for all."""
         found = self._of(scope, release)
         return History(relation=scope.relation, counts=found.counts(found.of_owner(self._owners.get(owner))))
 
-    def counts(self, scope: Scope, release: str, owners: Sequence[str]) -> np.ndarray:
+    def counts(self, scope: CostScope, release: str, owners: Sequence[str]) -> np.ndarray:
         """Return how often each owner was charged for a release [owners], but for what costs nothing."""
         return self._of(scope, release).numbers([self._owners.get(owner) for owner in owners])
 
-    def histories(self, scope: Scope) -> list[History]:
+    def histories(self, scope: CostScope) -> list[History]:
         """Return the different histories of all clients; the first one is that of a client who was not charged alone."""
         found = self._of(scope)
         return [History(relation=scope.relation, counts=found.counts(history)) for history in found.distinct]
 
-    def before(self, charge: Charge) -> list[tuple[History, dp.DpEvent]]:
+    def before(self, charge: Charge) -> list[tuple[History, dp_events.DpEvent]]:
         """Return the different histories of a charge's owners, each with the event that it would add."""
-        if charge.owners == (EVERY_CLIENT,):
+        if charge.owners == (ALL_CLIENTS,):
             return [(history, charge.events[charge.which[0]]) for history in self.histories(charge.scope)]
         found = self._of(charge.scope)
         pairs = {(found.of_owner(self._owners.get(name)), place) for name, place in zip(charge.owners, charge.which, strict=True)}
@@ -349,7 +349,7 @@ class Charges:
             _histories={(scope, release): found for scope, release, found in parts["histories"]},
         )
 
-    def worst(self, scope: Scope, delta: float) -> Cost:
+    def cost_of_most_charged(self, scope: CostScope, delta: float) -> PrivacyCost:
         """Return the largest cost of a client.
 
         Raises:
@@ -369,18 +369,18 @@ def _with_events(write: Callable[[Any], Any]) -> Callable[[Mapping[str, Any]], d
 
 
 _written, _read = _with_events(as_json), _with_events(of_json)
-stored_as(Scope)
-stored_as(Charge, lambda charge: _written(parts_of(charge)), lambda parts: Charge(**_read(parts)))
-stored_as(_Histories, lambda found: _written(parts_of(found)), lambda parts: _Histories(**_read(parts)))
-stored_as(Charges, Charges.parts, Charges.of_parts)
+register_serializable(CostScope)
+register_serializable(Charge, lambda charge: _written(parts_of(charge)), lambda parts: Charge(**_read(parts)))
+register_serializable(_Histories, lambda found: _written(parts_of(found)), lambda parts: _Histories(**_read(parts)))
+register_serializable(Charges, Charges.parts, Charges.of_parts)
 
 
-def frozen(event: dp.DpEvent) -> dp.DpEvent:
+def frozen(event: dp_events.DpEvent) -> dp_events.DpEvent:
     """Return the event with tuples instead of lists: lists can't be keys, and code that holds them could change the charge."""
-    if isinstance(event, dp.ComposedDpEvent):
-        return dp.ComposedDpEvent(tuple(map(frozen, event.events)))
-    if isinstance(event, dp.SelfComposedDpEvent):
-        return dp.SelfComposedDpEvent(frozen(event.event), event.count)
+    if isinstance(event, dp_events.ComposedDpEvent):
+        return dp_events.ComposedDpEvent(tuple(map(frozen, event.events)))
+    if isinstance(event, dp_events.SelfComposedDpEvent):
+        return dp_events.SelfComposedDpEvent(frozen(event.event), event.count)
     try:
         hash(event)
     except TypeError as error:

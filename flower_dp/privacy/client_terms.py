@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.core.sampling import Sampler
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import Relation
@@ -29,7 +29,7 @@ _SEEN_BY = "the server, and everyone who sees a client's messages or any model m
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
+class ChargeRefusal:
     """Why a client can't be charged for another reply.
 
     Attributes:
@@ -44,7 +44,7 @@ class Spent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class ClientTerms:
     """What one reply of a client releases, and how many replies there may ever be.
 
     Attributes:
@@ -69,26 +69,26 @@ class Terms:
         budget(self.epsilon)
 
     @property
-    def event(self) -> dp.DpEvent:
+    def event(self) -> dp_events.DpEvent:
         """What one reply costs."""
         one = self.release.event(1)
         return one if self.num_releases == 1 else accounting.repeated(one, self.num_releases)
 
     @property
-    def kind(self) -> str:
+    def fingerprint(self) -> str:
         """All but the noise multiplier, as one line; different terms have different lines."""
         release = self.release
         each = "" if self.num_releases == 1 else f" of {self.num_releases} releases"
         noise = f"{type(release.mechanism).__name__}, clip_norm={float(release.clip_norm)!r}"
-        units = f"{release.unit}, {release.relation}, {release.sampler!r} of {release.num_clients}"
+        units = f"{release.unit}, {release.relation}, {release.sampler!r} of {release.num_units}"
         return f"{self.num_replies} replies{each}, {noise}, {units}"
 
     @property
     def text(self) -> str:
         """The terms as one line; different terms have different lines."""
-        return f"{self.kind}{_NOISE}{float(self.release.mechanism.noise_multiplier)!r}"
+        return f"{self.fingerprint}{_NOISE}{float(self.release.mechanism.noise_multiplier)!r}"
 
-    def why_not(self, replies: int, opened: str | None) -> Spent | None:
+    def refusal_reason(self, replies: int, opened: str | None) -> ChargeRefusal | None:
         """Return why a client that has been charged for so many replies can't be charged for another one; None if it can.
 
         The account goes on if all but the noise is as it was when it was opened, and the noise is not less: at most 1e-9 of it,
@@ -102,10 +102,10 @@ class Terms:
         """
         if opened is not None and not self._goes_on(opened):
             public = "its account was opened on other terms"
-            return Spent(public=public, own=f"{public} ({opened}), not {self.text}; for new terms create a new ledger")
+            return ChargeRefusal(public=public, own=f"{public} ({opened}), not {self.text}; for new terms create a new ledger")
         if replies >= self.num_replies:
             public = f"its budget is spent: num_replies={self.num_replies}, all of them sent"
-            return Spent(public=public, own=public)
+            return ChargeRefusal(public=public, own=public)
         return None
 
     def _goes_on(self, opened: str) -> bool:
@@ -115,7 +115,7 @@ class Terms:
             before = float(noise)
         except ValueError:  # of a damaged account: it is refused, and no other client of the node with it
             return False
-        return kind == self.kind and before * (1 - _LESS_NOISE) <= now <= before * (1 + _MORE_NOISE)
+        return kind == self.fingerprint and before * (1 - _LESS_NOISE) <= now <= before * (1 + _MORE_NOISE)
 
 
 def num_replies_of(text: str) -> int:
@@ -186,7 +186,7 @@ def own_release(what: str, mechanism: Mechanism, sampler: Sampler, *, clip_norm:
         words: unit and relation, where they are others.
     """
     shared = {"seen_by": _SEEN_BY, "unit": "record", "relation": "replace-one", "mechanism": mechanism, "sampler": sampler}
-    return Release(**shared | words, what=what, clip_norm=clip_norm, num_clients=num_units)  # type: ignore[arg-type]
+    return Release(**shared | words, description=what, clip_norm=clip_norm, num_units=num_units)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1024)
@@ -209,7 +209,7 @@ def least_gaussian_multiplier(
     if math.isinf(epsilon):
         return 0.0
 
-    def event(multiplier: float) -> dp.DpEvent:
-        return accounting.repeated(sampler.event(dp.GaussianDpEvent(multiplier), 1, num_units), num_releases)
+    def event(multiplier: float) -> dp_events.DpEvent:
+        return accounting.repeated(sampler.event(dp_events.GaussianDpEvent(multiplier), 1, num_units), num_releases)
 
     return accounting.calibrate(event, epsilon=epsilon, delta=delta, relation=relation)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from flower_dp.core import dp
-from flower_dp.privacy.charges import Charge, History, Scope
-from flower_dp.privacy.client_terms import Spent, Terms, num_replies_of
+from flower_dp.core import dp_events
+from flower_dp.privacy.charges import Charge, CostScope, History
+from flower_dp.privacy.client_terms import ChargeRefusal, ClientTerms, num_replies_of
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.ledger_tables import naming
 from flower_dp.privacy.private_file import LedgerError
@@ -34,7 +34,7 @@ def owner_of(account: str) -> str:
     return account.removesuffix(_SUFFIX)
 
 
-class Numbered(NamedTuple):
+class ReplyNumber(NamedTuple):
     """Which reply of a client it is by the server's count: the id of the run, and 1, 2, ... in it."""
 
     run: str
@@ -42,7 +42,7 @@ class Numbered(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ClientAccount:
     """One client's account.
 
     Attributes:
@@ -56,7 +56,7 @@ class Entry:
     replies: int = 0
     terms: str | None = None
     relation: Relation = "add-or-remove-one"
-    counts: Mapping[dp.DpEvent, int] = field(default_factory=dict)
+    counts: Mapping[dp_events.DpEvent, int] = field(default_factory=dict)
     runs: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -69,7 +69,7 @@ class Entry:
         """All that was charged."""
         return History(relation=self.relation, counts=self.counts)
 
-    def why_repeated(self, asked: Numbered) -> Spent | None:
+    def repeat_reason(self, asked: ReplyNumber) -> ChargeRefusal | None:
         """Return why this is no new reply by the server's own count; None if it is one.
 
         A round that was charged and never arrived makes the next number larger, and never smaller.
@@ -78,9 +78,9 @@ class Entry:
             return None
         what = "the server's ledger is an older copy, or the message came twice"
         reason = f"reply {asked.number} of run {asked.run} was charged before; {what}"
-        return Spent(public=reason, own=f"{reason}; the last one was {self.runs[asked.run]}", repeated=True)
+        return ChargeRefusal(public=reason, own=f"{reason}; the last one was {self.runs[asked.run]}", repeated=True)
 
-    def after(self, run: str, charge: Charge, event: dp.DpEvent) -> "Entry":
+    def after(self, run: str, charge: Charge, event: dp_events.DpEvent) -> "ClientAccount":
         """Return the account with one more charge.
 
         Raises:
@@ -88,12 +88,14 @@ class Entry:
         """
         if charge.number != self.replies + 1:
             raise LedgerError(f"is damaged: reply {self.replies + 1} of {charge.release} is missing")
-        if self.why_repeated(Numbered(run=run, number=charge.server_round)):
+        if self.repeat_reason(ReplyNumber(run=run, number=charge.server_round)):
             raise LedgerError(f"is damaged: reply {charge.number} of {charge.release} repeats a number of the server")
-        if self.terms not in (None, charge.kind):
+        if self.terms not in (None, charge.fingerprint):
             raise LedgerError(f"is damaged: reply {charge.number} of {charge.release} has other terms")
         counts, runs = {**self.counts, event: self.counts.get(event, 0) + 1}, {**self.runs, run: charge.server_round}
-        return Entry(replies=charge.number, terms=charge.kind, relation=charge.scope.relation, counts=counts, runs=runs)
+        return ClientAccount(
+            replies=charge.number, terms=charge.fingerprint, relation=charge.scope.relation, counts=counts, runs=runs
+        )
 
 
 class DeviceLedger:
@@ -132,7 +134,7 @@ class DeviceLedger:
         Store.create(path, clients=listed)
         return cls(path)
 
-    def read(self) -> dict[str, Entry]:
+    def read(self) -> dict[str, ClientAccount]:
         """Return every client's account, without a lock; that of its evaluations if there were any.
 
         Raises:
@@ -142,8 +144,8 @@ class DeviceLedger:
             return _entries(store)
 
     def charge(
-        self, asked: Mapping[str, Terms], numbered: Mapping[str, Numbered], *, at_least: Mapping[str, int] | None = None
-    ) -> tuple[dict[str, Spent], dict[str, int]]:
+        self, asked: Mapping[str, ClientTerms], numbered: Mapping[str, ReplyNumber], *, at_least: Mapping[str, int] | None = None
+    ) -> tuple[dict[str, ChargeRefusal], dict[str, int]]:
         """Charge one reply to each account that can pay it, on the disk when this returns.
 
         To be called before anything is computed from the clients' records.
@@ -160,7 +162,7 @@ class DeviceLedger:
         Raises:
             LedgerError: if the file can't be used; no client may reply then.
         """
-        refused: dict[str, Spent] = {}
+        refused: dict[str, ChargeRefusal] = {}
         counts: dict[str, int] = {}
         # By run: accounts that are charged alike share one charge.
         alike: dict[str, dict[Charge, list[str]]] = {}
@@ -177,7 +179,7 @@ class DeviceLedger:
                         raise LedgerError(f"counts {replies} replies of client {account!r}: {older}")
             for account, terms in asked.items():
                 entry, of = entries.get(account, _EMPTY), numbered[account]
-                if reason := entry.why_repeated(of) or terms.why_not(entry.replies, entry.terms):
+                if reason := entry.repeat_reason(of) or terms.refusal_reason(entry.replies, entry.terms):
                     refused[account] = reason
                     continue
                 counts[account] = entry.replies + 1
@@ -190,10 +192,10 @@ class DeviceLedger:
         return refused, counts
 
 
-_EMPTY = Entry()
+_EMPTY = ClientAccount()
 
 
-def _charge(account: str, terms: Terms, entry: Entry, number: int) -> Charge:
+def _charge(account: str, terms: ClientTerms, entry: ClientAccount, number: int) -> Charge:
     """Return the charge of one more reply, without its owner.
 
     It has the terms with which the account was opened, so that many small differences never add up to a large one, and the event
@@ -203,14 +205,14 @@ def _charge(account: str, terms: Terms, entry: Entry, number: int) -> Charge:
         release=_TRAINING if owner_of(account) == account else _EVALUATION,
         number=entry.replies + 1,
         server_round=number,
-        kind=entry.terms or terms.text,
-        scope=Scope(unit=terms.release.unit, relation=terms.release.relation),
+        fingerprint=entry.terms or terms.text,
+        scope=CostScope(unit=terms.release.unit, relation=terms.release.relation),
         owners=(),
         events=(terms.event,),
     )
 
 
-def _entries(store: Store) -> dict[str, Entry]:
+def _entries(store: Store) -> dict[str, ClientAccount]:
     """Return every account in a file.
 
     Raises:

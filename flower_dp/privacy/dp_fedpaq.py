@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from flower_dp.core import checks, noise
 from flower_dp.core.sampling import FixedSizeSampling
-from flower_dp.privacy.client_terms import Terms, budget, least_gaussian_multiplier, own_release
+from flower_dp.privacy.client_terms import ClientTerms, budget, least_gaussian_multiplier, own_release
 from flower_dp.privacy.mechanisms import Gaussian
 
 # How the sensitivity of an update is proved, under replace-one.
@@ -180,7 +180,7 @@ def block_of(columns: int) -> int:
 @lru_cache(maxsize=4096)
 def update_terms(
     *, steps: FedPAQSteps, epsilon: float, delta: float, num_replies: int, num_records: int, calibration: str = "exact"
-) -> Terms:
+) -> ClientTerms:
     """Return the terms of DP-FedPAQ: each reply is the noised update of E local steps, quantised after that.
 
     All `num_replies` replies together are (epsilon, delta)-differentially private for each record, under replace-one. Every reply
@@ -229,7 +229,7 @@ def update_terms(
     what, mechanism = "the noised update of some local steps, in every reply", Gaussian(noise_multiplier=multiplier)
     release = own_release(what, mechanism, sampler, clip_norm=steps.sum_norm, num_units=size)
     # Eq. 17 bounds one reply, if that: nobody has proved that all replies cost no more than this epsilon.
-    return Terms(release=release, num_replies=replies, epsilon=epsilon if calibration == "exact" else math.inf)
+    return ClientTerms(release=release, num_replies=replies, epsilon=epsilon if calibration == "exact" else math.inf)
 
 
 def expected_replies(num_rounds: int, cohort_size: int, num_clients: int, *, at_random: bool) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
-from flower_dp.privacy.client_terms import Terms, budget, least_gaussian_multiplier, own_release
+from flower_dp.privacy.client_terms import ClientTerms, budget, least_gaussian_multiplier, own_release
 from flower_dp.privacy.mechanisms import Gaussian
 
 BATCH_SAMPLINGS = ("fixed-size", "poisson")
@@ -79,7 +79,7 @@ def tight_epsilon(*, noise_std: float, delta: float, num_steps: int, clip_norm: 
     Raises:
         ValueError: naming the argument that is out of range.
     """
-    event = accounting.repeated(dp.GaussianDpEvent(noise_std * batch_size / clip_norm), num_steps)
+    event = accounting.repeated(dp_events.GaussianDpEvent(noise_std * batch_size / clip_norm), num_steps)
     return accounting.epsilon(event, delta=delta, relation="replace-one").epsilon
 
 
@@ -95,11 +95,11 @@ def step_terms(
     num_records: int,
     batch_sampling: str = "fixed-size",
     calibration: str = "exact",
-) -> Terms:
+) -> ClientTerms:
     """Return the terms of one device: a reply is made of `num_local_steps` noised sums of clipped gradients.
 
     All `num_steps` (K) steps together are (epsilon, delta)-differentially private for each record, replaced by another. A step
-    releases the *sum* over its batch; divided by `expected_cohort`, the batch size, it is the mean of the paper.
+    releases the *sum* over its batch; divided by `expected_cohort_size`, the batch size, it is the mean of the paper.
 
     Args:
         epsilon: budget of all steps, > 0; math.inf means no noise, and no privacy.
@@ -143,7 +143,7 @@ def step_terms(
     # A batch of fixed size: its records are all that take part.
     units = num_records if poisson else batch_size
     release = own_release(what, Gaussian(noise_multiplier=multiplier), sampler, clip_norm=clip_norm, num_units=units)
-    return Terms(release=release, num_replies=total // tau, num_releases=tau, num_records=num_records, epsilon=epsilon)
+    return ClientTerms(release=release, num_replies=total // tau, num_releases=tau, num_records=num_records, epsilon=epsilon)
 
 
 def _log_inverse(delta: float) -> float:

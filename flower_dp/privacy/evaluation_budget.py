@@ -6,7 +6,7 @@ from typing import Any
 
 from flower_dp.core import checks
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.client_terms import Terms, own_release, value_of, values_in
+from flower_dp.privacy.client_terms import ClientTerms, own_release, value_of, values_in
 from flower_dp.privacy.mechanisms import Laplace
 
 # Noise is that much larger than its budget asks, so that a sum of float64 shares never exceeds the budget.
@@ -45,7 +45,7 @@ class EvaluationBudget:
             checks.number("evaluation epsilon", epsilon, above=0)
         checks.integer("num_evaluations", self.num_evaluations, at_least=1)
 
-    def terms(self, name: str, training: Terms) -> Terms:
+    def terms(self, name: str, training: ClientTerms) -> ClientTerms:
         """Return a client's terms of evaluation, under the unit, relation and public data size of its terms of training.
 
         The release is a sum of contributions of L1 norm at most 1. Where the unit is a record, each of the client's records
@@ -61,6 +61,6 @@ class EvaluationBudget:
         # Of Laplace noise of scale b, one evaluation costs sensitivity / b.
         scale = sensitivity * self.num_evaluations / epsilon * (1 + _ROUNDING)
         what, units = "the client's metrics of the global model with noise, in every evaluation", training.num_records
-        protects: dict[str, Any] = {"num_units": units or release.num_clients, "unit": release.unit, "relation": release.relation}
+        protects: dict[str, Any] = {"num_units": units or release.num_units, "unit": release.unit, "relation": release.relation}
         own = own_release(what, Laplace(noise_multiplier=scale), FullSampling(), clip_norm=1.0, **protects)
-        return Terms(release=own, num_replies=self.num_evaluations)
+        return ClientTerms(release=own, num_replies=self.num_evaluations)

@@ -10,7 +10,7 @@ from typing import Any
 from flower_dp.core import checks
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting
-from flower_dp.privacy.client_terms import Terms, budget, least_gaussian_multiplier, own_release
+from flower_dp.privacy.client_terms import ClientTerms, budget, least_gaussian_multiplier, own_release
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.mechanisms import Gaussian, Laplace, Mechanism
 
@@ -63,11 +63,11 @@ def gradient_terms(
     num_records: int,
     sampling_rate: float = 1.0,
     relation: Relation = "replace-one",
-) -> Terms:
+) -> ClientTerms:
     """Return the terms of FedSGD-DPC: each reply is a noised mean of per-record clipped gradients.
 
     All `num_replies` replies together are (epsilon, delta)-differentially private for each record. The release is the *sum* of
-    clipped gradients; divided by its `expected_cohort`, num_records x sampling_rate, a public number, it is the mean.
+    clipped gradients; divided by its `expected_cohort_size`, num_records x sampling_rate, a public number, it is the mean.
 
     Args:
         mechanism: `laplace` (L1 clip norm, all records, delta 0) or `gaussian` (L2 clip norm, every record with probability
@@ -103,7 +103,7 @@ def gradient_terms(
         noise = Gaussian(noise_multiplier=least_gaussian_multiplier(sampler, epsilon=epsilon, **all_replies))
     what, size = "the noised mean of per-record clipped gradients, in every reply", _records(num_records)
     release = own_release(what, noise, sampler, clip_norm=clip_norm, num_units=size, relation=relation)
-    return Terms(release=release, num_replies=num_replies, epsilon=epsilon)
+    return ClientTerms(release=release, num_replies=num_replies, epsilon=epsilon)
 
 
 def _laplace_multiplier(epsilon: float, num_replies: int, relation: Relation) -> float:
@@ -111,7 +111,7 @@ def _laplace_multiplier(epsilon: float, num_replies: int, relation: Relation) ->
         return 0.0
     # Of a sum (over one record) clipped to 1, under replace-one; the paper's Theorem 1.
     scale = laplace_scale(1.0, 1, epsilon, num_replies) * (1 + _ROUNDING)
-    return scale if accounting.relation_of(relation) == "replace-one" else scale / 2
+    return scale if accounting.parse_relation(relation) == "replace-one" else scale / 2
 
 
 def _positive(name: str, value: float) -> float:

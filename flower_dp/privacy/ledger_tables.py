@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.privacy import accounting
-from flower_dp.privacy.charges import Charge, Scope
+from flower_dp.privacy.charges import Charge, CostScope
 from flower_dp.privacy.events import as_json
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError, Lock, check_folder, create_private, sync_folder
 
@@ -46,7 +46,7 @@ _CACHE_KIB = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerRun:
+class RunRow:
     """One run on a ledger.
 
     Attributes:
@@ -64,7 +64,7 @@ class LedgerRun:
     private: bool = True
 
 
-def text_of(event: dp.DpEvent) -> str:
+def text_of(event: dp_events.DpEvent) -> str:
     """Return an event as the file has it: equal ones are equal text."""
     return json.dumps(as_json(event), allow_nan=False, default=lambda number: number.item())
 
@@ -75,12 +75,12 @@ def words_of(charge: Charge) -> str:
     return json.dumps({**said, "unit": charge.scope.unit, "relation": charge.scope.relation, "views": list(charge.views)})
 
 
-def charge_of(words: str, owners: tuple[str, ...], which: bytes, events: list[dp.DpEvent]) -> Charge:
+def charge_of(words: str, owners: tuple[str, ...], which: bytes, events: list[dp_events.DpEvent]) -> Charge:
     """Return a charge as it was written."""
     about = json.loads(words)
     said = {attribute: about[key] for key, attribute in _SAID.items()}
     unit = checks.one_of("unit", about["unit"], ("client", "record"))
-    scope = Scope(unit=unit, relation=accounting.relation_of(about["relation"]))
+    scope = CostScope(unit=unit, relation=accounting.parse_relation(about["relation"]))
     size = len(events) // (1 + len(about["views"]))
     seen = [tuple(events[size * place : size * (place + 1)]) for place in range(1 + len(about["views"]))]
     views = dict(zip(about["views"], seen[1:], strict=True))
@@ -88,12 +88,12 @@ def charge_of(words: str, owners: tuple[str, ...], which: bytes, events: list[dp
     return Charge(**said, scope=scope, owners=owners, events=seen[0], which=places, views=views)
 
 
-def about_of(run: LedgerRun) -> str:
+def about_of(run: RunRow) -> str:
     """Return what is said of a run, besides its name, as the file has it."""
     return json.dumps({key: value for key, value in asdict(run).items() if key != "name"}, allow_nan=False)
 
 
-def digest_of(before: bytes, run: LedgerRun, about: str, owners: Sequence[str], which: bytes, events: Sequence[str]) -> bytes:
+def digest_of(before: bytes, run: RunRow, about: str, owners: Sequence[str], which: bytes, events: Sequence[str]) -> bytes:
     """Return the digest of a charge: of all that it says, and of the digest before it."""
     said = json.dumps([run.name, about_of(run), about, list(owners), which.hex(), list(events)])
     return hashlib.sha256(before + said.encode()).digest()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from flower_dp.core import checks, dp, noise
+from flower_dp.core import checks, dp_events, noise
 from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 
@@ -29,7 +29,7 @@ class Mechanism(Protocol):
     def noise(self, like: Array, scale: float, step: float, rng: Generator) -> Array:
         """Draw float64 noise of a scale on a lattice, as the functions of `flower_dp.core.noise` do."""
 
-    def event(self) -> dp.DpEvent:
+    def event(self) -> dp_events.DpEvent:
         """Return what one release costs, with the multiplier as noise scale / clip norm."""
 
 
@@ -57,9 +57,9 @@ class Gaussian(_Scaled):
         """Draw Gaussian noise."""
         return noise.gaussian(like, scale, step, rng)
 
-    def event(self) -> dp.DpEvent:
+    def event(self) -> dp_events.DpEvent:
         """Return the event of one release."""
-        return dp.GaussianDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else dp.NonPrivateDpEvent()
+        return dp_events.GaussianDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else dp_events.NonPrivateDpEvent()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,6 @@ class Laplace(_Scaled):
         """Draw Laplace noise."""
         return noise.laplace(like, scale, step, rng)
 
-    def event(self) -> dp.DpEvent:
+    def event(self) -> dp_events.DpEvent:
         """Return the event of one release."""
-        return dp.LaplaceDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else dp.NonPrivateDpEvent()
+        return dp_events.LaplaceDpEvent(float(self.noise_multiplier)) if self.noise_multiplier else dp_events.NonPrivateDpEvent()

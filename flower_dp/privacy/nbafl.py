@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flower_dp.core import checks
 from flower_dp.core.sampling import FullSampling
-from flower_dp.privacy.client_terms import Terms, budget, least_gaussian_multiplier, own_release
+from flower_dp.privacy.client_terms import ClientTerms, budget, least_gaussian_multiplier, own_release
 from flower_dp.privacy.mechanisms import Gaussian
 
 Floats = NDArray[np.float64]
@@ -82,7 +82,7 @@ def weights_terms(
     uplink_exposures: int | None = None,
     min_records: int,
     num_replies: int | None = None,
-) -> Terms:
+) -> ClientTerms:
     """Return the terms of NbAFL: each reply is the client's whole weights, clipped to L2 norm `clip_norm`, with noise.
 
     With `epsilon` the noise is the least with which all `num_replies` replies together cost at most (epsilon, delta). That is
@@ -120,7 +120,7 @@ def weights_terms(
         )
     what, mechanism = "the client's clipped weights with noise, in every reply", Gaussian(noise_multiplier=std / clip_norm)
     release = own_release(what, mechanism, FullSampling(), clip_norm=clip_norm, num_units=1, unit="client")
-    return Terms(release=release, num_replies=replies, epsilon=math.inf if epsilon is None else epsilon)
+    return ClientTerms(release=release, num_replies=replies, epsilon=math.inf if epsilon is None else epsilon)
 
 
 def check_epsilons(epsilon: object, paper_epsilon: object) -> None:

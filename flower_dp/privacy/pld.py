@@ -6,8 +6,8 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from flower_dp.core import dp
-from flower_dp.privacy.events import Leaves, Relation, inner_of, scaled
+from flower_dp.core import dp_events
+from flower_dp.privacy.events import Leaves, Relation, scaled, unwrap_sampling
 
 # A finer grid than this changes no epsilon above 0.1 in its first four digits; a coarser one is still an upper bound.
 GRID = 1e-4
@@ -116,7 +116,11 @@ def _epsilon(total: Any, leaves: Leaves, delta: float) -> float:
 
     # Distributions made here, those of sampled releases, have `fixed_size.ROUNDING` themselves, each as a loss that is infinite;
     # those of the library have none, and Poisson-sampled Laplace noise is the library's.
-    plain = sum(count for leaf, count in leaves if inner_of(leaf)[1] == 1 or isinstance(inner_of(leaf)[0], dp.LaplaceDpEvent))
+    plain = sum(
+        count
+        for leaf, count in leaves
+        if unwrap_sampling(leaf)[1] == 1 or isinstance(unwrap_sampling(leaf)[0], dp_events.LaplaceDpEvent)
+    )
     left = delta - _ROUNDING - min(plain * fixed_size.ROUNDING, delta * _MOST_ROUNDING)
     value = float(total.get_epsilon_for_delta(left))
     # The library adds up losses and probabilities one by one, so that its answer may be too small. Up to the first value that its
@@ -139,11 +143,11 @@ def _composed(leaves: Leaves, relation: Relation, grid: float) -> Any:
     return total
 
 
-def _largest_loss(leaf: dp.DpEvent, relation: Relation) -> float:
+def _largest_loss(leaf: dp_events.DpEvent, relation: Relation) -> float:
     """Return about the largest loss of one release."""
     from flower_dp.privacy import fixed_size  # noqa: PLC0415  (slow to import)
 
-    inner, rate = inner_of(leaf)
+    inner, rate = unwrap_sampling(leaf)
     return fixed_size.largest_loss(scaled(inner, relation), rate)
 
 
@@ -156,20 +160,20 @@ def _self_composed(one: Any, count: int) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _leaf_pld(leaf: dp.DpEvent, relation: Relation, grid: float) -> Any:
+def _leaf_pld(leaf: dp_events.DpEvent, relation: Relation, grid: float) -> Any:
     """Return the privacy loss distribution of one release, or None where the library has none."""
     from dp_accounting.pld import privacy_loss_distribution  # noqa: PLC0415  (slow to import)
 
     from flower_dp.privacy import fixed_size, poisson  # noqa: PLC0415  (slow to import)
 
-    inner, rate = inner_of(leaf)
+    inner, rate = unwrap_sampling(leaf)
     if rate == 1:
         # Without sampling a replacement is a shift by 2 C: half the multiplier under add-or-remove-one, for Laplace as well.
         inner, relation = scaled(inner, relation), "add-or-remove-one"
-    elif isinstance(leaf, dp.SampledWithoutReplacementDpEvent):
+    elif isinstance(leaf, dp_events.SampledWithoutReplacementDpEvent):
         # Add-or-remove-one changes the number of units, and so the law of the sample itself.
         return fixed_size.distribution(scaled(inner, relation), rate, grid) if relation == "replace-one" else None
-    if isinstance(inner, dp.GaussianDpEvent):
+    if isinstance(inner, dp_events.GaussianDpEvent):
         if rate < 1:
             return poisson.distribution(inner, rate, grid, relation)
         fixed_size.num_points(inner, rate, grid)

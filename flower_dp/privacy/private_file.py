@@ -45,11 +45,11 @@ def check_owner(status: os.stat_result) -> None:
 def check_folder(folder: Path) -> None:
     """Refuse a folder in which others could rename an older copy over the file; with the sticky bit only its owner could."""
     status = folder.stat()
-    if why := why_not_own(status, sticky=bool(status.st_mode & stat.S_ISVTX)):
+    if why := ownership_error(status, sticky=bool(status.st_mode & stat.S_ISVTX)):
         raise LedgerError(f"its folder: {why}")
 
 
-def why_not_own(status: os.stat_result, *, sticky: bool = False) -> str | None:
+def ownership_error(status: os.stat_result, *, sticky: bool = False) -> str | None:
     """Return why somebody else could have written a file, or into a folder; None if only this user, or root, could.
 
     Others may write to a folder that is `sticky`: they can't replace what is not theirs.
@@ -78,7 +78,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class LastCharge:
     """What a ledger had when it was last written.
 
     Attributes:
@@ -90,7 +90,7 @@ class Mark:
     digest: bytes
 
     @classmethod
-    def read(cls, descriptor: int) -> "Mark | None":
+    def read(cls, descriptor: int) -> "LastCharge | None":
         """Return the mark in an open file; None in an empty one.
 
         Raises:
@@ -142,24 +142,24 @@ class Lock:
             time.sleep(_POLL_SECONDS)
 
     @staticmethod
-    def mark_of(path: Path) -> Mark | None:
+    def mark_of(path: Path) -> LastCharge | None:
         """Return the mark of a ledger, without its lock; None if there is none."""
         try:
             descriptor = open_regular(path.with_name(path.name + _MARK), os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:
-            return Mark.read(descriptor)
+            return LastCharge.read(descriptor)
         finally:
             os.close(descriptor)
 
     @property
-    def mark(self) -> Mark | None:
+    def mark(self) -> LastCharge | None:
         """The mark; None if there is none."""
-        return Mark.read(self._descriptor)
+        return LastCharge.read(self._descriptor)
 
     @mark.setter
-    def mark(self, mark: Mark) -> None:
+    def mark(self, mark: LastCharge) -> None:
         # Not forced onto the disk: after a crash of the machine it may be an earlier one, which is no less true.
         # All are of one length, so that one write replaces another.
         os.pwrite(self._descriptor, f"{mark.number:020d} {mark.digest.hex()}\n".encode(), 0)

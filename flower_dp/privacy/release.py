@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from flower_dp.core import checks, dp, noise
+from flower_dp.core import checks, dp_events, noise
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling, Sampler
 from flower_dp.privacy import accounting
 from flower_dp.privacy.events import RELATIONS, Relation
@@ -48,24 +48,24 @@ class Release:
         ...     sampler=PoissonSampling(sampling_rate=0.1),
         ...     num_clients=1000,
         ... )
-        >>> release.noise_scale, release.sensitivity, release.expected_cohort
+        >>> release.noise_scale, release.sensitivity, release.expected_cohort_size
         (0.5, 0.5, 100.0)
     """
 
-    what: str
-    seen_by: str
+    description: str
+    visible_to: str
     unit: Literal["client", "record"]
     relation: Relation
     clip_norm: float
     mechanism: Mechanism
     sampler: Sampler
-    num_clients: int
+    num_units: int
 
     def __post_init__(self) -> None:
         checks.number("clip_norm", self.clip_norm, above=0)
-        checks.integer("num_clients", self.num_clients, at_least=1)
+        checks.integer("num_clients", self.num_units, at_least=1)
         checks.one_of("relation", self.relation, RELATIONS)
-        self.sampler.expected_cohort(self.num_clients)  # refuses a cohort larger than the population
+        self.sampler.expected_cohort_size(self.num_units)  # refuses a cohort larger than the population
         if not self._can_be_bounded:
             accounting.check(self.event(1), relation=self.relation)
 
@@ -98,14 +98,14 @@ class Release:
         return self.clip_norm * (2 if self.relation == "replace-one" else 1)
 
     @property
-    def expected_cohort(self) -> float:
+    def expected_cohort_size(self) -> float:
         """Expected number of contributions in a round."""
-        return self.sampler.expected_cohort(self.num_clients)
+        return self.sampler.expected_cohort_size(self.num_units)
 
-    def event(self, server_round: int) -> dp.DpEvent:
+    def event(self, server_round: int) -> dp_events.DpEvent:
         """Return the event of one round's release (1, 2, ...) for the client whom it costs most."""
-        return self.sampler.event(self.mechanism.event(), server_round, self.num_clients)
+        return self.sampler.event(self.mechanism.event(), server_round, self.num_units)
 
-    def events(self, num_rounds: int) -> dp.DpEvent:
+    def events(self, num_rounds: int) -> dp_events.DpEvent:
         """Return what rounds 1 to `num_rounds` cost together."""
-        return dp.ComposedDpEvent([self.event(server_round) for server_round in range(1, num_rounds + 1)])
+        return dp_events.ComposedDpEvent([self.event(server_round) for server_round in range(1, num_rounds + 1)])

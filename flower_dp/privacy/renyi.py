@@ -16,7 +16,7 @@ import numpy as np
 from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS, RdpAccountant, compute_epsilon
 
 from flower_dp.privacy import fixed_size, poisson
-from flower_dp.privacy.events import Leaves, Relation, inner_of, scaled
+from flower_dp.privacy.events import Leaves, Relation, scaled, unwrap_sampling
 
 ORDERS = tuple(map(float, DEFAULT_RDP_ORDERS))
 # Places in `ORDERS`.
@@ -74,7 +74,7 @@ def _accountant(relation: Relation, orders: Sequence[float] = ORDERS) -> RdpAcco
 
 def _library_event(leaf: dp.DpEvent, relation: Relation) -> dp.DpEvent | None:
     """Return one release as the library's accountant takes it, or None: it wants noise scale / *sensitivity*."""
-    inner, rate = inner_of(leaf)
+    inner, rate = unwrap_sampling(leaf)
     if rate == 1:
         return scaled(inner, relation)
     fits = (
@@ -96,14 +96,14 @@ def _is_bounded(leaf: dp.DpEvent, relation: Relation) -> bool:
 
 def _is_replaced(leaf: dp.DpEvent, relation: Relation) -> bool:
     """Whether a release is Gaussian, and sampled under replace-one."""
-    inner, rate = inner_of(leaf)
+    inner, rate = unwrap_sampling(leaf)
     return rate < 1 and relation == "replace-one" and isinstance(inner, dp.GaussianDpEvent)
 
 
 @lru_cache(maxsize=2**15)
 def _divergence(leaf: dp.DpEvent, relation: Relation, order: float) -> float:
     """Return the Renyi divergence of one release that is bounded."""
-    inner, rate = inner_of(leaf)
+    inner, rate = unwrap_sampling(leaf)
     if _is_replaced(leaf, relation):
         if isinstance(leaf, dp.PoissonSampledDpEvent):
             divergence = poisson.replaced_divergence(inner, rate, order)

@@ -8,16 +8,16 @@ sampling of each release were chosen by what was released before (Feldman & Zrni
 import math
 from functools import lru_cache
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.privacy import accounting, renyi
-from flower_dp.privacy.events import Relation, UnsupportedEventError, inner_of, leaves_of
+from flower_dp.privacy.events import Relation, UnsupportedEventError, flatten_event, unwrap_sampling
 
 # Far more than the rounding of a sum of millions of divergences, in parts of it.
 _ROUNDING = 1e-9
 
 
 def order_for(
-    epsilon: float, delta: float, event: dp.DpEvent | None = None, *, relation: Relation = "add-or-remove-one"
+    epsilon: float, delta: float, event: dp_events.DpEvent | None = None, *, relation: Relation = "add-or-remove-one"
 ) -> float:
     """Return the order at which a budget allows the most repetitions of an event.
 
@@ -56,36 +56,38 @@ def allowance(epsilon: float, delta: float, order: float) -> float:
     return epsilon - math.log1p(-1 / order) + (math.log(delta) + math.log(order)) / (order - 1)
 
 
-def num_affordable(before: dp.DpEvent, event: dp.DpEvent, *, allowed: float, order: float, relation: Relation) -> int:
+def num_affordable(
+    before: dp_events.DpEvent, event: dp_events.DpEvent, *, allowed: float, order: float, relation: Relation
+) -> int:
     """Return how many more of an event an `allowance` at an order has left, after what was charged before."""
     one, spent = (divergence(some, order, relation) * (1 + _ROUNDING) for some in (event, before))
     rest = allowed - spent
     return min(math.floor(rest / one), checks.MOST_COUNT) if rest >= one else 0
 
 
-def divergence(event: dp.DpEvent, order: float, relation: Relation) -> float:
+def divergence(event: dp_events.DpEvent, order: float, relation: Relation) -> float:
     """Return a bound on the Renyi divergence of an event; infinite where there is no privacy.
 
     Raises:
         UnsupportedEventError: if nothing here bounds it.
     """
-    return math.fsum(count * _of_leaf(leaf, order, relation) for leaf, count in leaves_of(event))
+    return math.fsum(count * _of_leaf(leaf, order, relation) for leaf, count in flatten_event(event))
 
 
 @lru_cache(maxsize=2**12)
-def _of_leaf(leaf: dp.DpEvent, order: float, relation: Relation) -> float:
-    if isinstance(leaf, dp.NonPrivateDpEvent):
+def _of_leaf(leaf: dp_events.DpEvent, order: float, relation: Relation) -> float:
+    if isinstance(leaf, dp_events.NonPrivateDpEvent):
         return math.inf
     bounds = [renyi.divergence_of(leaf, relation, order)]
-    inner, rate = inner_of(leaf)
-    if isinstance(inner, dp.LaplaceDpEvent):
+    inner, rate = unwrap_sampling(leaf)
+    if isinstance(inner, dp_events.LaplaceDpEvent):
         try:
             pure = accounting.epsilon(leaf, delta=0, relation=relation).epsilon
         except UnsupportedEventError:
             pure = math.nan
         # Bun & Steinke 2016, Proposition 3.3.
         bounds += [pure, order * pure**2 / 2]
-    if rate < 1 and (relation == "replace-one" or isinstance(leaf, dp.PoissonSampledDpEvent)):
+    if rate < 1 and (relation == "replace-one" or isinstance(leaf, dp_events.PoissonSampledDpEvent)):
         # Sampling never adds a cost: what the sample is, is a mixture that both neighbours share.
         bounds.append(renyi.divergence_of(inner, relation, order))
     # One of NaN, or one that rounding has made 0, is none.

@@ -18,8 +18,8 @@ from scipy import optimize
 
 from flower_dp.core import checks
 from flower_dp.privacy import accounting, pld, renyi
-from flower_dp.privacy.accounting import Cost
-from flower_dp.privacy.events import Leaves, Relation, leaves_of
+from flower_dp.privacy.accounting import PrivacyCost
+from flower_dp.privacy.events import Leaves, Relation, flatten_event
 
 MOST_RUNS = 10_000
 _LARGEST_SHAPE = 100.0
@@ -36,7 +36,7 @@ _POINTS, _LARGEST_COST, _SMALLEST_COST = 32, 100.0, 1e-3
 _LARGEST_EPSILON = 600.0
 
 
-class NumberOfRuns(Protocol):
+class RunCountLaw(Protocol):
     """The law of K.
 
     Attributes:
@@ -66,7 +66,7 @@ class NumberOfRuns(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TruncatedNegativeBinomial:
+class NegativeBinomialRunCount:
     """K >= 1 with P(K = k) proportional to (1 - gamma)^k binom(k + shape - 1, k) (Definition 1; shape is eta there).
 
     Attributes:
@@ -77,8 +77,8 @@ class TruncatedNegativeBinomial:
         ValueError: for a value out of range, naming it.
 
     Example:
-        >>> from flower_dp.privacy.selection import TruncatedNegativeBinomial
-        >>> TruncatedNegativeBinomial(mean=10).gamma
+        >>> from flower_dp.privacy.selection import NegativeBinomialRunCount
+        >>> NegativeBinomialRunCount(mean=10).gamma
         0.1
     """
 
@@ -118,7 +118,7 @@ class TruncatedNegativeBinomial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Poisson:
+class PoissonRunCount:
     """A Poisson law of K: the most concentrated one, for runs whose own epsilon is small. With K = 0 nothing is released.
 
     Attributes:
@@ -152,16 +152,16 @@ class Poisson:
         return self.mean * delta_at(np.log1p(1 / (orders - 1)))
 
 
-def number_of_runs(mean: float, shape: float) -> NumberOfRuns:
+def number_of_runs(mean: float, shape: float) -> RunCountLaw:
     """Return the law of K with a mean and a shape; an infinite shape is a Poisson law, as in dp-accounting.
 
     Raises:
         ValueError: for a value out of range, naming it.
     """
-    return Poisson(mean=mean) if shape == math.inf else TruncatedNegativeBinomial(mean=mean, shape=shape)
+    return PoissonRunCount(mean=mean) if shape == math.inf else NegativeBinomialRunCount(mean=mean, shape=shape)
 
 
-def epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, relation: Relation) -> Cost:
+def epsilon(runs: Sequence[DpEvent], number: RunCountLaw, *, delta: float, relation: Relation) -> PrivacyCost:
     """Return what the best of K runs costs, against those who see the chosen run and nothing of the others.
 
     Accountants: `selection-profile`, from the epsilons of one run at all deltas (Koskela, Redberg & Wang 2024; proof in
@@ -182,7 +182,7 @@ def epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, rela
     Example:
         >>> from dp_accounting import GaussianDpEvent
         >>> from flower_dp.privacy import selection
-        >>> best_of = selection.TruncatedNegativeBinomial(mean=10, shape=1)
+        >>> best_of = selection.NegativeBinomialRunCount(mean=10, shape=1)
         >>> cost = selection.epsilon([GaussianDpEvent(4.0)], best_of, delta=1e-5, relation="add-or-remove-one")
         >>> round(cost.epsilon, 2), cost.accountant
         (1.86, 'selection-profile')
@@ -190,17 +190,17 @@ def epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, rela
     delta = checks.number("delta", delta, at_least=0, below=1)
     candidates = _candidates(runs)
     if any(isinstance(leaf, NonPrivateDpEvent) for leaves in candidates for leaf, _ in leaves):
-        return Cost(epsilon=math.inf, delta=delta, relation=relation, accountant="none")
+        return PrivacyCost(epsilon=math.inf, delta=delta, relation=relation, accountant="none")
     if not any(candidates):
-        return Cost(epsilon=0.0, delta=delta, relation=relation, accountant="none")
+        return PrivacyCost(epsilon=0.0, delta=delta, relation=relation, accountant="none")
     bounds = {"selection-profile": _profile(candidates, number, delta, relation)}
     if (by_renyi := rdp_epsilon(runs, number, delta=delta, relation=relation)) is not None:
         bounds["selection-rdp"] = by_renyi
     name = min(bounds, key=lambda one: bounds[one])
-    return Cost(epsilon=bounds[name] * (1 + _ROUNDING), delta=delta, relation=relation, accountant=name)
+    return PrivacyCost(epsilon=bounds[name] * (1 + _ROUNDING), delta=delta, relation=relation, accountant=name)
 
 
-def rdp_epsilon(runs: Sequence[DpEvent], number: NumberOfRuns, *, delta: float, relation: Relation) -> float | None:
+def rdp_epsilon(runs: Sequence[DpEvent], number: RunCountLaw, *, delta: float, relation: Relation) -> float | None:
     """Return the bound by Renyi divergences (Theorems 2 and 6), or None where there is none.
 
     A run with a random candidate has at most the largest of the candidates' Renyi divergences, order by order.
@@ -248,7 +248,7 @@ def _delta_at(candidates: Sequence[Leaves], relation: Relation, epsilons: np.nda
     return found
 
 
-def _profile(candidates: Sequence[Leaves], number: NumberOfRuns, delta: float, relation: Relation) -> float:
+def _profile(candidates: Sequence[Leaves], number: RunCountLaw, delta: float, relation: Relation) -> float:
     """Return the bound from the epsilons of one run: its epsilon at delta / mean, and what choosing adds."""
 
     def added(log_delta: float) -> float:
@@ -284,7 +284,7 @@ def _candidates(runs: Sequence[DpEvent]) -> list[Leaves]:
     """Return the distinct candidates' releases."""
     if not runs:
         raise ValueError("runs: there is no candidate")
-    return [list(leaves) for leaves in dict.fromkeys(tuple(leaves_of(event)) for event in runs)]
+    return [list(leaves) for leaves in dict.fromkeys(tuple(flatten_event(event)) for event in runs)]
 
 
 def _event(leaves: Leaves) -> DpEvent:

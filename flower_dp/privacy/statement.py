@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from flower_dp.core.words import delta_in_words, epsilon_in_words, finite_or_none, spent_in_words
-from flower_dp.privacy.accounting import Cost
+from flower_dp.core.formatting import finite_or_none, format_delta, format_epsilon, format_epsilon_at_delta
+from flower_dp.privacy.accounting import PrivacyCost
 from flower_dp.privacy.events import Relation
 
 _NO_GUARANTEE = "DELTA IS NO GUARANTEE"
@@ -32,7 +32,7 @@ def delta_warning(delta: float, num_units: int, unit: str) -> tuple[str, ...]:
     """
     if delta * num_units < 1:
         return ()
-    at_least = f"{_NO_GUARANTEE}: {delta_in_words(delta)} is at least 1 / {num_units} {unit}s"
+    at_least = f"{_NO_GUARANTEE}: {format_delta(delta)} is at least 1 / {num_units} {unit}s"
     return (f"{at_least}, and a mechanism that publishes one {unit}'s data outright can have such a delta",)
 
 
@@ -66,21 +66,21 @@ class Adversary:
     """
 
     name: str
-    sees: str
+    view: str
     epsilon: float
     accountant: str
-    noise_std: float
-    paper: PaperEpsilon | None = None
+    lowest_noise_std: float
+    paper_epsilon: PaperEpsilon | None = None
     trusted: bool = False
 
     @classmethod
-    def of(cls, name: str, cost: Cost, **words: Any) -> "Adversary":
+    def of(cls, name: str, cost: PrivacyCost, **words: Any) -> "Adversary":
         """Return an adversary against whom this cost is proved; `words` are the other attributes."""
         return cls(name=name, epsilon=cost.epsilon, accountant=cost.accountant, **words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientCosts:
+class ClientEpsilons:
     """The tight epsilons of clients with their own ledgers: the distribution, the largest, and up to 100 one by one.
 
     `evaluation` has the epsilon of each client's private evaluations alone.
@@ -91,8 +91,8 @@ class ClientCosts:
     median: float
     maximum: float
     worst: str
-    each: dict[str, float]
-    evaluation: dict[str, float] = field(default_factory=dict)
+    by_client: dict[str, float]
+    evaluation_by_client: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,18 +116,18 @@ class JointEpsilon:
     delta: float
     accountant: str
     on_ledger: bool = True
-    apart: tuple[str, ...] = ()
+    runs_not_included: tuple[str, ...] = ()
     filter_epsilon: float | None = None
     filter_delta: float | None = None
 
     def __str__(self) -> str:
         which = "on this ledger" if self.on_ledger else "of this strategy"
-        line = f"All {self.num_runs} runs {which} together: {spent_in_words(self.epsilon, self.delta)}"
+        line = f"All {self.num_runs} runs {which} together: {format_epsilon_at_delta(self.epsilon, self.delta)}"
         line += f", accountant {self.accountant}, for the client who was charged most"
-        if self.apart:
-            line += f"; not in it, since no accountant adds them up: {', '.join(self.apart)}"
+        if self.runs_not_included:
+            line += f"; not in it, since no accountant adds them up: {', '.join(self.runs_not_included)}"
         if self.filter_epsilon is not None and self.filter_delta is not None:
-            filtered = spent_in_words(self.filter_epsilon, self.filter_delta)
+            filtered = format_epsilon_at_delta(self.filter_epsilon, self.filter_delta)
             line += f"; at most {filtered}, the ledger's budget, if settings of runs were chosen by the results of others"
         return line
 
@@ -174,12 +174,12 @@ class PrivacyStatement:
     method: str
     unit: str
     relation: Relation
-    adversary: str
+    protected_against: str
     delta: float
     epsilon: float
     accountant: str
-    paper: PaperEpsilon | None
-    num_rounds: int
+    paper_epsilon: PaperEpsilon | None
+    num_charged_rounds: int
     noise: dict[str, float]
     sampling: str
     events: tuple[str, ...]
@@ -187,8 +187,8 @@ class PrivacyStatement:
     not_covered: tuple[str, ...]
     incidents: tuple[str, ...]
     adversaries: tuple[Adversary, ...] = ()
-    parts: Mapping[str, float] = field(default_factory=dict)
-    clients: ClientCosts | None = None
+    epsilon_by_release: Mapping[str, float] = field(default_factory=dict)
+    clients: ClientEpsilons | None = None
     joint: JointEpsilon | None = None
 
     @property
@@ -203,39 +203,39 @@ class PrivacyStatement:
     def __str__(self) -> str:
         if self.private:
             tight = "" if self.accountant.startswith("selection-") else "tight, "  # of a choice it is a bound
-            spent = f"({epsilon_in_words(self.epsilon)}, {delta_in_words(self.delta)})-differential privacy for each {self.unit}"
-            promise = f"{spent} ({self.relation}; {tight}accountant {self.accountant}), over {self.num_rounds} rounds."
+            spent = f"({format_epsilon(self.epsilon)}, {format_delta(self.delta)})-differential privacy for each {self.unit}"
+            promise = f"{spent} ({self.relation}; {tight}accountant {self.accountant}), over {self.num_charged_rounds} rounds."
         else:
             promise = f"NOT PRIVATE. No differential-privacy guarantee holds for any {self.unit}: epsilon is infinite."
         lines = [
             f"Privacy statement: {self.method}",
             promise,
-            f"Protected against: {self.adversary}",
+            f"Protected against: {self.protected_against}",
             f"Sampling: {self.sampling}",
             "Noise: " + ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in self.noise.items()),
         ]
-        if self.paper is not None and not any(adversary.paper for adversary in self.adversaries):
-            lines.append(_paper_line(self.paper))
-        if self.parts:
-            alone = ", ".join(f"{name} {epsilon_in_words(value)}" for name, value in self.parts.items())
-            lines.append(f"Each part alone: {alone}; together {epsilon_in_words(self.epsilon)}")
+        if self.paper_epsilon is not None and not any(adversary.paper_epsilon for adversary in self.adversaries):
+            lines.append(_paper_line(self.paper_epsilon))
+        if self.epsilon_by_release:
+            alone = ", ".join(f"{name} {format_epsilon(value)}" for name, value in self.epsilon_by_release.items())
+            lines.append(f"Each part alone: {alone}; together {format_epsilon(self.epsilon)}")
         for alike in _alike(self.adversaries):
             one = alike[0]
-            seen = "; ".join(f"{entry.name}{' (trusted)' if one.trusted else ''}: {entry.sees}" for entry in alike)
-            proved = f"tight epsilon {epsilon_in_words(one.epsilon)}, accountant {one.accountant}"
-            lines.append(f"Against {seen}: {proved}, noise std {one.noise_std:.6g}")
-            if one.paper is not None:
-                lines.append("  " + _paper_line(one.paper))
+            seen = "; ".join(f"{entry.name}{' (trusted)' if one.trusted else ''}: {entry.view}" for entry in alike)
+            proved = f"tight epsilon {format_epsilon(one.epsilon)}, accountant {one.accountant}"
+            lines.append(f"Against {seen}: {proved}, noise std {one.lowest_noise_std:.6g}")
+            if one.paper_epsilon is not None:
+                lines.append("  " + _paper_line(one.paper_epsilon))
         if self.clients is not None:
             costs = self.clients
-            least, middle, most = (epsilon_in_words(one) for one in (costs.minimum, costs.median, costs.maximum))
+            least, middle, most = (format_epsilon(one) for one in (costs.minimum, costs.median, costs.maximum))
             if least == most:
                 lines.append(f"Over {costs.count} clients: epsilon {most} for each of them")
             else:
                 spread = f"at least {least}, median {middle}, at most {most} ({costs.worst})"
                 lines.append(f"Over {costs.count} clients: epsilon {spread}")
-                lines += _by_client("Each client", costs.each)
-            lines += _by_client("Each client's evaluations alone", costs.evaluation)
+                lines += _by_client("Each client", costs.by_client)
+            lines += _by_client("Each client's evaluations alone", costs.evaluation_by_client)
         if self.joint is not None:
             lines.append(str(self.joint))
         lists = {"Assumes": self.assumptions, "Not covered": self.not_covered, "Happened": self.incidents}
@@ -244,7 +244,7 @@ class PrivacyStatement:
 
 def _by_client(title: str, epsilons: Mapping[str, float]) -> list[str]:
     """Return a line of the clients' epsilons, with one number if all are shown alike; no line without clients."""
-    shown = {name: epsilon_in_words(value) for name, value in epsilons.items()}
+    shown = {name: format_epsilon(value) for name, value in epsilons.items()}
     if len(shown) > 1 and len(set(shown.values())) == 1:
         return [f"{title}: {next(iter(shown.values()))}"]
     return [f"{title}: " + ", ".join(f"{name} {value}" for name, value in shown.items())] if shown else []
@@ -252,9 +252,9 @@ def _by_client(title: str, epsilons: Mapping[str, float]) -> list[str]:
 
 def _alike(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
     """Return adversaries in groups against whom the same is proved, in order."""
-    return [list(alike) for _, alike in groupby(adversaries, key=lambda one: replace(one, name="", sees=""))]
+    return [list(alike) for _, alike in groupby(adversaries, key=lambda one: replace(one, name="", view=""))]
 
 
 def _paper_line(paper: PaperEpsilon) -> str:
     state = "valid here" if paper.valid else "NOT VALID here"
-    return f"The paper's own epsilon: {epsilon_in_words(paper.epsilon)} ({paper.formula}; {state}: {paper.reason})"
+    return f"The paper's own epsilon: {format_epsilon(paper.epsilon)} ({paper.formula}; {state}: {paper.reason})"

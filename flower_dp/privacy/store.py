@@ -28,11 +28,11 @@ import numpy as np
 
 from flower_dp.core import checks
 from flower_dp.privacy import ledger_tables as tables
-from flower_dp.privacy.budget import JointBudget, Remaining
+from flower_dp.privacy.budget import LedgerBudget, Remaining
 from flower_dp.privacy.charges import Charge, Charges
 from flower_dp.privacy.events import of_json
-from flower_dp.privacy.ledger_tables import LedgerRun, naming
-from flower_dp.privacy.private_file import BudgetSpentError, LedgerError, Lock, Mark, check_folder, check_owner
+from flower_dp.privacy.ledger_tables import RunRow, naming
+from flower_dp.privacy.private_file import BudgetSpentError, LastCharge, LedgerError, Lock, check_folder, check_owner
 
 # For which to wait for another process that writes.
 _LOCK_SECONDS = 2.0
@@ -66,7 +66,7 @@ class Store:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from dp_accounting import GaussianDpEvent
-        >>> from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+        >>> from flower_dp.privacy.charges import ALL_CLIENTS, Charge, Scope
         >>> from flower_dp.privacy.store import Store
         >>> charge = Charge(
         ...     release="dp-fedavg",
@@ -74,7 +74,7 @@ class Store:
         ...     server_round=1,
         ...     kind="noise multiplier 2",
         ...     scope=Scope(unit="client", relation="add-or-remove-one"),
-        ...     owners=(EVERY_CLIENT,),
+        ...     owners=(ALL_CLIENTS,),
         ...     events=(GaussianDpEvent(noise_multiplier=2.0),),
         ... )
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -111,13 +111,13 @@ class Store:
             opened.callback(self._db.close)
             self._load(mark)
             if self._lock is not None:
-                self._lock.mark = Mark(number=self.num_charges, digest=self._digest)
+                self._lock.mark = LastCharge(number=self.num_charges, digest=self._digest)
             self._paths = (place, place.with_name(place.name + ".mark"))
             self._files = [] if read_only else self._identities()
             self._opened = opened.pop_all()
 
     @staticmethod
-    def create(path: str | os.PathLike[str], budget: JointBudget | None = None, *, clients: Sequence[str] = ()) -> None:
+    def create(path: str | os.PathLike[str], budget: LedgerBudget | None = None, *, clients: Sequence[str] = ()) -> None:
         """Create the file, without any charge, readable and writable by this user alone.
 
         Args:
@@ -156,7 +156,7 @@ class Store:
         if method:
             checks.line("method", method)
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        run = LedgerRun(name=name or uuid.uuid4().hex, method=method, delta=float(delta), started=started, private=private)
+        run = RunRow(name=name or uuid.uuid4().hex, method=method, delta=float(delta), started=started, private=private)
         with naming(self.path), self._transaction() as db:
             number = len(self.runs) + 1
             db.execute("INSERT INTO runs VALUES (?, ?, ?)", (number, run.name, tables.about_of(run)))
@@ -178,7 +178,7 @@ class Store:
         with naming(self.path):
             of, own, every = self._run(run), self.charges[run], self.all
             for charge in () if self.clients else charges:
-                if self._remaining is not None and (why := self._remaining.why_not(every, charge, private=of.private)):
+                if self._remaining is not None and (why := self._remaining.refusal_reason(every, charge, private=of.private)):
                     raise BudgetSpentError(why)
                 own, every = _after(own, every, of, charge)
             digest = self._digest
@@ -192,7 +192,7 @@ class Store:
             self.charges[run], self.all = own, every
             self.each += [(run, charge) for charge in charges] if self.clients else []
             if self._lock is not None:
-                self._lock.mark = Mark(number=self.num_charges, digest=digest)
+                self._lock.mark = LastCharge(number=self.num_charges, digest=digest)
 
     # Reading
 
@@ -218,18 +218,18 @@ class Store:
 
     # Parts
 
-    def _load(self, mark: Mark | None) -> None:
+    def _load(self, mark: LastCharge | None) -> None:
         """Read all of a ledger and check it; what the mark has seen must be there."""
         try:
             about = {key: json.loads(value) for key, value in self._db.execute("SELECT key, value FROM about")}
-            self.budget = None if about["budget"] is None else JointBudget(**about["budget"])
+            self.budget = None if about["budget"] is None else LedgerBudget(**about["budget"])
             self._remaining = None if self.budget is None else Remaining(self.budget)
             self.clients = tuple(about["clients"])
             self._owners = {name: key for key, name in self._db.execute("SELECT id, name FROM owners")}
             self._events = {text: key for key, text in self._db.execute("SELECT id, event FROM events")}
             rows = self._db.execute("SELECT id, name, about FROM runs ORDER BY id").fetchall()
             self._run_ids = {name: key for key, name, _ in rows}
-            self.runs = {name: LedgerRun(name=name, **json.loads(text)) for _, name, text in rows}
+            self.runs = {name: RunRow(name=name, **json.loads(text)) for _, name, text in rows}
             self.charges = {name: Charges() for name in self.runs}
             self.num_charges, self._digest = 0, hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
             marked = self._digest if mark is not None and mark.number == 0 else b""
@@ -286,7 +286,7 @@ class Store:
         self._uncommitted += [(known, text) for text in new]  # first: an interruption leaves no number that the file has not
         known.update({text: number for number, text in rows})
 
-    def _run(self, name: str) -> LedgerRun:
+    def _run(self, name: str) -> RunRow:
         if name not in self.runs:
             raise LedgerError(f"has no run {name}")
         return self.runs[name]
@@ -323,7 +323,7 @@ class Store:
         return [(one.st_dev, one.st_ino) for one in (path.stat() for path in self._paths)]
 
 
-def _after(own: Charges, every: Charges, run: LedgerRun, charge: Charge) -> tuple[Charges, Charges]:
+def _after(own: Charges, every: Charges, run: RunRow, charge: Charge) -> tuple[Charges, Charges]:
     """Return a run's charges and those of all runs with one more."""
     if charge.release not in own.numbers() and charge.number != 1:
         raise LedgerError(f"has 0 charges of {charge.release} in this run: number {charge.number} is not the next")

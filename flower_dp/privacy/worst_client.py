@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.privacy import accounting
-from flower_dp.privacy.client_terms import Terms
-from flower_dp.privacy.events import Relation, around, inner_of, leaves_of
+from flower_dp.privacy.client_terms import ClientTerms
+from flower_dp.privacy.events import Relation, around, flatten_event, unwrap_sampling
 
 # A group in which noise or rates differ by more than 2 % is halved, as long as there are fewer groups than this.
 _MOST_GROUPS = 4
@@ -25,7 +25,7 @@ _STEP = 1.1
 _GRID = 1e-3
 
 
-class WorstClient:
+class MaxClientEpsilon:
     """An upper bound of the largest cost of a client, from the number of replies of each.
 
     Args:
@@ -34,12 +34,12 @@ class WorstClient:
         delta: the delta at which epsilon is stated, also that of the budgets in the terms.
     """
 
-    def __init__(self, terms: Mapping[str, Terms], *, relation: Relation, delta: float) -> None:
+    def __init__(self, terms: Mapping[str, ClientTerms], *, relation: Relation, delta: float) -> None:
         self._terms = dict(terms)
-        kinds: dict[object, dict[str, dp.DpEvent]] = {}
+        kinds: dict[object, dict[str, dp_events.DpEvent]] = {}
         for name, own in terms.items():
-            release = leaves_of(own.release.event(1))[0][0]
-            kind = (type(release), type(inner_of(release)[0]), own.num_releases)
+            release = flatten_event(own.release.event(1))[0][0]
+            kind = (type(release), type(unwrap_sampling(release)[0]), own.num_releases)
             kinds.setdefault(kind, {})[name] = release
         groups = [group for releases in kinds.values() for group in _groups(releases)]
         self._groups = [_Group({name: terms[name] for name in group}, group, relation=relation, delta=delta) for group in groups]
@@ -66,7 +66,7 @@ class _Group:
     """Clients whose releases are of one kind, and the cost of one who costs no less than any of them."""
 
     def __init__(
-        self, terms: Mapping[str, Terms], releases: Mapping[str, dp.DpEvent], *, relation: Relation, delta: float
+        self, terms: Mapping[str, ClientTerms], releases: Mapping[str, dp_events.DpEvent], *, relation: Relation, delta: float
     ) -> None:
         self.names = tuple(terms)
         self._relation, self._delta = relation, delta
@@ -85,7 +85,7 @@ class _Group:
         return self._cost
 
 
-def _groups(releases: dict[str, dp.DpEvent]) -> list[dict[str, dp.DpEvent]]:
+def _groups(releases: dict[str, dp_events.DpEvent]) -> list[dict[str, dp_events.DpEvent]]:
     """Return at most `_MOST_GROUPS` groups of releases of one kind, halving the widest group again and again."""
     groups = [releases]
     while len(groups) < _MOST_GROUPS:
@@ -103,20 +103,20 @@ def _groups(releases: dict[str, dp.DpEvent]) -> list[dict[str, dp.DpEvent]]:
     return groups
 
 
-def _worst(releases: list[dp.DpEvent]) -> dp.DpEvent:
+def _worst(releases: list[dp_events.DpEvent]) -> dp_events.DpEvent:
     """Return a release that costs no less than any of these, which are of one kind."""
-    if isinstance(releases[0], dp.NonPrivateDpEvent):
+    if isinstance(releases[0], dp_events.NonPrivateDpEvent):
         return releases[0]
-    noise = min((inner_of(release)[0] for release in releases), key=lambda inner: float(inner.noise_multiplier))
-    most = max(releases, key=lambda release: inner_of(release)[1])
+    noise = min((unwrap_sampling(release)[0] for release in releases), key=lambda inner: float(inner.noise_multiplier))
+    most = max(releases, key=lambda release: unwrap_sampling(release)[1])
     return around(most, noise)
 
 
-def _spans(releases: dict[str, dp.DpEvent]) -> list[float]:
+def _spans(releases: dict[str, dp_events.DpEvent]) -> list[float]:
     return [max(column) - min(column) for column in zip(*map(_place, releases.values()), strict=True)]
 
 
-def _place(release: dp.DpEvent) -> tuple[float, float]:
+def _place(release: dp_events.DpEvent) -> tuple[float, float]:
     """Logarithms of noise multiplier and sampling rate."""
-    inner, rate = inner_of(release)
-    return (0.0 if isinstance(inner, dp.NonPrivateDpEvent) else math.log(inner.noise_multiplier)), math.log(rate)
+    inner, rate = unwrap_sampling(release)
+    return (0.0 if isinstance(inner, dp_events.NonPrivateDpEvent) else math.log(inner.noise_multiplier)), math.log(rate)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_dp.core import columns
-from flower_dp.core.words import digits_in_words
+from flower_dp.core import metric_columns
+from flower_dp.core.formatting import format_rounded_up
 from flower_dp.reporting import labels
 from flower_dp.reporting.past_run import check_each_once, read_past_run
 from flower_dp.running import run_folder as run_folders
@@ -24,7 +24,7 @@ _TESTS = ("task", "data-dir", "test-ratio", "data-fn", "evaluate-fn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ComparedRun:
     """One run. `values` holds the metric by round, NaN where it was not finite; `spent` the epsilon by round.
 
     `clip_norms` holds the clip norm by round, where it moved. `epsilon` is the statement's, or for an unfinished run the last one
@@ -59,7 +59,7 @@ class Curve:
     line: str
     differ: Mapping[str, Any]
     left_out: tuple[str, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[ComparedRun, ...]
     rounds: NDArray[np.int64]
     mean: NDArray[np.float64]
     std: NDArray[np.float64]
@@ -76,12 +76,12 @@ class Curve:
         """Whether every run is private."""
         return math.isfinite(self.epsilon)
 
-    def epsilon_in_words(self) -> str:
+    def format_epsilon(self) -> str:
         """Return the epsilon as text for tables and figures, rounded up to four digits."""
-        return digits_in_words(self.epsilon, 4) if self.private else "not private"
+        return format_rounded_up(self.epsilon, 4) if self.private else "not private"
 
 
-def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: bool = False) -> Run:
+def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: bool = False) -> ComparedRun:
     """Read a run folder.
 
     Args:
@@ -96,7 +96,7 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
     rows, statement = past.rows, past.statement
     values = past.series(metric)
     if not values:
-        numbers = (key for row in rows for key, value in row.items() if columns.number(value))
+        numbers = (key for row in rows for key, value in row.items() if metric_columns.number(value))
         there = ", ".join(dict.fromkeys(key for key in numbers if key not in ("round", "num-rounds"))) or "no metric"
         raise ValueError(f"{folder}: has no {metric} in {run_folders.METRICS}, but {there}: set --metric")
     if not past.finished and not allow_unfinished:
@@ -104,7 +104,7 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         raise ValueError(f"{folder}: the run was not finished ({why}); set --allow-unfinished to use it")
     spent = past.series("epsilon", otherwise=math.inf)
     epsilon = past.epsilon if past.finished or statement else max(spent.values(), default=math.inf)
-    return Run(
+    return ComparedRun(
         folder=past.folder,
         config=past.config,
         values=values,
@@ -115,11 +115,11 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         unit=", ".join(str(statement[key]) for key in ("unit", "relation") if key in statement) or "unknown",
         adversary=str(statement.get("adversary", "unknown")),
         finished=past.finished,
-        private=columns.private({name: value for row in rows for name, value in row.items()}),
+        private=metric_columns.private({name: value for row in rows for name, value in row.items()}),
     )
 
 
-def curves_of(runs: Sequence[Run], metric: str, *, names: Sequence[str] = (), by: Sequence[str] = ()) -> list[Curve]:
+def curves_of(runs: Sequence[ComparedRun], metric: str, *, names: Sequence[str] = (), by: Sequence[str] = ()) -> list[Curve]:
     """Group runs into curves, in the order in which their settings first occur; those that differ in the noise alone by epsilon.
 
     Args:
@@ -137,7 +137,7 @@ def curves_of(runs: Sequence[Run], metric: str, *, names: Sequence[str] = (), by
     if len(names) == 1 and re.search(_IN_BRACES, names[0]):
         names = [_filled(names[0], run.config) for run in runs]
     each = names if len(names) == len(runs) else [""] * len(runs)
-    groups: dict[tuple[str, str], list[Run]] = {}
+    groups: dict[tuple[str, str], list[ComparedRun]] = {}
     for run, name in zip(runs, each, strict=True):
         settings = sorted(labels.setting(key, {key: value}) for key, value in labels.what_is_read(run.config).items())
         groups.setdefault((name, "\n".join(settings)), []).append(run)
@@ -255,7 +255,7 @@ def _values(key: str, curves: Sequence[Curve]) -> str:
     return f"{key} ({', '.join(values)})"
 
 
-def _curve(runs: Sequence[Run], metric: str, **named: Any) -> Curve:
+def _curve(runs: Sequence[ComparedRun], metric: str, **named: Any) -> Curve:
     common = sorted(set.intersection(*(set(run.values) for run in runs)))
     if not common:
         raise ValueError(f"{runs[-1].folder}: has no {metric} of a round that the other runs of its curve have")
@@ -272,7 +272,7 @@ def _curve(runs: Sequence[Run], metric: str, **named: Any) -> Curve:
     )
 
 
-def _spent(run: Run, at: int) -> float:
+def _spent(run: ComparedRun, at: int) -> float:
     """Return the last epsilon recorded up to a round; infinite for all rounds of a run that was not private.
 
     What is recorded by round is an upper bound. The statement's epsilon, of the whole run, holds for each part of it.

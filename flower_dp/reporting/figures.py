@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from flower_dp.core.words import delta_in_words
+from flower_dp.core.formatting import format_delta
 from flower_dp.reporting import canvas
 from flower_dp.reporting.compare import Curve
 from flower_dp.reporting.labels import wrapped
@@ -178,7 +178,7 @@ def _epsilon_axis(axes: Axes, curves: Sequence[Curve], what: str = "epsilon spen
         axes.set_xscale("log")
     guarantees = {(curve.runs[0].delta, curve.runs[0].unit) for curve in private}
     delta, unit = next(iter(guarantees))
-    one = f" (delta {delta_in_words(delta)}; {unit})" if isinstance(delta, int | float) else f" ({unit})"
+    one = f" (delta {format_delta(delta)}; {unit})" if isinstance(delta, int | float) else f" ({unit})"
     axes.set_xlabel(what + (one if len(guarantees) == 1 else " (for different deltas or units)"))
     if len(private) < len(curves):
         axes.set_title("without the curves that are not private", fontsize="medium")
@@ -186,5 +186,5 @@ def _epsilon_axis(axes: Axes, curves: Sequence[Curve], what: str = "epsilon spen
 
 def _entry(curve: Curve, curves: Sequence[Curve]) -> list[str]:
     """Return a curve's lines of the legend."""
-    private = f"tight epsilon {curve.epsilon_in_words()}" if curve.private else "not private"
+    private = f"tight epsilon {curve.format_epsilon()}" if curve.private else "not private"
     return [*wrapped(curve.label), private + _counted([curve], curves)]

@@ -19,9 +19,9 @@ from flower_dp.clients.training.records import Records
 from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
 from flower_dp.reporting.labels import labels_of
-from flower_dp.reporting.past_run import PastRun, check_each_once
+from flower_dp.reporting.past_run import RunContents, check_each_once
 from flower_dp.running import apps, plugins
-from flower_dp.running.launched import Launched
+from flower_dp.running.launch_record import LaunchRecord
 
 _BATCH = 200
 
@@ -72,7 +72,7 @@ class Landscape:
 
 
 def landscapes(
-    runs: Sequence[PastRun], *, resolution: int = 15, distance: float = 1.0, num_records: int = 200, seed: int = 0
+    runs: Sequence[RunContents], *, resolution: int = 15, distance: float = 1.0, num_records: int = 200, seed: int = 0
 ) -> list[Landscape]:
     """Return the loss around the final models of some runs of flower-dp's own app, or of apps that name a `public-test`.
 
@@ -177,20 +177,20 @@ def _scaled(drawn: NDArray[np.float32], weights: NDArray[np.generic]) -> NDArray
     return scaled
 
 
-def _labels(runs: Sequence[PastRun]) -> list[str]:
+def _labels(runs: Sequence[RunContents]) -> list[str]:
     """Return what tells the runs from each other: settings in which they differ, or else their folders."""
     labels = labels_of([run.config for run in runs])
     return labels if len(set(labels)) == len(labels) else [run.folder.resolve().name for run in runs]
 
 
-def _app_of(run: PastRun) -> apps.App:
+def _app_of(run: RunContents) -> apps.App:
     own = apps.own_app()
     if not (odd := sorted(own.defaults.keys() ^ run.config.keys())):
         return own
     what = f"has no {odd[0]}" if odd[0] in own.defaults else f"has {odd[0]}"
     no_task = f"{run.folder}: is not a run of a task of this flower-dp (its run-config.toml {what}), "
     try:
-        app = Launched.read(run.folder).target.app
+        app = LaunchRecord.read(run.folder).target.app
     except ValueError as error:
         raise ValueError(f"{no_task}nor of an app that is known: {error}") from None
     if app.own or not app.public_test:
@@ -202,14 +202,14 @@ def _app_of(run: PastRun) -> apps.App:
     return app
 
 
-def _public_test(run: PastRun) -> PublicTest:
+def _public_test(run: RunContents) -> PublicTest:
     """Return what a run is tested with, as flower-dp's own app says, or the app that `flower-dp run` has run.
 
     Raises:
         ValueError: naming the folder, if its app says nothing of it, or its data cannot be read.
     """
     app = _app_of(run)
-    with plugins.loaded(app, app.public_test) as public_test:
+    with plugins.load_plugin(app, app.public_test) as public_test:
         try:
             return cast("PublicTest", public_test(run.config))
         except ValueError as error:

@@ -9,7 +9,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from flower_dp.core.words import digits_in_words
+from flower_dp.core.formatting import format_rounded_up
 from flower_dp.reporting import canvas
 from flower_dp.reporting.labels import wrapped
 from flower_dp.reporting.landscape import Landscape
@@ -79,5 +79,5 @@ def _scale(landscapes: Sequence[Landscape]) -> tuple[NDArray[np.float64], bool]:
 
 def _entry(one: Landscape) -> list[str]:
     """Return a run's label, with its loss and whether it is private."""
-    private = f"tight epsilon {digits_in_words(one.epsilon, 4)}" if math.isfinite(one.epsilon) else "not private"
+    private = f"tight epsilon {format_rounded_up(one.epsilon, 4)}" if math.isfinite(one.epsilon) else "not private"
     return [*wrapped(one.label), f"loss {one.here:.4g}, {private}"]

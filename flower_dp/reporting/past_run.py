@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_dp.core import checks, columns
+from flower_dp.core import checks, metric_columns
 from flower_dp.running import run_folder
-from flower_dp.running.trained_model import loaded
+from flower_dp.running.trained_model import load_arrays
 
 # Unicode's categories of what is no part of a text, or no character: a half of one, which JSON can hold, can't be shown.
 # `checks.one_line` leaves no space but the ASCII one, which paths among the settings may have.
@@ -22,7 +22,7 @@ _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PastRun:
+class RunContents:
     """The contents of a run folder.
 
     Attributes:
@@ -49,7 +49,7 @@ class PastRun:
     def delta(self) -> float | None:
         """The delta at which epsilon holds, of the statement or else of the last line; None for none."""
         delta = self.statement.get("delta", self.rows[-1].get("delta") if self.rows else None)
-        return delta if columns.number(delta) and math.isfinite(delta) else None
+        return delta if metric_columns.number(delta) and math.isfinite(delta) else None
 
     def series(self, metric: str, *, otherwise: float = math.nan) -> dict[int, float]:
         """Return a metric by round, where it was recorded; `otherwise` where it was not finite."""
@@ -64,7 +64,7 @@ class PastRun:
         if not self.finished:
             raise ValueError(f"{self.folder}: the run was not finished: it has no final {run_folder.MODEL}")
         file = self.folder / run_folder.MODEL
-        return loaded(file, file.read_bytes())
+        return load_arrays(file, file.read_bytes())
 
 
 def check_each_once(folders: Iterable[Path]) -> None:
@@ -80,7 +80,7 @@ def check_each_once(folders: Iterable[Path]) -> None:
         seen.add(place)
 
 
-def read_past_run(folder: str | os.PathLike[str]) -> PastRun:
+def read_past_run(folder: str | os.PathLike[str]) -> RunContents:
     """Read a run folder, as `flower-dp run` and `record_run` write it.
 
     Raises:
@@ -92,7 +92,7 @@ def read_past_run(folder: str | os.PathLike[str]) -> PastRun:
     try:
         stated, config = path / run_folder.STATEMENT_JSON, tomllib.loads((path / run_folder.CONFIG).read_text(encoding="utf-8"))
         flat = {key: value if isinstance(value, str | int | float) else str(value) for key, value in config.items()}
-        return PastRun(
+        return RunContents(
             folder=path,
             config=_harmless(flat),
             rows=_harmless(run_folder.read_metrics(path)),
@@ -123,4 +123,4 @@ def _harmless(value: Any) -> Any:
 
 def _number(value: Any, otherwise: float) -> float:
     """Return a recorded number; null stands for what is not finite."""
-    return float(value) if columns.number(value) and math.isfinite(value) else otherwise
+    return float(value) if metric_columns.number(value) and math.isfinite(value) else otherwise

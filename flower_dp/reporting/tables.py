@@ -9,7 +9,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from flower_dp.core.words import delta_in_words, digits_in_words, epsilon_in_words, finite_or_none
+from flower_dp.core.formatting import finite_or_none, format_delta, format_epsilon, format_rounded_up
 from flower_dp.reporting.compare import Curve
 from flower_dp.reporting.labels import find, wrapped
 
@@ -132,7 +132,7 @@ def _column(curve: Curve) -> float:
         wanted = config.get(find(name, config) or "")
         if isinstance(wanted, int | float) and curve.epsilon <= wanted:
             return float(wanted)
-    return float(digits_in_words(curve.epsilon, 4))
+    return float(format_rounded_up(curve.epsilon, 4))
 
 
 def _record(curve: Curve) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _guarantee(curve: Curve) -> list[str]:
     first, delta = curve.runs[0], curve.runs[0].delta
     if not curve.private:
         return ["-"] * len(_GUARANTEE)
-    return [delta_in_words(delta) if isinstance(delta, int | float) else "-", first.unit, first.adversary]
+    return [format_delta(delta) if isinstance(delta, int | float) else "-", first.unit, first.adversary]
 
 
 def _epsilons(curves: Sequence[Curve]) -> list[str]:
@@ -175,9 +175,7 @@ def _epsilons(curves: Sequence[Curve]) -> list[str]:
     known = [curve.epsilon for curve in curves if curve.private and curve.epsilon < _LARGE]
     decimals = _decimals(known)
     return [
-        epsilon_in_words(curve.epsilon, decimals=decimals)
-        if curve.private and curve.epsilon < _LARGE
-        else curve.epsilon_in_words()
+        format_epsilon(curve.epsilon, decimals=decimals) if curve.private and curve.epsilon < _LARGE else curve.format_epsilon()
         for curve in curves
     ]
 

@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from flower_dp.core import columns
+from flower_dp.core import metric_columns
 from flower_dp.reporting import canvas
-from flower_dp.reporting.past_run import PastRun
+from flower_dp.reporting.past_run import RunContents
 
 _MEAN, _SQUARE, _CLIP = "client-update-norm", "client-update-norm-squared", "clip-norm"
 # A clip norm that moves by more than this factor is drawn on a logarithmic scale.
@@ -40,7 +40,7 @@ class UpdateNorms:
     clip_norms: Series
 
 
-def read_update_norms(run: PastRun) -> UpdateNorms:
+def read_update_norms(run: RunContents) -> UpdateNorms:
     """Return the norms that a run has recorded, and its clip norm.
 
     The clip norm of a round is public where it changes from round to round, and then in the round's metrics; else it is that of
@@ -58,7 +58,7 @@ def read_update_norms(run: PastRun) -> UpdateNorms:
     rounds = sorted(means)
     mean = np.asarray([means[at] for at in rounds])
     square = np.asarray([squares.get(at, np.nan) for at in rounds])
-    if not clips and columns.number(fixed := run.statement.get("noise", {}).get("clip_norm")):
+    if not clips and metric_columns.number(fixed := run.statement.get("noise", {}).get("clip_norm")):
         clips = {at: float(fixed) for at in (rounds[0], rounds[-1])}
     return UpdateNorms(
         rounds=np.asarray(rounds, float),

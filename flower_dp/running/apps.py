@@ -119,7 +119,7 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
     Raises:
         ValueError: there is no such app or preset, or keys or values that the app cannot take, a line each.
     """
-    findings = checks.Findings()
+    findings = checks.ErrorCollector()
     given: dict[str, str] = {}
     for setting in settings:
         key, sign, text = setting.partition("=")
@@ -141,7 +141,7 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
     known, overrides = app.settings(), {}
     method = given.get("method") or str({**known, **preset}.get("method", ""))
     for key, value in preset.items():
-        with findings.noted():
+        with findings.collect_errors():
             overrides[key] = values.from_toml(key, value, _default(app, known, key, method), app.folder)
     before = {**known, **overrides}
     unset = [key for key, text in given.items() if not text and key in _defaults(app)]
@@ -149,10 +149,10 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
         del given[key]
         _unset(app, key, overrides)
     for key, text in given.items():
-        with findings.noted():
+        with findings.collect_errors():
             overrides[key] = values.from_text(key, text, _default(app, known, key, method))
     _make_way(app, before, overrides, given)
-    findings.refuse()
+    findings.raise_if_any()
     return Target(app=app, name=name, overrides=overrides, given=tuple(given))
 
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from flower_dp.core import columns
-from flower_dp.core.words import delta_in_words, epsilon_in_words
+from flower_dp.core import metric_columns
+from flower_dp.core.formatting import format_delta, format_epsilon
 from flower_dp.running.progress import private_quantity
 
 Rows = Sequence[Mapping[str, Any]]
@@ -60,8 +60,8 @@ def figure(rows: Rows) -> Figure:
 def _panels(rows: Rows) -> dict[str, list[str]]:
     """Return the metrics of every panel by their last word: accuracy first, then as the lines have them."""
     panels: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for row in rows for name in (*columns.metrics(row), *columns.private(row))):
-        panels.setdefault(columns.kind(name), []).append(name)
+    for name in dict.fromkeys(name for row in rows for name in (*metric_columns.metrics(row), *metric_columns.private(row))):
+        panels.setdefault(metric_columns.kind(name), []).append(name)
     return dict(sorted(panels.items(), key=lambda panel: panel[0] != "accuracy"))
 
 
@@ -71,12 +71,16 @@ def _draw(left: Axes, kind: str, names: Sequence[str], rows: Rows) -> None:
     for name, style in zip(names, _STYLES * len(names), strict=False):
         label = f"test {name}" if name in ("accuracy", "loss") else name.replace("private-", "private ")
         lines += _line(left, rows, name, color=_METRIC, marker="o", linestyle=style, label=label)
-        found = [(row["round"], *columns.private(row)[name]) for row in rows if "round" in row and name in columns.private(row)]
+        found = [
+            (row["round"], *metric_columns.private(row)[name])
+            for row in rows
+            if "round" in row and name in metric_columns.private(row)
+        ]
         if bars := [one for one in found if all(map(math.isfinite, one))]:
             rounds, values, spread = zip(*bars, strict=True)
             left.errorbar(rounds, values, yerr=spread, fmt="none", ecolor=_METRIC)
     spent = _line(right, rows, "epsilon", color=_EPSILON, marker="s", linestyle="--", label="epsilon spent")
-    unit = " (%)" if columns.percent(kind) else ""
+    unit = " (%)" if metric_columns.percent(kind) else ""
     _label(left, f"{lines[0].get_label() if len(lines) == 1 else kind}{unit}", _METRIC, drawn=bool(lines))
     # "not recorded" could be read as no epsilon spent.
     unbounded = not spent and any("epsilon" in row for row in rows)
@@ -84,7 +88,7 @@ def _draw(left: Axes, kind: str, names: Sequence[str], rows: Rows) -> None:
     _label(right, what, _EPSILON, drawn=bool(spent))
     left.set_xlabel("round")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if columns.percent(kind):
+    if metric_columns.percent(kind):
         left.set_ylim(0.0, 1.0)
         left.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0, symbol=""))
     if spent:
@@ -126,11 +130,11 @@ def _title(rows: Rows) -> str:
     if accuracies:
         parts.append(f"accuracy {100 * accuracies[-1]:.1f} %")
     newest = {name: value for row in rows for name, value in row.items()}
-    parts += [private_quantity(name, *of) for name, of in columns.private(newest).items()]
+    parts += [private_quantity(name, *of) for name, of in metric_columns.private(newest).items()]
     last = rows[-1] if rows else {}
     if isinstance(last.get("epsilon"), int | float):
-        delta = f" at delta {delta_in_words(last['delta'])}" if last.get("delta") else ""
-        parts.append(f"epsilon {epsilon_in_words(last['epsilon'], decimals=2)}{delta}")
+        delta = f" at delta {format_delta(last['delta'])}" if last.get("delta") else ""
+        parts.append(f"epsilon {format_epsilon(last['epsilon'], decimals=2)}{delta}")
     elif "epsilon" in last:
         parts.append("not private")
     return ", ".join(parts)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.running.apps import App, Target, own_app
 
@@ -16,7 +16,7 @@ class PluginError(ValueError):
 
 
 @contextmanager
-def loaded(app: App, reference: str) -> Iterator[Callable[..., Any]]:
+def load_plugin(app: App, reference: str) -> Iterator[Callable[..., Any]]:
     """Yield a function of an app, whose modules can be imported within this context.
 
     Raises:
@@ -44,7 +44,7 @@ def statement_of(target: Target) -> PrivacyStatement:
     return statement
 
 
-def outside_of(target: Target) -> tuple[dp.DpEvent, PrivacyStatement]:
+def event_against_outsiders(target: Target) -> tuple[dp_events.DpEvent, PrivacyStatement]:
     """Return the event of a whole run against those who are no clients, and the run's statement.
 
     Raises:
@@ -54,7 +54,7 @@ def outside_of(target: Target) -> tuple[dp.DpEvent, PrivacyStatement]:
         raise ValueError(
             f"{target.app.name}: what its runs cost is not known before them; it is known of apps of `flower_dp.app`"
         )
-    planned: tuple[dp.DpEvent, PrivacyStatement] = _called(target, "outside")
+    planned: tuple[dp_events.DpEvent, PrivacyStatement] = _called(target, "outside")
     return planned
 
 
@@ -70,5 +70,5 @@ def _called(target: Target, name: str) -> Any:
             "strategy releases, as --noise-multiplier 1 --num-rounds 50 --delta 1e-5"
         )
     reference = app.cost if name == "cost" else f"{app.cost.partition(':')[0]}:{name}"
-    with loaded(app, reference) as function:
+    with load_plugin(app, reference) as function:
         return function(target.config, own_model=True) if target.app.built else function(target.config)

@@ -9,8 +9,8 @@ from typing import Any, Self, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from flower_dp.core import columns
-from flower_dp.core.words import epsilon_in_words
+from flower_dp.core import metric_columns
+from flower_dp.core.formatting import format_epsilon
 
 
 class Display:
@@ -119,24 +119,24 @@ def round_text(metrics: Mapping[str, Any]) -> str:
 
 def quantities(metrics: Mapping[str, Any]) -> list[str]:
     """Return what `evaluate_fn` returned, private metrics and epsilon, as the line has them; a null epsilon is not private."""
-    parts = [_quantity(name, value) for name, value in columns.metrics(metrics).items()]
-    parts += [private_quantity(name, *found) for name, found in columns.private(metrics).items()]
+    parts = [_quantity(name, value) for name, value in metric_columns.metrics(metrics).items()]
+    parts += [private_quantity(name, *found) for name, found in metric_columns.private(metrics).items()]
     if "epsilon" in metrics:
         epsilon = metrics["epsilon"]
-        parts.append("not private" if epsilon is None else f"epsilon {epsilon_in_words(epsilon, decimals=3)}")
+        parts.append("not private" if epsilon is None else f"epsilon {format_epsilon(epsilon, decimals=3)}")
     return parts
 
 
 def private_quantity(name: str, value: float, error: float) -> str:
     """Return a metric of a private evaluation with its standard error: `private accuracy 81.2 ± 3.1 %`."""
-    scale, digits, unit = (100, ".1f", " %") if columns.percent(name) else (1, ".4f", "")
+    scale, digits, unit = (100, ".1f", " %") if metric_columns.percent(name) else (1, ".4f", "")
     return f"{name.replace('-', ' ')} {scale * value:{digits}} ± {scale * error:{digits}}{unit}"
 
 
 def _quantity(name: str, value: float) -> str:
-    if columns.percent(name):
+    if metric_columns.percent(name):
         return f"{name} {100 * value:.1f} %"
-    return f"{name} {value:.4f}" if columns.kind(name) == "loss" else f"{name} {value:.4g}"
+    return f"{name} {value:.4f}" if metric_columns.kind(name) == "loss" else f"{name} {value:.4g}"
 
 
 def clock(seconds: float) -> str:

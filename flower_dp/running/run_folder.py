@@ -94,7 +94,7 @@ class RunFolder:
         return cls(path=folder)
 
     @classmethod
-    def again(cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any]) -> Self:
+    def reopen(cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any]) -> Self:
         """Return the folder of a run that goes on.
 
         Args:
@@ -117,7 +117,7 @@ class RunFolder:
                     raise checks.SettingsError(f"{key}={now[key]!r}: was {value!r} in {folder.path}: it can't change")
         return folder
 
-    def cut(self, last: int) -> list[dict[str, Any]]:
+    def truncate(self, last: int) -> list[dict[str, Any]]:
         """Drop the lines of `metrics.jsonl` of rounds after `last`, and the statement, which the run is about to outgrow.
 
         Returns:
@@ -147,7 +147,7 @@ class RunFolder:
         write_whole(self.path / STATEMENT_JSON, content.encode())
         write_whole(self.path / STATEMENT_TEXT, (text.rstrip("\n") + "\n").encode())
 
-    def finish(
+    def write_results(
         self, arrays: Mapping[str, NDArray[np.generic]], others: Mapping[str, Any] | None = None, *, unfinished: str = ""
     ) -> None:
         """Write the final model, what it consists of, and the plot of the metrics.
@@ -171,7 +171,7 @@ class RunFolder:
 
             write_whole(self.path / PLOT, plot.png(read_metrics(self.path)))
 
-    def model_into(self, model: "nn.Module") -> tuple[str, ...]:
+    def load_model_into(self, model: "nn.Module") -> tuple[str, ...]:
         """Put the trained model into a torch module; return the names of the parameters and buffers that stay as they are.
 
         Only what the run has trained, or sent, is replaced: buffers stay, and so does a frozen base, as of LoRA, which must be in
@@ -187,7 +187,7 @@ class RunFolder:
             >>> from flower_dp import RunFolder
             >>> def trained(path):
             ...     model = make_model()
-            ...     RunFolder(path).model_into(model)
+            ...     RunFolder(path).load_model_into(model)
             ...     return model.eval()
         """
         arrays, others = stored_model(self.path / MODEL, self.path / MODEL_JSON)

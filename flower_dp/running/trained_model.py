@@ -71,13 +71,13 @@ def stored_model(file: Path, description: Path) -> tuple[dict[str, NDArray[np.ge
         raise ValueError(f"{file}: is not the run's model: its SHA-256 is not that in {description.name}")
     if unfinished := said.get("unfinished"):
         log.warning("%s: is the model of a run that did not end: %s", file, unfinished)
-    arrays, names, others = loaded(file, content), said.get("arrays"), said.get("not here")
+    arrays, names, others = load_arrays(file, content), said.get("arrays"), said.get("not here")
     if not isinstance(names, dict) or not isinstance(others, dict) or set(names) != set(arrays):
         raise ValueError(f"{description}: does not describe the arrays of {file.name}")
     return {name: arrays[name] for name in names}, others
 
 
-def loaded(file: Path, content: bytes) -> dict[str, NDArray[np.generic]]:
+def load_arrays(file: Path, content: bytes) -> dict[str, NDArray[np.generic]]:
     """Return the named arrays that a file's content holds.
 
     Raises:

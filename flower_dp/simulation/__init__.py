@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flower_dp.simulation.grid import RayGrid
-    from flower_dp.simulation.run import Run, simulate
+    from flower_dp.simulation.run import SimulationResult, simulate
     from flower_dp.simulation.workers import Workers, stop_ray
 
-__all__ = ["RayGrid", "Run", "Workers", "simulate", "stop_ray"]
+__all__ = ["RayGrid", "SimulationResult", "Workers", "simulate", "stop_ray"]
 
 _MODULES = {"RayGrid": "grid", "Run": "run", "simulate": "run", "Workers": "workers", "stop_ray": "workers"}
 

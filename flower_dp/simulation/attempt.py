@@ -14,10 +14,10 @@ from flwr.clientapp import ClientApp
 
 from flower_dp.core.checks import SettingsError
 from flower_dp.core.environment import RESUME, RESUMED, RUN_FOLDER, STATED
-from flower_dp.running import apps, flower_log, guard, launched, modules, plugins, recorded, values, workplace
+from flower_dp.running import apps, flower_log, guard, launch_record, modules, plugins, run_recorder, run_workdir, values
 from flower_dp.simulation import grid, local_grid, workers
 from flower_dp.simulation.cluster import Cluster, address_of, bundled
-from flower_dp.strategies.started import Stated
+from flower_dp.strategies.run_lifecycle import StatementOnlyExit
 
 log = logging.getLogger("flwr")
 
@@ -28,7 +28,7 @@ OnLine = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class LaunchOutcome:
     """How an attempt has ended.
 
     Attributes:
@@ -43,14 +43,14 @@ class Outcome:
 
 
 def attempt(
-    begun: launched.Launched,
+    begun: launch_record.LaunchRecord,
     folder: Path,
     grids: Grids,
     *,
     resume: str = "",
     check: Callable[[], None] = lambda: None,
     on_line: OnLine = lambda line: None,
-) -> Outcome:
+) -> LaunchOutcome:
     """Run an app's ServerApp in a run folder, and say how that ended, whatever the app does.
 
     An app of somebody else works in the run folder, with links to its own files. What ends the run, an interruption too, leaves
@@ -68,27 +68,29 @@ def attempt(
         try:
             _run(begun, folder, grids, resume, check, on_line)
         except SettingsError as error:  # before anything was spent
-            return Outcome(status="refused", details=str(error))
+            return LaunchOutcome(status="refused", details=str(error))
         except KeyboardInterrupt as error:
-            return Outcome(status="interrupted", details=flower_log.first_line(error), signum=getattr(error, "signum", 0))
-        except Stated:
-            return Outcome(status="completed")
+            return LaunchOutcome(status="interrupted", details=flower_log.first_line(error), signum=getattr(error, "signum", 0))
+        except StatementOnlyExit:
+            return LaunchOutcome(status="completed")
         except BaseException as error:  # an app may end the process
             log.error("Simulation raised an exception", exc_info=error)
-            return Outcome(status="failed", details=flower_log.first_line(error))
+            return LaunchOutcome(status="failed", details=flower_log.first_line(error))
     if resume == STATED:
-        return Outcome(status="failed", details="the app has started no strategy of flower-dp")
-    return Outcome(status="completed")
+        return LaunchOutcome(status="failed", details="the app has started no strategy of flower-dp")
+    return LaunchOutcome(status="completed")
 
 
-def _run(begun: launched.Launched, folder: Path, grids: Grids, resume: str, check: Callable[[], None], on_line: OnLine) -> None:
+def _run(
+    begun: launch_record.LaunchRecord, folder: Path, grids: Grids, resume: str, check: Callable[[], None], on_line: OnLine
+) -> None:
     app, config = begun.target.app, begun.target.config
     with ExitStack() as stack:
         if not app.own:
             stack.callback(setattr, sys, "dont_write_bytecode", sys.dont_write_bytecode)
             sys.dont_write_bytecode = True  # somebody else's folder stays as it is
             stack.callback(modules.forget, str(app.folder))  # another app may have modules of the same names
-            stack.enter_context(workplace.app_files_linked(folder, app.folder))
+            stack.enter_context(run_workdir.app_files_linked(folder, app.folder))
             stack.enter_context(chdir(folder))
         made = grids(app, config)
         try:
@@ -96,21 +98,21 @@ def _run(begun: launched.Launched, folder: Path, grids: Grids, resume: str, chec
         except (ValueError, OSError, ImportError) as error:
             raise SettingsError(str(error)) from error
         server = app.server_app()
-        stack.enter_context(workplace.environment({RUN_FOLDER: str(folder), RESUME: resume}))
-        stack.enter_context(recorded.watched(config, begun.name, on_line))
+        stack.enter_context(run_workdir.environment({RUN_FOLDER: str(folder), RESUME: resume}))
+        stack.enter_context(run_recorder.watched(config, begun.name, on_line))
         there = stack.enter_context(closing(made()))
         server(there, there.server_context())
 
 
 def on_ray(
-    begun: launched.Launched,
+    begun: launch_record.LaunchRecord,
     folder: Path,
     *,
     resume: str,
     check: Callable[[], None],
     started: Callable[[], None],
     on_line: OnLine,
-) -> Outcome:
+) -> LaunchOutcome:
     """Make an attempt on a Ray of its own, which starts while settings are checked and modules are imported, and ends with it.
 
     Args:
@@ -146,7 +148,7 @@ def on_ray(
     def checked() -> None:
         check()
         if (app := begun.target.app).check and begun.overrides:  # the defaults are valid
-            with plugins.loaded(app, app.check) as own:
+            with plugins.load_plugin(app, app.check) as own:
                 own(begun.target.config)
 
     try:
@@ -158,6 +160,6 @@ def on_ray(
             workers.stop_ray()
 
 
-def state(begun: launched.Launched, folder: Path) -> Outcome:
+def state(begun: launch_record.LaunchRecord, folder: Path) -> LaunchOutcome:
     """Make the statement of what the run in a folder was charged; nothing is sent."""
     return attempt(begun, folder, lambda app, config: lambda: local_grid.LocalGrid(ClientApp(), 0, config), resume=STATED)

@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 
 from flower_dp.clients.account import LEDGER_PATH
 from flower_dp.core import checks, root_logger
-from flower_dp.simulation import cluster, identity, local_grid, placement, worker
+from flower_dp.simulation import cluster, flwr_internals, local_grid, placement, worker
 from flower_dp.simulation.workers import Workers
 from flower_dp.wire import KEY
 
@@ -123,7 +123,7 @@ class RayGrid(local_grid.SimulatedGrid):
                 f"node_config: {LEDGER_PATH} is a file of one machine, and the nodes of a cluster move between machines"
             )
         dumps: Callable[[Any], bytes] = ray.cloudpickle.dumps
-        setup = worker.Setup(
+        setup = worker.WorkerSetup(
             app=dumps((lambda: app) if isinstance(app, ClientApp) else app),
             run_id=self._run.run_id,
             run_config=self._run_config,
@@ -191,14 +191,16 @@ class RayGrid(local_grid.SimulatedGrid):
         sent = []
         with self._lock:
             for message in messages:
-                number, node = identity.numbered(message), message.metadata.dst_node_id
+                number, node = flwr_internals.numbered(message), message.metadata.dst_node_id
                 call = _Call(number=number, node=node, message=message, patience=patience, arrived=arrived)
                 sent.append(number)
                 self._awaited.add(number)
                 if call.node in self._nodes:
                     self._queues[(call.node - worker.FIRST_NODE) % len(self._queues)].append(call)
                 else:
-                    self._settle(call, _failed(message, identity.NODE_UNAVAILABLE, f"node {call.node} is not one of this run"))
+                    self._settle(
+                        call, _failed(message, flwr_internals.NODE_UNAVAILABLE, f"node {call.node} is not one of this run")
+                    )
             self._dispatch()
         return sent
 
@@ -304,7 +306,7 @@ class RayGrid(local_grid.SimulatedGrid):
             else:  # such as an answer that can't be read here
                 log.exception("%s: no answer", call)
                 self._placement.idle.add(index)
-                reply = _failed(call.message, identity.CLIENT_APP_CRASHED, f"no answer: {type(error).__name__}")
+                reply = _failed(call.message, flwr_internals.CLIENT_APP_CRASHED, f"no answer: {type(error).__name__}")
         else:
             self._placement.idle.add(index)
         self._busy.discard(call.node)
@@ -324,9 +326,9 @@ class RayGrid(local_grid.SimulatedGrid):
         """Let another worker take the place of one, and return the error reply to the message that it had."""
         log.error("a worker has died while it served %s: %s", call, why)
         self._placement.replace(index)
-        return _failed(call.message, identity.CLIENT_APP_CRASHED, "ClientApp stopped responding.")
+        return _failed(call.message, flwr_internals.CLIENT_APP_CRASHED, "ClientApp stopped responding.")
 
-    def _taken(self, call: _Call, answer: worker.Answer, actor: Any) -> Message:
+    def _taken(self, call: _Call, answer: worker.WorkerResult, actor: Any) -> Message:
         """Keep the node's state, and return its reply, or an error reply if it answers another message."""
         if answer.trace:
             log.error("%s: %s", call, answer.trace)
@@ -338,14 +340,16 @@ class RayGrid(local_grid.SimulatedGrid):
             self._holders[call.node] = actor
         said = answer.reply.metadata
         if (said.reply_to_message_id, said.src_node_id) != (call.number, call.node):
-            return _failed(call.message, identity.CLIENT_APP_CRASHED, "its reply is to another message, or from another node")
+            return _failed(
+                call.message, flwr_internals.CLIENT_APP_CRASHED, "its reply is to another message, or from another node"
+            )
         return answer.reply
 
     def _settle(self, call: _Call, reply: Message) -> None:
         """A reply is there."""
         if call.number in self._awaited:
             self._awaited.remove(call.number)
-            identity.numbered(reply)
+            flwr_internals.numbered(reply)
             call.arrived(reply)
 
 

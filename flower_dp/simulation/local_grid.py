@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from flower_dp import wire
-from flower_dp.simulation.identity import CLIENT_APP_RAISED, SERVER_NODE, identify, numbered, run_of
+from flower_dp.simulation.flwr_internals import CLIENT_APP_RAISED, SERVER_NODE, identify, numbered, run_of
 from flower_dp.simulation.worker import FIRST_NODE, Value
 
 

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import Result
 from flower_dp.core import checks
 from flower_dp.core.environment import RESUME, RESUMED, RUN_FOLDER
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.running import apps, modules, preflight, recorded, run_folder, workplace
+from flower_dp.running import apps, modules, preflight, run_folder, run_recorder, run_workdir
 from flower_dp.running import progress as screen
 from flower_dp.simulation import local_grid, worker
 from flower_dp.simulation.cluster import Cluster, address_of, bundled
@@ -23,11 +23,11 @@ from flower_dp.simulation.workers import warm_workers
 from flower_dp.strategies.checkpoint import CheckpointFolder
 
 if TYPE_CHECKING:
-    from flower_dp.apps.own_model import Apps
+    from flower_dp.apps.user_app import Apps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Run:
+class SimulationResult:
     """A run that has ended.
 
     Attributes:
@@ -75,7 +75,7 @@ def simulate(
     resume: str | os.PathLike[str] | None = None,
     ray_address: str = "",
     progress: bool = True,
-) -> Run:
+) -> SimulationResult:
     """Run a Flower app on this machine's cores, or on those of a Ray cluster, and return the run.
 
     The first call starts Ray and a worker for each core. They stay, so that the next call begins at once, with the functions as
@@ -140,7 +140,7 @@ def simulate(
         if folder is not None:
             stack.callback(_remove_if_empty, folder)  # a run that did not begin leaves nothing
             passed = {RUN_FOLDER: str(folder), RESUME: "" if resume is None else RESUMED}
-            stack.enter_context(workplace.environment(passed))
+            stack.enter_context(run_workdir.environment(passed))
             if resume is not None and _has_ended(folder):
                 return _run(loaded, local_grid.LocalGrid(ClientApp(), 0, loaded.run_config), None)
         cluster = Cluster(address=address_of(ray_address), bundle=loaded.bundle) if ray_address else None
@@ -152,8 +152,8 @@ def simulate(
         return _run(loaded, grid, stack.enter_context(screen.display()) if progress else None)
 
 
-def _run(loaded: _Loaded, grid: local_grid.SimulatedGrid, display: screen.Display | None) -> Run:
-    with recorded.watched(loaded.run_config, loaded.name, display.show if display else lambda line: None) as watch:
+def _run(loaded: _Loaded, grid: local_grid.SimulatedGrid, display: screen.Display | None) -> SimulationResult:
+    with run_recorder.watched(loaded.run_config, loaded.name, display.show if display else lambda line: None) as watch:
         try:
             loaded.server(grid, grid.server_context())
         except (Exception, KeyboardInterrupt) as error:
@@ -161,12 +161,12 @@ def _run(loaded: _Loaded, grid: local_grid.SimulatedGrid, display: screen.Displa
                 error.add_note(f"What the run released before is in {watch.folder / run_folder.STATEMENT_TEXT}")
                 if (
                     not isinstance(error, checks.SettingsError)
-                    and not CheckpointFolder(watch.folder / run_folder.CHECKPOINT).why_stuck()
+                    and not CheckpointFolder(watch.folder / run_folder.CHECKPOINT).resume_blocker()
                 ):
                     failed = "Unless its settings are why it failed, it" if isinstance(error, Exception) else "It"
                     error.add_note(f"{failed} goes on with simulate(..., resume={str(watch.folder)!r})")
             raise
-    return Run(folder=watch.folder, rounds=tuple(watch.rounds), statement=watch.statement, result=watch.result)
+    return SimulationResult(folder=watch.folder, rounds=tuple(watch.rounds), statement=watch.statement, result=watch.result)
 
 
 # What is run

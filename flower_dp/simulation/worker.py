@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 
 from flower_dp.running import flower_log, modules
 from flower_dp.simulation.cluster import differences, installed
-from flower_dp.simulation.identity import CLIENT_APP_RAISED, LOAD_CLIENT_APP, identify
+from flower_dp.simulation.flwr_internals import CLIENT_APP_RAISED, LOAD_CLIENT_APP, identify
 
 Value = bool | int | float | str
 # Of the first node; Flower's server is node 1.
@@ -29,7 +29,7 @@ _STDERR = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class WorkerSetup:
     """What a worker must know of a run.
 
     Attributes:
@@ -81,7 +81,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class WorkerResult:
     """A reply, the node's state after it, and what the app has logged for the screen.
 
     Attributes:
@@ -107,7 +107,7 @@ class _Node:
 class Worker:
     """Runs a ClientApp on messages to nodes, one at a time."""
 
-    _setup: Setup | None = None
+    _setup: WorkerSetup | None = None
     _app: ClientApp | None = None
     _failure: str = "no run has begun"
     _nodes: dict[int, _Node] = field(default_factory=dict)
@@ -116,14 +116,14 @@ class Worker:
         """Begin a run, and import its app; what can't be imported is told in every reply."""
         self._setup, self._app, self._failure, self._nodes = None, None, "", {}
         try:
-            found: Setup = pickle.loads(setup)  # noqa: S301
+            found: WorkerSetup = pickle.loads(setup)  # noqa: S301
             self._app, self._setup = found.load(), found
         except KeyboardInterrupt:
             raise
         except BaseException:  # an app may end the process when it is imported
             self._failure = traceback.format_exc()
 
-    def run(self, message: Message, state: bytes | None, num_nodes: int, patience: float | None = None) -> Answer:
+    def run(self, message: Message, state: bytes | None, num_nodes: int, patience: float | None = None) -> WorkerResult:
         """Run the app on a message.
 
         Args:
@@ -141,10 +141,10 @@ class Worker:
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _run(self, message: Message, state: bytes | None, num_nodes: int) -> Answer:
+    def _run(self, message: Message, state: bytes | None, num_nodes: int) -> WorkerResult:
         if self._setup is None or self._app is None:
             last = self._failure.strip().splitlines()[-1]
-            return Answer(reply=Message(Error(LOAD_CLIENT_APP, last), reply_to=message), trace=self._failure)
+            return WorkerResult(reply=Message(Error(LOAD_CLIENT_APP, last), reply_to=message), trace=self._failure)
         number = message.metadata.dst_node_id
         node = self._node(self._setup.context(number, num_nodes), state)
         identify(self._setup.run_id, number)
@@ -159,9 +159,9 @@ class Worker:
             # As if the message had not come: half of a change of the state would be worse than none.
             node.context.state = pickle.loads(node.state)  # noqa: S301
             reply = Message(Error(CLIENT_APP_RAISED, str(error)), reply_to=message)
-            return Answer(reply=reply, trace=traceback.format_exc())
+            return WorkerResult(reply=reply, trace=traceback.format_exc())
         changed, node.state = after != node.state, after
-        return Answer(reply=reply, state=after if changed else None)
+        return WorkerResult(reply=reply, state=after if changed else None)
 
     def _node(self, fresh: Context, state: bytes | None) -> _Node:
         """Return a node with the state that it has, or is given."""

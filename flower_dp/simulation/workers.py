@@ -21,7 +21,7 @@ from flower_dp.core import checks
 from flower_dp.core.root_logger import SHOWN
 from flower_dp.running.guard import short_folder
 from flower_dp.running.preflight import default_workers
-from flower_dp.running.workplace import environment
+from flower_dp.running.run_workdir import environment
 from flower_dp.simulation.cluster import Cluster, address_of, check_machines, fits, last_line
 
 # Everything listens on this machine's own address only: Ray asks nobody for a password.

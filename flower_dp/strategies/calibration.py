@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
 from operator import attrgetter
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
+from flower_dp.core.formatting import format_rounded_up
 from flower_dp.core.sampling import PoissonSampling
-from flower_dp.core.words import digits_in_words
 from flower_dp.privacy import accounting
 from flower_dp.privacy.release import Release
-from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation, SumEvaluation
+from flower_dp.strategies.evaluation import LocalEvaluation, NoisedSumEvaluation, PrivateEvaluation
 from flower_dp.strategies.releases.noised_sum import NoisedSum
-from flower_dp.strategies.releases.shared_noise import SharedNoise
+from flower_dp.strategies.releases.shared_noise import NoiseSharing
 
 # Probability that a run has a smaller cohort than its noise is made for, where cohorts change the cost of a round.
 _SMALLER_COHORT = 1e-3
@@ -23,7 +23,7 @@ _DIGITS = Context(prec=6, rounding=ROUND_CEILING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class EpsilonTarget:
     """What a run of so many rounds may cost; its noise is the least with which it costs no more.
 
     Epsilon is that of the statement's headline, against participants, who know their own shares of the noise.
@@ -59,7 +59,7 @@ class Budget:
                 f"epsilon={self.epsilon:g} gave the noise; give both the same number",
             )
 
-    def noise_multiplier(self, shared_of: Callable[[float], SharedNoise], *, delta: float) -> float:
+    def noise_multiplier(self, shared_of: Callable[[float], NoiseSharing], *, delta: float) -> float:
         """Return the least noise multiplier, rounded up to six digits, with which the run costs at most epsilon.
 
         Args:
@@ -72,9 +72,9 @@ class Budget:
         one = shared_of(1.0)
         relation, evaluation = one.release.relation, None
         if self.evaluation is not None:
-            evaluation = SumEvaluation.of(self.evaluation, NoisedSum(name="", noise=one), one, "")
+            evaluation = NoisedSumEvaluation.of(self.evaluation, NoisedSum(name="", noise=one), one, "")
 
-        def run(noise_multiplier: float) -> dp.DpEvent:
+        def run(noise_multiplier: float) -> dp_events.DpEvent:
             return run_event(shared_of(_rounded_up(noise_multiplier)), evaluation, self.num_rounds, charged=self._likely)
 
         if evaluation is not None:
@@ -85,7 +85,7 @@ class Budget:
                 raise checks.refusal(
                     "epsilon",
                     self.epsilon,
-                    f"the {count} private evaluations alone cost {digits_in_words(alone, 4)}; give "
+                    f"the {count} private evaluations alone cost {format_rounded_up(alone, 4)}; give "
                     f"them more noise than noise_multiplier={evaluation.plan.noise_multiplier:g}, or evaluate in fewer rounds "
                     f"than every={evaluation.plan.every}",
                 )
@@ -94,19 +94,19 @@ class Budget:
         except ValueError as error:
             raise checks.BadValue("epsilon", f"{error}, for num_rounds={self.num_rounds}") from error
 
-    def _likely(self, shared: SharedNoise) -> Release:
+    def _likely(self, shared: NoiseSharing) -> Release:
         """Return what a round is charged at most, unless its cohort is smaller than almost any of the run."""
-        if not shared.shares_vary:
-            return shared.charged
+        if not shared.num_shares_varies:
+            return shared.release_to_participants
         # In a sum of one share nobody knows a part of the noise.
-        return shared.without_one_of(max(2, shared.shares(smallest_cohort(shared, self.num_rounds))))
+        return shared.without_own_share(max(2, shared.shares(smallest_cohort(shared, self.num_rounds))))
 
 
-def smallest_cohort(shared: SharedNoise, num_rounds: int) -> int:
+def smallest_cohort(shared: NoiseSharing, num_rounds: int) -> int:
     """Return a size such that no cohort of a run is smaller, with a probability of 99.9 %."""
-    sampler, num_clients = shared.release.sampler, shared.release.num_clients
-    if not sampler.secret_size:
-        return sampler.largest_cohort(num_clients)
+    sampler, num_clients = shared.release.sampler, shared.release.num_units
+    if not sampler.cohort_size_is_secret:
+        return sampler.max_cohort_size(num_clients)
     if not isinstance(sampler, PoissonSampling):
         return 0
     from scipy.stats import binom  # noqa: PLC0415  (slow to import)
@@ -121,7 +121,7 @@ def noise_of(
     *,
     target_epsilon: float | None,
     evaluation: PrivateEvaluation | LocalEvaluation | None,
-) -> float | Budget:
+) -> float | EpsilonTarget:
     """Return the noise multiplier that was given, or the budget for which it is calibrated.
 
     Raises:
@@ -144,16 +144,16 @@ def noise_of(
             "num_rounds", f"num_rounds: is missing; epsilon={epsilon} needs the number of rounds, the same as start"
         )
     plan = evaluation if isinstance(evaluation, PrivateEvaluation) else None
-    return Budget(epsilon=epsilon, num_rounds=num_rounds, evaluation=plan)
+    return EpsilonTarget(epsilon=epsilon, num_rounds=num_rounds, evaluation=plan)
 
 
 def run_event(
-    training: SharedNoise,
-    evaluation: SumEvaluation | None,
+    training: NoiseSharing,
+    evaluation: NoisedSumEvaluation | None,
     num_rounds: int,
     *,
-    charged: Callable[[SharedNoise], Release] = attrgetter("charged"),
-) -> dp.DpEvent:
+    charged: Callable[[NoiseSharing], Release] = attrgetter("charged"),
+) -> dp_events.DpEvent:
     """Return what rounds 1 to `num_rounds` cost, their evaluations with them: one after every `every`-th.
 
     Args:
@@ -165,13 +165,13 @@ def run_event(
     events = charged(training).events(num_rounds)
     if evaluation is None:
         return events
-    return dp.ComposedDpEvent([events, _events(evaluation.noise, num_rounds // evaluation.plan.every, charged)])
+    return dp_events.ComposedDpEvent([events, _events(evaluation.noise, num_rounds // evaluation.plan.every, charged)])
 
 
-def _events(shared: SharedNoise, count: int, charged: Callable[[SharedNoise], Release]) -> dp.DpEvent:
+def _events(shared: NoiseSharing, count: int, charged: Callable[[NoiseSharing], Release]) -> dp_events.DpEvent:
     # Before a round is run, the target must cover its evaluation whoever will be drawn for it.
-    last = [shared.charged.event(count)] if count else []
-    return dp.ComposedDpEvent([charged(shared).events(max(0, count - 1)), *last])
+    last = [shared.release_to_participants.event(count)] if count else []
+    return dp_events.ComposedDpEvent([charged(shared).events(max(0, count - 1)), *last])
 
 
 def _rounded_up(number: float) -> float:

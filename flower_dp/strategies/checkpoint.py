@@ -13,8 +13,8 @@ from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
 from flower_dp.core.checks import SettingsError
-from flower_dp.core.stored import packed, stored, unpacked
-from flower_dp.privacy.private_file import why_not_own
+from flower_dp.core.serialization import dump_bytes, load_bytes, serializable
+from flower_dp.privacy.private_file import ownership_error
 from flower_dp.strategies.run_state import RunState
 
 log = logging.getLogger("flwr")
@@ -31,10 +31,10 @@ class CheckpointError(SettingsError):
 
 
 # Its loop would begin anew, and ask a second time.
-OWN_LOOP = "its strategy has a loop of its own, without super().start(...)"
+CUSTOM_LOOP = "its strategy has a loop of its own, without super().start(...)"
 
 
-@stored
+@serializable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Checkpoint:
     """A run as it was between two steps of its loop.
@@ -58,7 +58,7 @@ class Checkpoint:
 
     setting: Mapping[str, str]
     server_round: int
-    is_over: bool
+    round_complete: bool
     state: RunState
     arrays: Mapping[str, np.ndarray]
     train: Metrics = field(default_factory=dict)
@@ -69,9 +69,9 @@ class Checkpoint:
     ended: bool = False
 
     @property
-    def why_stuck(self) -> str:
+    def resume_blocker(self) -> str:
         """Why no run can go on from here; empty if one can. A run that has ended only returns its result."""
-        return "" if self.setting or self.ended else OWN_LOOP
+        return "" if self.setting or self.ended else CUSTOM_LOOP
 
     @property
     def model(self) -> ArrayRecord:
@@ -99,7 +99,7 @@ class Checkpoint:
                 raise CheckpointError(f"checkpoint: {name} was {before}, and is {now}: a run goes on as it began")
 
 
-@stored
+@serializable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawnNoise:
     """The secret state of a run's correlated noise after its last charge, which may be later than its last checkpoint.
@@ -180,7 +180,7 @@ class CheckpointFolder:
             OSError: the disk is full, or the folder can't be written: what was there is still there.
         """
         newest = self.path / NEWEST
-        self._put(NEWEST, packed(checkpoint), before=lambda: newest.exists() and newest.replace(self.path / PREVIOUS))
+        self._put(NEWEST, dump_bytes(checkpoint), before=lambda: newest.exists() and newest.replace(self.path / PREVIOUS))
 
     def write_noise(self, noise: DrawnNoise) -> None:
         """Write the secret state of noise, on the disk when this returns.
@@ -188,7 +188,7 @@ class CheckpointFolder:
         Raises:
             OSError: as `write`.
         """
-        self._put(NOISE, packed(noise))
+        self._put(NOISE, dump_bytes(noise))
 
     def _put(self, name: str, content: bytes, before: Callable[[], object] = lambda: None) -> None:
         part = self.path / f".{name}.{os.getpid()}.part"
@@ -208,10 +208,10 @@ class CheckpointFolder:
         finally:
             os.close(folder)
 
-    def why_stuck(self) -> str:
+    def resume_blocker(self) -> str:
         """Return why no run can go on from here; empty if one can, with the same settings, or none has begun."""
         try:
-            return "" if self.is_empty else self.read().why_stuck
+            return "" if self.is_empty else self.read().resume_blocker
         except (CheckpointError, OSError) as error:
             return str(error)
 
@@ -247,7 +247,7 @@ class CheckpointFolder:
 
 def _whole(place: Path, kind: type[T]) -> T:
     """Return what a file holds, which is of this kind."""
-    found = unpacked(place.read_bytes())
+    found = load_bytes(place.read_bytes())
     if not isinstance(found, kind):
         raise ValueError(f"is no {kind.__name__}")
     return found
@@ -255,5 +255,5 @@ def _whole(place: Path, kind: type[T]) -> T:
 
 def _check_own(place: Path) -> None:
     """Refuse what others can write: they would decide what the run goes on from, and what its statement says."""
-    if why := why_not_own(place.stat()):
+    if why := ownership_error(place.stat()):
         raise CheckpointError(f"{place}: {why}")

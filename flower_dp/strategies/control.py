@@ -9,8 +9,8 @@ import numpy as np
 
 from flower_dp.core import checks, compression
 from flower_dp.core.clipping import l2_norms
-from flower_dp.core.stored import stored
-from flower_dp.strategies.releases.replies import Collected
+from flower_dp.core.serialization import serializable
+from flower_dp.strategies.releases.replies import CollectedReplies
 
 log = logging.getLogger("flwr")
 
@@ -30,7 +30,7 @@ class Honest:
     mean: float
 
 
-@stored
+@serializable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlState:
     """A control variate, and what is known of the clients' own ones.
@@ -99,8 +99,8 @@ class ControlVariate:
             )
         return state.at(size).astype(np.float32)
 
-    def learn(
-        self, state: ControlState, collected: Collected, *, divisor: float, num_clients: int, honest: Honest
+    def next_model(
+        self, state: ControlState, collected: CollectedReplies, *, divisor: float, num_clients: int, honest: Honest
     ) -> ControlState:
         """Return the state with c updated by the messages of a round; an update is `divisor` = E eta times a mean gradient.
 

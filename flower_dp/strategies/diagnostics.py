@@ -10,9 +10,9 @@ from flower_dp.core.root_logger import SHOWN
 from flower_dp.core.vectors import Layout
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.population.client_manager import KnownClients
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Rules, evaluation_of
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import MethodRules, evaluation_of
 from flower_dp.strategies.run_state import RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 
@@ -25,16 +25,16 @@ _MOST_NAMED = 5
 _FRUITLESS_ROUNDS, _FRUITLESS_CLIENTS, _SILENT_CLIENTS = 3, 10, 30
 
 
-def log_summary(rules: Rules, optimizer: ServerOptimizer | None) -> None:
+def log_summary(rules: MethodRules, optimizer: ServerOptimizer | None) -> None:
     """Log what a run will do."""
     sampling = rules.releases[0].sampling
-    expected = sampling.expected_cohort(rules.about.num_clients)
+    expected = sampling.expected_cohort_size(rules.about.num_clients)
     log.info("%s: %s, %g of %s clients expected a round", rules.about.title, sampling, expected, rules.about.num_clients)
     if optimizer is not None:
         log.info("server optimiser %s: it works on the noised mean and costs no epsilon", optimizer.name)
 
 
-def setting(rules: Rules, layout: Layout, optimizer: ServerOptimizer | None, num_rounds: int) -> dict[str, str]:
+def run_fingerprint(rules: MethodRules, layout: Layout, optimizer: ServerOptimizer | None, num_rounds: int) -> dict[str, str]:
     """Return what a run must have again to go on, by name; what its charges cost is compared with the charges."""
     evaluation = evaluation_of(rules)
     shapes = hashlib.sha256(repr([layout.names, layout.shapes, layout.dtypes]).encode()).hexdigest()
@@ -50,12 +50,12 @@ def setting(rules: Rules, layout: Layout, optimizer: ServerOptimizer | None, num
     }
 
 
-def log_start(rules: Rules, known_clients: KnownClients, model: wire.Model) -> None:
+def log_start(rules: MethodRules, known_clients: KnownClients, model: wire.Model) -> None:
     """Log before the first round who takes part, how the noise compares with the updates, and what is odd about the model."""
     dimension = model.layout.size
     _log_shared(model)
     log.info("%s parameters, %s clients on %s nodes", dimension, len(known_clients.names), len(set(known_clients.nodes)))
-    noise, signal = rules.noise_and_signal(dimension)
+    noise, signal = rules.noise_and_signal_norms(dimension)
     log.info("norm of the noise on the mean of round 1 %.3g, of the mean without it at most %.3g", noise, signal)
     if noise > signal:
         log.warning(
@@ -91,7 +91,7 @@ def log_statement(statement: PrivacyStatement) -> None:
         log.info("%s", line)
 
 
-def log_constants(now: Round, collected: Collected) -> None:
+def warn_of_unchanged_arrays(now: RoundRequest, collected: CollectedReplies) -> None:
     """Warn of arrays that no reply changes: they get noise nevertheless.
 
     It reads sums without noise, which only a trusted server has, and writes only to the server's log.

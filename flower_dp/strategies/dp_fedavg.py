@@ -8,7 +8,7 @@ from flower_dp.strategies.calibration import noise_of
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
 from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
-from flower_dp.strategies.rules import Options
+from flower_dp.strategies.rules import StrategyOptions
 from flower_dp.strategies.strategy import DPStrategy
 
 
@@ -32,10 +32,11 @@ class DPFedAvg(DPStrategy):
         target_epsilon: the run ends before the round that would pass it; None for no target.
         relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
         placement: `central`: the server adds all noise; `distributed`: every client adds its share to its own update.
-        trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
-            are computed for the fewest clients that may answer, and the ledger charges as if there were no sampling.
-        min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default; shares are so
-            large that these alone have the noise of the release. With fewer replies the round is charged and not released.
+        server_completes_noise: with placement='distributed', whether the server adds every noise share that a round's sum lacks
+            (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the
+            accounting claims no amplification by sampling.
+        min_reply_ratio: with `server_completes_noise=False`, the fraction of the selected clients that must reply, 0.75 by
+            default. These replies alone hold the noise of the release. With fewer replies the round is charged and not released.
         options: those of every strategy: see `Options`.
 
     Raises:
@@ -66,9 +67,9 @@ class DPFedAvg(DPStrategy):
         target_epsilon: float | None = None,
         relation: Relation | None = None,
         placement: str = "central",
-        trusted_server: bool = True,
+        server_completes_noise: bool = True,
         min_reply_ratio: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         evaluation = options.get("evaluation")
         noise = noise_of(noise_multiplier, epsilon, num_rounds, target_epsilon=target_epsilon, evaluation=evaluation)
@@ -78,7 +79,7 @@ class DPFedAvg(DPStrategy):
             num_clients=num_clients,
             relation=relation,
             placement=placement,
-            trusted_server=trusted_server,
+            server_completes_noise=server_completes_noise,
             min_reply_ratio=min_reply_ratio,
         )
         rules = ClientLevelRules(

@@ -13,7 +13,7 @@ from flower_dp.core import checks, compression
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, RoundRobinSampling, Sampler
 from flower_dp.privacy.charges import Charges
-from flower_dp.privacy.client_terms import Terms, values_in
+from flower_dp.privacy.client_terms import ClientTerms, values_in
 from flower_dp.privacy.dp_fedpaq import (
     FedPAQSteps,
     expected_replies,
@@ -25,13 +25,19 @@ from flower_dp.privacy.dp_fedpaq import (
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.control import ControlState, ControlVariate, Honest
 from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.local_level import LocalRules, counts_sampling, least_and_largest, local_statement, most_replies
-from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
-from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.local_level import (
+    LocalRules,
+    least_and_largest,
+    local_statement,
+    most_replies,
+    relies_on_secret_sampling,
+)
+from flower_dp.strategies.releases.client_ledgers import ClientFacts, ClientLedgers, PerClient, Population
+from flower_dp.strategies.releases.left_out import RoundDiscarded
 from flower_dp.strategies.releases.limits import HONEST_NORMS
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Learnt, Options
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import ModelUpdate, StrategyOptions
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.strategy import DPStrategy
 
@@ -83,11 +89,11 @@ class DPFedPAQRules(LocalRules):
         for budget in values_in(population.epsilon):
             terms(epsilon=budget, num_replies=1, num_records=steps.num_records)
 
-        def terms_of(one: Member) -> Terms:
+        def terms_of(one: ClientFacts) -> ClientTerms:
             return terms(epsilon=one.epsilon, num_replies=one.num_replies, num_records=one.num_records)
 
-        cohort_size, at_random = sampling.largest_cohort(population.num_clients), isinstance(sampling, FixedSizeSampling)
-        books = ClientBooks(
+        cohort_size, at_random = sampling.max_cohort_size(population.num_clients), isinstance(sampling, FixedSizeSampling)
+        books = ClientLedgers(
             population,
             relation="replace-one",
             delta=delta,
@@ -105,7 +111,7 @@ class DPFedPAQRules(LocalRules):
         """Return SCAFFOLD's control variate, which is sent with the model."""
         return {} if self.control is None else {"control": self.control.vector(own or ControlState(), size)}
 
-    def longest(self, now: Round) -> Callable[[str], float]:
+    def longest(self, now: RoundRequest) -> Callable[[str], float]:
         """Return how long a client's honest update is at most, as it is sent."""
         size, factor = now.length, -self.steps.update_factor(now.server_round)
         ratio = 1.0 if self.quantization_levels is None else compression.qsgd_norm_ratio(size, self.quantization_levels)
@@ -135,19 +141,21 @@ class DPFedPAQRules(LocalRules):
         """Return the ratio of an update to the mean gradient: E eta."""
         return self.steps.num_local_steps * self.steps.step_size(server_round)
 
-    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
+    def next_model(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> ModelUpdate:
         """Return the model moved by the mean of the received messages.
 
         Raises:
-            RoundLeftOut: if there are none.
+            RoundDiscarded: if there are none.
         """
         if not collected.clients:
-            raise RoundLeftOut("no client has answered")
+            raise RoundDiscarded("no client has answered")
         own = state.own
         if self.control is not None:
             divisor, honest, num_clients = self._divisor(now.server_round), self._honest(now.layout.size), self.about.num_clients
-            own = self.control.learn(own or ControlState(), collected, divisor=divisor, num_clients=num_clients, honest=honest)
-        return Learnt(vector=np.asarray(now.vector + collected.total / len(collected.clients)), own=own)
+            own = self.control.next_model(
+                own or ControlState(), collected, divisor=divisor, num_clients=num_clients, honest=honest
+            )
+        return ModelUpdate(vector=np.asarray(now.vector + collected.total / len(collected.clients)), own=own)
 
     def _assumptions(self, own: ControlState | None) -> tuple[str, ...]:
         """How far a client that lies can move the model, where a control variate carries its lie on; empty without one."""
@@ -167,7 +175,7 @@ class DPFedPAQRules(LocalRules):
             f"up to {step * radius:.3g}",
         )
 
-    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
+    def noise_and_signal_norms(self, dimension: int) -> tuple[float, float]:
         """Return the norms of the noise on the mean of updates, and of the longest update; without what quantisation adds."""
         factor = -self.steps.update_factor(1)
         variances = [terms.release.noise_std**2 for terms in self.books.terms.values()]
@@ -182,7 +190,7 @@ class DPFedPAQRules(LocalRules):
         each = f"all records, {steps.num_records}" if whole else f"{steps.num_records} records at random, without replacement"
         # On an update, before it is quantised: steps shrink from round to round, and the noise with them.
         factor = -steps.update_factor(max(1, charges.number(self.training.name)))
-        secret = ("only the client knows which of its records it takes",) if counts_sampling(self, charges) else ()
+        secret = ("only the client knows which of its records it takes",) if relies_on_secret_sampling(self, charges) else ()
         return local_statement(
             self,
             state,
@@ -303,7 +311,7 @@ class DPFedPAQ(DPStrategy):
         quantization_levels: int | None = 10,
         calibration: str = "exact",
         num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, epsilon=epsilon)
         rules = DPFedPAQRules(

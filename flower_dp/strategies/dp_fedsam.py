@@ -8,7 +8,7 @@ from flower_dp.strategies.calibration import noise_of
 from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
 from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
-from flower_dp.strategies.rules import Options
+from flower_dp.strategies.rules import StrategyOptions
 from flower_dp.strategies.strategy import DPStrategy
 
 _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian, DP-FedSAM Theorem 2"
@@ -18,11 +18,11 @@ class DPFedSAM(DPStrategy):
     """DP-FedSAM, for clients whose recipe of local training is SAM (`flower_dp.clients.Training(sam_radius=...)`).
 
     With `placement="distributed"` (the paper's) every client adds its share of the noise, std z C / sqrt(m), to its own clipped
-    update, and the noise of the sum has std z C. Here m is the largest possible cohort, a public number, and the server adds the
-    missing shares. The paper's m, the number of drawn clients, would be revealed to each of them, and the amplification by
-    sampling holds only if nobody knows it. With `trusted_server=False` nobody adds missing shares. Then m is the smallest number
-    of clients that must answer (`min_reply_ratio` of those drawn), a round with fewer replies is not released, and nothing is
-    amplified. With `placement="central"` the server adds all noise.
+    update, and the noise of the sum has std z C. Here m is the largest possible cohort, a public number. The server adds every
+    share that the sum lacks. The paper's m, the number of selected clients, would be revealed to each of them, and the
+    amplification by sampling holds only if nobody knows it. With `server_completes_noise=False` the server adds no share. Then m
+    is the smallest number of replies allowed (`min_reply_ratio` of the selected clients), a round with fewer replies is not
+    released, and the accounting claims no amplification. With `placement="central"` the server adds all noise.
 
     `keep_ratio` < 1 is DP-FedSAM-top_k: after the noise only this part of the coordinates is kept, those of largest magnitude.
     Under central placement they are chosen from the noised mean, which costs nothing (post-processing). Under distributed
@@ -48,9 +48,10 @@ class DPFedSAM(DPStrategy):
         keep_ratio: part of the coordinates kept after the noise, those of largest magnitude (paper: p).
         quantization_levels: levels above 0 to which every client rounds its own noised update (QSGD); None for none.
         placement: `distributed`: every client adds its share to its own update; `central`: the server adds all noise.
-        trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
-            are computed for the fewest clients that may answer, and the ledger charges as if there were no sampling.
-        min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default.
+        server_completes_noise: with placement='distributed', whether the server adds every noise share that a round's sum lacks
+            (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the
+            accounting claims no amplification by sampling.
+        min_reply_ratio: with `server_completes_noise=False`, part of the drawn clients that must answer, 0.75 by default.
         options: those of every strategy: see `Options`.
 
     Raises:
@@ -84,9 +85,9 @@ class DPFedSAM(DPStrategy):
         keep_ratio: float = 1.0,
         quantization_levels: int | None = None,
         placement: str = "distributed",
-        trusted_server: bool = True,
+        server_completes_noise: bool = True,
         min_reply_ratio: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         evaluation = options.get("evaluation")
         noise = noise_of(noise_multiplier, epsilon, num_rounds, target_epsilon=target_epsilon, evaluation=evaluation)
@@ -96,7 +97,7 @@ class DPFedSAM(DPStrategy):
             num_clients=num_clients,
             relation=relation,
             placement=placement,
-            trusted_server=trusted_server,
+            server_completes_noise=server_completes_noise,
             min_reply_ratio=min_reply_ratio,
             keep_ratio=keep_ratio,
             quantization_levels=quantization_levels,

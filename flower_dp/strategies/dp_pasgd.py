@@ -18,19 +18,25 @@ from flower_dp.core import checks
 from flower_dp.core.clipping import l2_norms
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FullSampling
-from flower_dp.core.steps import StepSchedule
-from flower_dp.core.stored import stored
+from flower_dp.core.serialization import serializable
+from flower_dp.core.step_schedule import StepSchedule
 from flower_dp.privacy.charges import Charges
-from flower_dp.privacy.client_terms import Terms, values_in
+from flower_dp.privacy.client_terms import ClientTerms, values_in
 from flower_dp.privacy.dp_pasgd import paper_epsilon, step_terms
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
 from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.local_level import NOISE_DEVIATIONS, LocalRules, counts_sampling, least_and_largest, local_statement
-from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Learnt, Options
+from flower_dp.strategies.local_level import (
+    NOISE_DEVIATIONS,
+    LocalRules,
+    least_and_largest,
+    local_statement,
+    relies_on_secret_sampling,
+)
+from flower_dp.strategies.releases.client_ledgers import ClientFacts, ClientLedgers, PerClient, Population
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import ModelUpdate, StrategyOptions
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.strategy import DPStrategy
 
@@ -46,7 +52,7 @@ def less_is_better(best_by: str) -> bool:
     raise checks.bad("best_by", best_by, "the name of a metric that ends in loss or accuracy, such as validation-loss")
 
 
-@stored
+@serializable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BestModel:
     """The best model of those that were compared.
@@ -141,7 +147,7 @@ class Resources:
         """Return what so many rounds cost a device, bit for bit the planner's sum."""
         return float(self.cost_per_aggregation * rounds + self.cost_per_step * (rounds * self.num_local_steps))
 
-    def why_stop(self, most: int) -> str | None:
+    def stop_reason(self, most: int) -> str | None:
         """Return that one more round would exceed the budget of a device that was asked in so many, if so; else None."""
         if self.max_cost is None or self.cost(most + 1) <= self.max_cost:
             return None
@@ -217,12 +223,12 @@ class DPPASGDRules(LocalRules):
         if batch_sampling == "poisson" and population.num_records is None:
             raise checks.bad("num_records", None, "the public data sizes with batch_sampling='poisson'")
 
-        def terms_of(one: Member) -> Terms:
+        def terms_of(one: ClientFacts) -> ClientTerms:
             return terms(epsilon=one.epsilon, batch_size=one.batch_size, num_records=one.num_records)
 
         if evaluation is not None and population.num_records is None:
             raise checks.bad("num_records", None, "the public data sizes with an evaluation, which takes all records of a client")
-        books = ClientBooks(
+        books = ClientLedgers(
             replace(population, num_replies=num_steps // steps.num_local_steps),
             relation="replace-one",
             delta=delta,
@@ -244,41 +250,41 @@ class DPPASGDRules(LocalRules):
         """Return 1: the server takes the plain mean."""
         return 1.0
 
-    def why_stop(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
+    def stop_reason(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
         """Return which budget is spent; None if none is."""
-        spent = super().why_stop(state, server_round, cohort_size)
+        spent = super().stop_reason(state, server_round, cohort_size)
         privacy = spent and f"the privacy budget is spent: num_steps={self.num_steps}, all of them charged"
-        return " and ".join(filter(None, (privacy, self.resources.why_stop(self.most_rounds(state.charges))))) or None
+        return " and ".join(filter(None, (privacy, self.resources.stop_reason(self.most_rounds(state.charges))))) or None
 
-    def longest(self, now: Round) -> Callable[[str], float]:
+    def longest(self, now: RoundRequest) -> Callable[[str], float]:
         """Return how long a device's honest update is at most."""
         start = float(l2_norms(now.vector.astype(np.float64)))
 
         def longest(name: str) -> float:
-            release, batch = self.books.terms[name].release, self.books.terms[name].release.expected_cohort
-            most = release.num_clients  # under Poisson sampling a batch may hold all records
+            release, batch = self.books.terms[name].release, self.books.terms[name].release.expected_cohort_size
+            most = release.num_units  # under Poisson sampling a batch may hold all records
             noise = release.noise_scale / batch * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
             return self.steps.longest(now.server_round, start=start, gradient=most / batch * self.clip_norm, noise=noise)
 
         return longest
 
-    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
+    def next_model(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> ModelUpdate:
         """Return the plain mean of the models of the devices that have answered; without any, the last model."""
         replied = len(collected.clients)
-        return Learnt(vector=now.vector + collected.total / replied if replied else now.vector, own=state.own)
+        return ModelUpdate(vector=now.vector + collected.total / replied if replied else now.vector, own=state.own)
 
-    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
+    def noise_and_signal_norms(self, dimension: int) -> tuple[float, float]:
         """Return the norms of the noise that all steps leave in the mean, and of the longest movement without it."""
         rate, steps = self.steps.step_size(1), self.steps.num_local_steps
-        variances = [(terms.release.noise_std / terms.release.expected_cohort) ** 2 for terms in self.books.terms.values()]
+        variances = [(terms.release.noise_std / terms.release.expected_cohort_size) ** 2 for terms in self.books.terms.values()]
         noise = math.sqrt(steps * sum(variances) * dimension) / len(variances)
         return rate * noise, rate * steps * self.clip_norm
 
-    def numbers(self, state: RunState, now: Round | None) -> Mapping[str, float]:
+    def public_metrics(self, state: RunState, now: RoundRequest | None) -> Mapping[str, float]:
         """Return the quick epsilon, and the largest resource cost of a device so far, if costs were given."""
         if now is None or not self.resources.has_costs:
-            return super().numbers(state, now)
-        return {**super().numbers(state, now), "cost-per-device": self.resources.cost(self.most_rounds(state.charges))}
+            return super().public_metrics(state, now)
+        return {**super().public_metrics(state, now), "cost-per-device": self.resources.cost(self.most_rounds(state.charges))}
 
     def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
         """Return the statement: the worst client, and the distribution over clients."""
@@ -289,13 +295,13 @@ class DPPASGDRules(LocalRules):
         assumptions = [
             "the model that a client sends is computed from its noised steps alone, so it costs what the steps cost together"
         ]
-        if counts_sampling(self, charges):
+        if relies_on_secret_sampling(self, charges):
             assumptions.append("which records are in a batch is known to the client alone")
         if state.own is not None and (chosen := state.own.in_words(self.best_by)):
             assumptions.append(f"{chosen} on data that are taken as public: choosing by public data costs nothing")
         scale = "noise_std_of_a_mean_gradient"
         # Of a device with the least, on the change of a weight in all steps of a round.
-        least = min((terms.release.noise_std / terms.release.expected_cohort for terms in books.terms.values()), default=0.0)
+        least = min((terms.release.noise_std / terms.release.expected_cohort_size for terms in books.terms.values()), default=0.0)
         return local_statement(
             self,
             state,
@@ -303,7 +309,7 @@ class DPPASGDRules(LocalRules):
             message_std=min(self.steps.noise_std(1 + done, noise=least) for done in range(max(1, num_rounds))),
             noise={
                 "clip_norm": self.clip_norm,
-                **least_and_largest(books, scale, lambda release: release.noise_scale / release.expected_cohort),
+                **least_and_largest(books, scale, lambda release: release.noise_scale / release.expected_cohort_size),
             },
             paper=_paper(self, charges, facts),
             sampling=f"all clients of {self.about.num_clients} in every round, at most {self.num_steps} local steps of one "
@@ -419,7 +425,7 @@ class DPPASGD(DPStrategy):
         cost_per_step: float = 0.0,
         max_cost: float | None = None,
         best_by: str = "loss",
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         steps = StepSchedule(
             num_local_steps=num_local_steps,
@@ -489,7 +495,7 @@ class DPPASGD(DPStrategy):
             metrics = evaluate_fn(server_round, arrays)
             if metrics is not None:
                 best = self._session.record.own or BestModel()
-                self._session.note(own=best.after(server_round, arrays, metrics, best_by=self.rules.best_by))
+                self._session.update_state(own=best.after(server_round, arrays, metrics, best_by=self.rules.best_by))
             return metrics
 
         return evaluate

@@ -15,11 +15,11 @@ from flower_dp.core.sampling import FullSampling, Sampler, check_sampler
 from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.mechanisms import Gaussian
-from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.left_out import RoundDiscarded
 from flower_dp.strategies.releases.noised_sum import NoisedSum, check_relation
-from flower_dp.strategies.releases.release import Release, Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.releases.shared_noise import SharedNoise
+from flower_dp.strategies.releases.release import Release, RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.releases.shared_noise import NoiseSharing
 from flower_dp.strategies.run_state import RunState
 
 
@@ -141,16 +141,16 @@ class Evaluation(Release, Protocol):
     def due(self, charges: Charges, server_round: int) -> bool:
         """Return whether there is an evaluation in this round."""
 
-    def result(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
+    def result(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric.
 
         Raises:
-            RoundLeftOut: if nothing may be released, or nothing of use would be.
+            RoundDiscarded: if nothing may be released, or nothing of use would be.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SumEvaluation(NoisedSum):
+class NoisedSumEvaluation(NoisedSum):
     """Evaluations of a method with one noised sum: the noised sum of clients' metrics, and of a 1 that counts each client.
 
     Attributes:
@@ -158,12 +158,14 @@ class SumEvaluation(NoisedSum):
         training: the name of the method's own release: an evaluation is counted after every `plan.every`-th of its rounds.
     """
 
-    noise: SharedNoise
+    noise: NoiseSharing
     plan: PrivateEvaluation
     training: str
 
     @classmethod
-    def of(cls, plan: PrivateEvaluation | LocalEvaluation, training: NoisedSum, shared: SharedNoise, title: str) -> SumEvaluation:
+    def of(
+        cls, plan: PrivateEvaluation | LocalEvaluation, training: NoisedSum, shared: NoiseSharing, title: str
+    ) -> NoisedSumEvaluation:
         """Return the evaluations of a method with this release of training, with the placement of its noise.
 
         Raises:
@@ -172,9 +174,9 @@ class SumEvaluation(NoisedSum):
         if not isinstance(plan, PrivateEvaluation):
             raise checks.BadValue("evaluation", f"evaluation: is a {type(plan).__name__}; {title} takes a PrivateEvaluation")
         own, mechanism = shared.release, Gaussian(noise_multiplier=plan.noise_multiplier)
-        check_relation(own.relation, plan.sampling, own.num_clients)
+        check_relation(own.relation, plan.sampling, own.num_units)
         release = replace(own, clip_norm=1.0, mechanism=mechanism, sampler=plan.sampling)
-        noise = replace(shared, release=release, lossy_messages=False)
+        noise = replace(shared, release=release, compresses_noised_updates=False)
         metrics = MetricBounds(bounds=plan.metrics)
         return cls(name=wire.EVALUATION, noise=noise, metrics=metrics, plan=plan, training=training.name)
 
@@ -187,23 +189,23 @@ class SumEvaluation(NoisedSum):
         """Return whether there is an evaluation in this round: never more of them than the plan of the run has counted."""
         return self.plan.due(server_round) and charges.number(self.name) < charges.number(self.training) // self.plan.every
 
-    def result(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
+    def result(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric, from the noised sum alone.
 
         The standard error covers the noise and the choice of the cohort. It is an upper bound: the variance of the clients'
         values is the largest that their bounds and the reported mean allow.
 
         Raises:
-            RoundLeftOut: if the method releases nothing, or the noised count of clients is too small to divide by.
+            RoundDiscarded: if the method releases nothing, or the noised count of clients is too small to divide by.
         """
         mean, _ = self.noised(state, now, collected, rng)
         release = self.release
-        scale = math.sqrt(self.length) * release.expected_cohort
+        scale = math.sqrt(self.length) * release.expected_cohort_size
         *sums, count = (mean * scale).tolist()
         std = math.sqrt(self.length) * release.noise_scale
         if count < max(1.0, 3 * std):
-            expected = release.expected_cohort
-            raise RoundLeftOut(
+            expected = release.expected_cohort_size
+            raise RoundDiscarded(
                 f"about {max(count, 0):.0f} clients evaluated, too few for noise of std {std:.3g} on their number",
                 in_vain=round(expected) if count < expected / 2 else 0,
             )

@@ -10,7 +10,7 @@ from flower_dp.strategies.client_level import ClientLevelRules
 from flower_dp.strategies.releases.adaptive_clip import AdaptiveClip
 from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
 from flower_dp.strategies.releases.masks import LargestMasks, Masks, RandomMasks
-from flower_dp.strategies.rules import Options
+from flower_dp.strategies.rules import StrategyOptions
 from flower_dp.strategies.strategy import DPStrategy
 
 # Part of a top_k mask that is random.
@@ -44,9 +44,10 @@ class FedSMP(DPStrategy):
         mask: `rand-k` or `top-k`.
         random_ratio: with `top-k`, part of the mask's coordinates that is random, in (0, 1]; 0.5 by default.
         placement: `distributed`: every client adds its share to its own update; `central`: the server adds all noise.
-        trusted_server: under distributed noise, whether the server adds the shares that missing clients did not; if not, shares
-            are computed for the fewest clients that may answer, and the ledger charges as if there were no sampling.
-        min_reply_ratio: with `trusted_server=False`, part of the drawn clients that must answer, 0.75 by default.
+        server_completes_noise: with placement='distributed', whether the server adds every noise share that a round's sum lacks
+            (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the
+            accounting claims no amplification by sampling.
+        min_reply_ratio: with `server_completes_noise=False`, part of the drawn clients that must answer, 0.75 by default.
         options: those of every strategy: see `Options`.
 
     Raises:
@@ -79,9 +80,9 @@ class FedSMP(DPStrategy):
         mask: str = "rand-k",
         random_ratio: float | None = None,
         placement: str = "distributed",
-        trusted_server: bool = True,
+        server_completes_noise: bool = True,
         min_reply_ratio: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         masks: Masks = RandomMasks(keep_ratio=keep_ratio)
         if checks.one_of("mask", mask, ("rand-k", "top-k")) == "top-k":
@@ -96,7 +97,7 @@ class FedSMP(DPStrategy):
             num_clients=num_clients,
             relation=relation,
             placement=placement,
-            trusted_server=trusted_server,
+            server_completes_noise=server_completes_noise,
             min_reply_ratio=min_reply_ratio,
             masks=masks,
         )

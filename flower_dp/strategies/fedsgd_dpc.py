@@ -12,17 +12,23 @@ from flower_dp.core import checks
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import RoundRobinSampling
 from flower_dp.privacy.charges import Charges
-from flower_dp.privacy.client_terms import Terms, values_in
+from flower_dp.privacy.client_terms import ClientTerms, values_in
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.fedsgd_dpc import gaussian_noise_variance, gradient_terms
 from flower_dp.privacy.mechanisms import Laplace
 from flower_dp.privacy.statement import PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.local_level import LocalRules, counts_sampling, least_and_largest, local_statement, most_replies
-from flower_dp.strategies.releases.books import ClientBooks, Member, PerClient, Population
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Learnt, Options
+from flower_dp.strategies.local_level import (
+    LocalRules,
+    least_and_largest,
+    local_statement,
+    most_replies,
+    relies_on_secret_sampling,
+)
+from flower_dp.strategies.releases.client_ledgers import ClientFacts, ClientLedgers, PerClient, Population
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import ModelUpdate, StrategyOptions
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.strategy import DPStrategy
 
@@ -80,7 +86,7 @@ class FedSGDDPCRules(LocalRules):
     def __init__(
         self,
         population: Population,
-        terms: partial[Terms],
+        terms: partial[ClientTerms],
         steps: StepSizes,
         *,
         cohort_size: int,
@@ -92,13 +98,13 @@ class FedSGDDPCRules(LocalRules):
             terms(epsilon=budget, num_records=1, num_replies=1)
         release = terms(epsilon=math.inf, num_records=1, num_replies=1).release
         self.mechanism = "laplace" if isinstance(release.mechanism, Laplace) else "gaussian"
-        self.sampling_rate, self.step_size = release.expected_cohort, steps.at
+        self.sampling_rate, self.step_size = release.expected_cohort_size, steps.at
         self.noise_constant = None if noise_constant is None else checks.number("noise_constant", noise_constant, above=0)
 
-        def terms_of(one: Member) -> Terms:
+        def terms_of(one: ClientFacts) -> ClientTerms:
             return terms(epsilon=one.epsilon, num_records=one.num_records, num_replies=one.num_replies)
 
-        books = ClientBooks(
+        books = ClientLedgers(
             population,
             relation=release.relation,
             delta=delta,
@@ -114,11 +120,11 @@ class FedSGDDPCRules(LocalRules):
             evaluation=evaluation,
         )
 
-    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
+    def next_model(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> ModelUpdate:
         """Return the model moved by the step size times the sum; a client's row is minus its noised gradient."""
-        return Learnt(vector=now.vector + self.step_size(now.server_round) * collected.total)
+        return ModelUpdate(vector=now.vector + self.step_size(now.server_round) * collected.total)
 
-    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
+    def noise_and_signal_norms(self, dimension: int) -> tuple[float, float]:
         """Return the norms of step 1 times the noise, and times the longest mean of gradients."""
         # Every client is in this part of the rounds.
         part = self.cohort_size / self.about.num_clients
@@ -128,7 +134,7 @@ class FedSGDDPCRules(LocalRules):
     def _stds(self) -> list[float]:
         """Return the std of the noise on a number that each client sends: on its weighted mean gradient."""
         releases = {name: terms.release for name, terms in self.books.terms.items()}
-        return [self.weight(name) * release.noise_std / release.expected_cohort for name, release in releases.items()]
+        return [self.weight(name) * release.noise_std / release.expected_cohort_size for name, release in releases.items()]
 
     def weight(self, name: str) -> float:
         """Return the weight of a client's row: N/b times its share."""
@@ -146,11 +152,13 @@ class FedSGDDPCRules(LocalRules):
             message_std=min(self._stds(), default=0.0),
             noise={
                 "clip_norm": self.clip_norm,
-                **least_and_largest(books, scale, lambda release: release.noise_scale / release.expected_cohort),
+                **least_and_largest(books, scale, lambda release: release.noise_scale / release.expected_cohort_size),
             },
             paper=_paper(self, charges, facts),
             sampling=f"{self.training.sampling}: {most_replies(books)}; {batch} in each",
-            assumptions=("which records are in a batch is known to the client alone",) if counts_sampling(self, charges) else (),
+            assumptions=("which records are in a batch is known to the client alone",)
+            if relies_on_secret_sampling(self, charges)
+            else (),
         )
 
 
@@ -159,7 +167,7 @@ def _paper(rules: FedSGDDPCRules, charges: Charges, run: RunFacts) -> PaperEpsil
     values = []
     for name, ledger in rules.ledgers(charges).items():
         release, replies = rules.books.terms[name].release, ledger.num_charges
-        scale, num_records = release.noise_scale / release.expected_cohort, rules.books.num_records[name]
+        scale, num_records = release.noise_scale / release.expected_cohort_size, rules.books.num_records[name]
         if not scale:
             return None
         if not replies:
@@ -256,7 +264,7 @@ class FedSGDDPC(DPStrategy):
         relation: Relation = "replace-one",
         num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
         noise_constant: float | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         steps = StepSizes(
             learning_rate=learning_rate,

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.core.sampling import RoundRobinSampling
 from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.calibration import smallest_cohort
 from flower_dp.strategies.client_level import ClientLevelRules
+from flower_dp.strategies.releases.local_releases import LocalReleases
 from flower_dp.strategies.releases.noised_sum import NoisedSum
-from flower_dp.strategies.releases.own_replies import OwnReplies
 from flower_dp.strategies.releases.release import Release
-from flower_dp.strategies.releases.shared_noise import SharedNoise
-from flower_dp.strategies.rules import Rules, evaluation_of
+from flower_dp.strategies.releases.shared_noise import NoiseSharing
+from flower_dp.strategies.rules import MethodRules, evaluation_of
 from flower_dp.strategies.run_state import RunState
 from flower_dp.strategies.strategy import DPStrategy
 
@@ -49,16 +49,16 @@ def forecast(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> 
     return rules.statement(state, strategy.facts)
 
 
-def _forecast(strategy: DPStrategy, num_rounds: int, names: Sequence[str]) -> tuple[Rules, RunState]:
+def _forecast(strategy: DPStrategy, num_rounds: int, names: Sequence[str]) -> tuple[MethodRules, RunState]:
     """Return the rules of a run, and its state with all charges."""
-    rules = strategy.rules.opened(tuple(names), checks.integer("num_rounds", num_rounds, at_least=0))
+    rules = strategy.rules.with_clients(tuple(names), checks.integer("num_rounds", num_rounds, at_least=0))
     training, evaluation, planned = rules.releases[0], evaluation_of(rules), getattr(rules, "planned", None)
     state = replace(strategy.state, planned_rounds=num_rounds)
     for server_round in range(1, num_rounds + 1):
-        if rules.why_stop(state, server_round, None):
+        if rules.stop_reason(state, server_round, None):
             break
         cohort = _asked(training, state.charges, names, num_rounds)
-        if rules.why_stop(state, server_round, len(cohort)):
+        if rules.stop_reason(state, server_round, len(cohort)):
             break
         charges = state.charges.after(training.charge(state.charges, server_round, cohort))
         if planned is not None:
@@ -70,7 +70,7 @@ def _forecast(strategy: DPStrategy, num_rounds: int, names: Sequence[str]) -> tu
     return rules, state
 
 
-def outside_event(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> tuple[dp.DpEvent, PrivacyStatement]:
+def outside_event(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> tuple[dp_events.DpEvent, PrivacyStatement]:
     """Return what a run is charged with against those who are no clients, and its statement; arguments are those of `forecast`.
 
     Raises:
@@ -88,12 +88,12 @@ def outside_event(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]
 
 def _asked(release: Release, charges: Charges, names: Sequence[str], num_rounds: int) -> list[str]:
     """Return a cohort that costs as much as any that is likely."""
-    if isinstance(release, NoisedSum) and isinstance(release.noise, SharedNoise):
+    if isinstance(release, NoisedSum) and isinstance(release.noise, NoiseSharing):
         return list(names[: smallest_cohort(release.noise, num_rounds)])
-    if not isinstance(release, OwnReplies):
+    if not isinstance(release, LocalReleases):
         raise TypeError(f"release {release.name}: is a {type(release).__name__}")
     if isinstance(release.sampling, RoundRobinSampling):
-        turn = release.sampling.choose(charges.number(release.name) + 1, len(names), np.random.default_rng())
+        turn = release.sampling.sample(charges.number(release.name) + 1, len(names), np.random.default_rng())
         names = [names[place] for place in turn]
     paying = [name for name, pays in zip(names, release.paying(charges, names), strict=True) if pays]
-    return paying[: release.sampling.largest_cohort(len(names))]
+    return paying[: release.sampling.max_cohort_size(len(names))]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
-from flower_dp.core import columns
+from flower_dp.core import metric_columns
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.evaluate_fn import Around, EvaluateFn, named
@@ -42,7 +42,7 @@ OBSERVERS: ContextVar[Callable[[], tuple[Observer, ...]] | None] = ContextVar("o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unfailing:
+class SafeObserver:
     """An observer whose errors are logged: they end no run, and change nothing in it.
 
     Attributes:
@@ -58,7 +58,7 @@ class Unfailing:
         """Where the observer wants those of the run."""
         return place_of((self.observer,))
 
-    def go_on(self, last: int) -> None:
+    def resume(self, last: int) -> None:
         """Pass on that the run goes on, to an observer that wants to know."""
         if callable(call := getattr(self.observer, "go_on", None)):
             self._try(f"round {last}", call, last)
@@ -106,14 +106,14 @@ def tracker(on_round: OnRound) -> Observer:
     """
     if callable(begin := getattr(on_round, "open", None)):
         begin()
-    return Unfailing(observer=Tracker(on_round=on_round), name="on_round")
+    return SafeObserver(observer=Tracker(on_round=on_round), name="on_round")
 
 
 class Told(Protocol):
     """What a run is asked for its lines."""
 
     @property
-    def secret_cohort(self) -> bool: ...  # noqa: D102
+    def cohort_is_secret(self) -> bool: ...  # noqa: D102
     @property
     def delta(self) -> float: ...  # noqa: D102
 
@@ -140,13 +140,13 @@ class Journal:
         self._metrics: dict[int, Mapping[str, Any]] = {}
         self._warned: set[str] = set()
 
-    def go_on(self, found: Checkpoint) -> None:
+    def resume(self, found: Checkpoint) -> None:
         """Begin where an earlier process was; an observer that has a `go_on` learns what the last line is that stays."""
-        self._due, self._arrays = None if found.is_over else found.server_round, found.model
+        self._due, self._arrays = None if found.round_complete else found.server_round, found.model
         self._started -= found.elapsed
         for observer in self._observers:
             if callable(call := getattr(observer, "go_on", None)):
-                call(found.server_round - (not found.is_over))
+                call(found.server_round - (not found.round_complete))
 
     def evaluated(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
         """Return an `evaluate_fn` whose metrics are in the lines."""
@@ -172,7 +172,7 @@ class Journal:
         line: dict[str, Any] = {**self._users(self._metrics.pop(server_round, {})), "round": server_round, **self._num_rounds}
         line |= self._run.line_of(server_round)
         # Rounds take the longer, the more clients are in them.
-        elapsed = {} if self._run.secret_cohort else {"elapsed": round(time.monotonic() - self._started, 3)}
+        elapsed = {} if self._run.cohort_is_secret else {"elapsed": round(time.monotonic() - self._started, 3)}
         line |= {"delta": self._run.delta} | elapsed
         for observer in self._observers:
             observer.line(line)
@@ -209,7 +209,7 @@ class Journal:
         In a line in which the run has no such column, the user's number would pass for the run's: for its epsilon, for a noised
         mean, or for the size of a cohort that is secret.
         """
-        taken = {name for name in metrics if columns.own(name)}
+        taken = {name for name in metrics if metric_columns.is_reserved(name)}
         for name in sorted(taken - self._warned):
             log.warning(
                 "evaluate_fn: its metric %r is not written: this is a column of the run's own; give it another name", name

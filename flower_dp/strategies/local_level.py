@@ -13,24 +13,24 @@ from typing import Any, Self
 import numpy as np
 
 from flower_dp import wire
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
 from flower_dp.privacy import accounting
-from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.accounting import PrivacyCost
 from flower_dp.privacy.charges import Charges, History
 from flower_dp.privacy.events import Relation
 from flower_dp.privacy.release import Release
-from flower_dp.privacy.statement import Adversary, ClientCosts, PaperEpsilon, PrivacyStatement, delta_warning
+from flower_dp.privacy.statement import Adversary, ClientEpsilons, PaperEpsilon, PrivacyStatement, delta_warning
 from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.not_covered import not_covered, seeded
-from flower_dp.strategies.releases.books import ClientBooks
-from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.own_replies import OwnReplies
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import About
+from flower_dp.strategies.releases.client_ledgers import ClientLedgers
+from flower_dp.strategies.releases.left_out import RoundDiscarded
+from flower_dp.strategies.releases.local_releases import LocalReleases
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import MethodFacts
 from flower_dp.strategies.run_state import RunFacts, RunState
 
 # The norm of a noise vector exceeds its bound with probability e^-60, which is 1e-26.
@@ -38,7 +38,7 @@ NOISE_DEVIATIONS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnEvaluation(OwnReplies):
+class LocalMetricsEvaluation(LocalReleases):
     """Evaluations by noised metrics of single clients, each charged to every client that is asked.
 
     Attributes:
@@ -47,7 +47,7 @@ class OwnEvaluation(OwnReplies):
     """
 
     plan: LocalEvaluation
-    books: ClientBooks
+    books: ClientLedgers
 
     @staticmethod
     def checked(plan: PrivateEvaluation | LocalEvaluation, title: str) -> LocalEvaluation:
@@ -64,15 +64,15 @@ class OwnEvaluation(OwnReplies):
         return plan
 
     @classmethod
-    def of(cls, plan: LocalEvaluation, books: ClientBooks) -> OwnEvaluation:
+    def of(cls, plan: LocalEvaluation, books: ClientLedgers) -> LocalMetricsEvaluation:
         """Return the evaluations of a method with these terms."""
         terms = {name: plan.budget.terms(name, own) for name, own in books.terms.items()}
 
         def scale(name: str) -> float:
             """Return the Laplace scale on the mean of a client's contributions."""
-            return terms[name].release.noise_scale / terms[name].release.expected_cohort
+            return terms[name].release.noise_scale / terms[name].release.expected_cohort_size
 
-        def longest(now: Round) -> Callable[[str], float]:
+        def longest(now: RoundRequest) -> Callable[[str], float]:
             return lambda name: 1 + scale(name) * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
 
         return cls(
@@ -97,22 +97,22 @@ class OwnEvaluation(OwnReplies):
         """Return whether there is an evaluation in this round, and a client that can pay."""
         return self.plan.due(server_round) and self.anyone_pays(charges)
 
-    def result(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> dict[str, float]:
+    def result(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric: the mean of the received rows, by their public weights.
 
         The standard error covers the noise and, if not all clients have answered, the choice of clients. It is an upper bound:
         the variance of the clients' values is the largest that their bounds and the reported mean allow.
 
         Raises:
-            RoundLeftOut: if no client has answered.
+            RoundDiscarded: if no client has answered.
         """
         if not collected.clients:
-            raise RoundLeftOut("no client has answered")
+            raise RoundDiscarded("no client has answered")
         shares = {name: self.books.share(name) for name in collected.clients}
         whole = sum(shares.values())
         parts = {name: share / whole for name, share in shares.items()}
         fractions = MetricBounds(bounds=self.plan.metrics).fractions(collected.total / whole)
-        scales = {name: self.terms[name].release.noise_scale / self.terms[name].release.expected_cohort for name in parts}
+        scales = {name: self.terms[name].release.noise_scale / self.terms[name].release.expected_cohort_size for name in parts}
         # Laplace noise has sqrt(2) x its scale; a contribution of 1 is 2 / dimension of a metric.
         variance = sum((part * math.sqrt(2) * scales[name] * self.length / 2) ** 2 for name, part in parts.items())
         chosen = sum(part**2 for part in parts.values()) if len(parts) < len(self.terms) else 0.0
@@ -150,7 +150,7 @@ class LocalRules:
     def __init__(
         self,
         title: str,
-        books: ClientBooks,
+        books: ClientLedgers,
         *,
         name: str,
         sampling: Sampler,
@@ -158,14 +158,14 @@ class LocalRules:
         evaluation: PrivateEvaluation | LocalEvaluation | None,
     ) -> None:
         num_clients = books.population.num_clients
-        sampling.expected_cohort(num_clients)
-        self.about = About(title=title, num_clients=num_clients, delta=books.delta, stock_refusal=self.stock_refusal)
+        sampling.expected_cohort_size(num_clients)
+        self.about = MethodFacts(title=title, num_clients=num_clients, delta=books.delta, stock_refusal=self.stock_refusal)
         self.books, self._name, self.sampling, self.clip_norm = books, name, sampling, clip_norm
-        self.cohort_size = sampling.largest_cohort(num_clients)
-        self._plan = None if evaluation is None else OwnEvaluation.checked(evaluation, title)
+        self.cohort_size = sampling.max_cohort_size(num_clients)
+        self._plan = None if evaluation is None else LocalMetricsEvaluation.checked(evaluation, title)
         self._open()
 
-    def opened(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
+    def with_clients(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
         """Return the rules of a run of these clients, each with its own terms.
 
         Raises:
@@ -179,13 +179,13 @@ class LocalRules:
                 )
             names = tuple(known)
         rules = copy.copy(self)
-        rules.books = self.books.opened(names, num_rounds)
+        rules.books = self.books.with_clients(names, num_rounds)
         rules._open()
         return rules
 
     def _open(self) -> None:
         """Make the releases, which ask this object for what a row is."""
-        self.training = OwnReplies(
+        self.training = LocalReleases(
             name=self._name,
             clip_norm=self.clip_norm,
             sampling=self.sampling,
@@ -195,10 +195,10 @@ class LocalRules:
             vectors_of=self.vectors,
             terms=self.books.terms,
         )
-        self.evaluation = None if self._plan is None else OwnEvaluation.of(self._plan, self.books)
+        self.evaluation = None if self._plan is None else LocalMetricsEvaluation.of(self._plan, self.books)
 
     @property
-    def releases(self) -> tuple[OwnReplies, ...]:
+    def releases(self) -> tuple[LocalReleases, ...]:
         """The release of training, and that of private evaluations if there are any."""
         return (self.training,) if self.evaluation is None else (self.training, self.evaluation)
 
@@ -208,7 +208,7 @@ class LocalRules:
         """Return what a client's row counts in the sum: its share."""
         return self.books.share(name)
 
-    def longest(self, now: Round) -> Callable[[str], float]:
+    def longest(self, now: RoundRequest) -> Callable[[str], float]:
         """Return how long a client's mean of clipped contributions, with its noise, is at most."""
 
         def longest(name: str) -> float:
@@ -217,7 +217,7 @@ class LocalRules:
             noise = own.noise_scale * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
             whole = own.unit == "client"
             contributions = 1.0 if whole else self.books.num_records[name]
-            return (contributions * own.clip_norm + noise) / (1.0 if whole else own.expected_cohort)
+            return (contributions * own.clip_norm + noise) / (1.0 if whole else own.expected_cohort_size)
 
         return longest
 
@@ -227,11 +227,11 @@ class LocalRules:
 
     # Charges
 
-    def why_stop(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
+    def stop_reason(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
         """Return that every budget is spent, if so."""
         return None if self.training.anyone_pays(state.charges) else "every client's budget is spent"
 
-    def numbers(self, state: RunState, now: Round | None) -> Mapping[str, float]:
+    def public_metrics(self, state: RunState, now: RoundRequest | None) -> Mapping[str, float]:
         """Return an upper bound of the largest cost of a client, quick to compute."""
         pure: dict[str, float] = {}
         if (evaluation := self.evaluation) is not None:
@@ -249,13 +249,13 @@ class LocalRules:
             return History(relation=self.books.relation, counts={})
         return self.evaluation.ledger(charges, name)
 
-    def total(self, charges: Charges, name: str, ledger: History) -> Cost:
+    def total(self, charges: Charges, name: str, ledger: History) -> PrivacyCost:
         """Return the cost of some of a client's charges and of its private evaluations together."""
         return self.books.total(ledger, self.evaluated(charges, name))
 
 
 @lru_cache(maxsize=1024)
-def _pure(event: dp.DpEvent, relation: Relation) -> float:
+def _pure(event: dp_events.DpEvent, relation: Relation) -> float:
     # As a float the product may be below the sum by its last bits.
     return accounting.epsilon(event, delta=0.0, relation=relation).epsilon * (1 + 2**-40)
 
@@ -316,19 +316,19 @@ def local_statement(
             parts = {"training": books.cost(rules.training.ledger(charges, worst)).epsilon, "evaluation": alone[worst]}
         if num_evaluations:
             paper = _of_training_alone(paper)
-            adversaries = tuple(replace(one, paper=_of_training_alone(one.paper)) for one in adversaries)
+            adversaries = tuple(replace(one, paper_epsilon=_of_training_alone(one.paper_epsilon)) for one in adversaries)
     if worst is not None and not adversaries:
         adversaries = _everyone(costs[worst], message_std)
     return PrivacyStatement(
         method=rules.about.title,
         unit=releases[0].unit if releases else "record",
         relation=books.relation,
-        adversary=releases[0].seen_by if releases and private else "nobody",
+        protected_against=releases[0].visible_to if releases and private else "nobody",
         delta=books.delta,
         epsilon=largest if private else math.inf,
         accountant=costs[worst].accountant if worst is not None and private else "none",
-        paper=paper,
-        num_rounds=num_rounds,
+        paper_epsilon=paper,
+        num_charged_rounds=num_rounds,
         noise=dict(noise),
         sampling=sampling,
         events=tuple(events),
@@ -336,28 +336,28 @@ def local_statement(
         not_covered=not_covered(run, accounts=True, logs="logs on devices", evaluations=evaluated),
         incidents=(*_incidents(state.releases.get(rules.training.name, 0), run), *incidents),
         adversaries=adversaries if private else (),
-        parts=parts if private else {},
+        epsilon_by_release=parts if private else {},
         clients=_client_costs({name: cost.epsilon for name, cost in costs.items()}, alone) if costs and private else None,
     )
 
 
-def _delta_warning(books: ClientBooks) -> tuple[str, ...]:
+def _delta_warning(books: ClientLedgers) -> tuple[str, ...]:
     """Return a line if delta promises nothing: among a client's records, or where clients are the units among these."""
     releases = [terms.release for terms in books.terms.values()]
     if not releases:
         return ()
     unit = releases[0].unit
-    return delta_warning(books.delta, len(releases) if unit == "client" else max(one.num_clients for one in releases), unit)
+    return delta_warning(books.delta, len(releases) if unit == "client" else max(one.num_units for one in releases), unit)
 
 
-def counts_sampling(rules: LocalRules, charges: Charges) -> bool:
+def relies_on_secret_sampling(rules: LocalRules, charges: Charges) -> bool:
     """Return whether a client's epsilon is the less because nobody else knows which of its records it draws."""
     releases = {name: terms.release for name, terms in rules.books.terms.items()}
-    sampled = {name for name, one in releases.items() if one.unit == "record" and one.expected_cohort < one.num_clients}
-    return any(name in sampled and accounting.counts_sampling(cost) for name, cost in _costs(rules, charges).items())
+    sampled = {name for name, one in releases.items() if one.unit == "record" and one.expected_cohort_size < one.num_units}
+    return any(name in sampled and accounting.relies_on_secret_sampling(cost) for name, cost in _costs(rules, charges).items())
 
 
-def least_and_largest(books: ClientBooks, what: str, number: Callable[[Release], float]) -> dict[str, float]:
+def least_and_largest(books: ClientLedgers, what: str, number: Callable[[Release], float]) -> dict[str, float]:
     """Return the least and the largest noise multiplier of a client, and so of another number of its release."""
     releases = [terms.release for terms in books.terms.values()]
     numbers = {}
@@ -367,13 +367,13 @@ def least_and_largest(books: ClientBooks, what: str, number: Callable[[Release],
     return numbers
 
 
-def most_replies(books: ClientBooks) -> str:
+def most_replies(books: ClientLedgers) -> str:
     """Return how many replies of a client its terms allow, in words."""
     replies = sorted({terms.num_replies for terms in books.terms.values()}) or [0]
     return f"at most {replies[0]}{f' to {replies[-1]}' if len(replies) > 1 else ''} replies a client"
 
 
-def _costs(rules: LocalRules, charges: Charges) -> dict[str, Cost]:
+def _costs(rules: LocalRules, charges: Charges) -> dict[str, PrivacyCost]:
     return {name: rules.total(charges, name, ledger) for name, ledger in rules.ledgers(charges).items()}
 
 
@@ -384,7 +384,7 @@ def _of_training_alone(paper: PaperEpsilon | None) -> PaperEpsilon | None:
     return replace(paper, valid=False, reason=f"{why}; {paper.reason}")
 
 
-def _everyone(cost: Cost, message_std: float) -> tuple[Adversary, ...]:
+def _everyone(cost: PrivacyCost, message_std: float) -> tuple[Adversary, ...]:
     """Return the three adversaries of a method in which every message is private: all see no more than the messages."""
     views = {
         "the server": "every message of a client",
@@ -394,15 +394,15 @@ def _everyone(cost: Cost, message_std: float) -> tuple[Adversary, ...]:
     return tuple(Adversary.of(name, cost, sees=sees, noise_std=message_std) for name, sees in views.items())
 
 
-def _client_costs(costs: dict[str, float], evaluation: dict[str, float]) -> ClientCosts:
-    return ClientCosts(
+def _client_costs(costs: dict[str, float], evaluation: dict[str, float]) -> ClientEpsilons:
+    return ClientEpsilons(
         count=len(costs),
         minimum=min(costs.values()),
         median=statistics.median(costs.values()),
         maximum=max(costs.values()),
         worst=max(costs, key=lambda name: costs[name]),
-        each=costs if len(costs) <= _LISTED else {},
-        evaluation=evaluation if len(costs) <= _LISTED else {},
+        by_client=costs if len(costs) <= _LISTED else {},
+        evaluation_by_client=evaluation if len(costs) <= _LISTED else {},
     )
 
 

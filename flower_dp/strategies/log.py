@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 from flower_dp.core import checks
-from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import Charge, Charges, Scope
+from flower_dp.privacy.budget import LedgerBudget
+from flower_dp.privacy.charges import Charge, Charges, CostScope
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.statement import JointEpsilon
@@ -107,19 +107,21 @@ class MemoryLog:
         if charge.number > self.all.numbers(run).get(charge.release, 0):
             self.all = self.all.after(charge, run=run, private=self._private)
 
-    def joint(self, scope: Scope, delta: float) -> JointEpsilon | None:
+    def joint(self, scope: CostScope, delta: float) -> JointEpsilon | None:
         """Return what this run and the strategy's earlier ones have cost together; None if there were none."""
         return self.joint_of(self.run, scope, delta)
 
-    def joint_of(self, run: str, scope: Scope, delta: float) -> JointEpsilon | None:
+    def joint_of(self, run: str, scope: CostScope, delta: float) -> JointEpsilon | None:
         """Return what a run and the strategy's others have cost together; None if there are none.
 
         It is infinite if one of them was charged elsewhere: its state says how often, and not with what.
         """
         joint = _joint(self.all, run, scope, delta)
         if self.unknown and (joint is not None or self.unknown != {run}):
-            num_runs, apart = len({*self.all.runs(scope), *self.unknown, run}), () if joint is None else joint.apart
-            return JointEpsilon(num_runs=num_runs, epsilon=math.inf, delta=delta, accountant="none", apart=apart, on_ledger=False)
+            num_runs, apart = len({*self.all.runs(scope), *self.unknown, run}), () if joint is None else joint.runs_not_included
+            return JointEpsilon(
+                num_runs=num_runs, epsilon=math.inf, delta=delta, accountant="none", runs_not_included=apart, on_ledger=False
+            )
         return None if joint is None else replace(joint, on_ledger=False)
 
     def close(self) -> None:
@@ -177,7 +179,7 @@ class StoreLog:
             raise
         # As they were made, also with noise from a fixed seed.
         self.charges, self._all = functools.reduce(Charges.after, own, Charges()), self._store.all
-        self._budget: JointBudget | None = self._store.budget
+        self._budget: LedgerBudget | None = self._store.budget
 
     def append(self, charge: Charge) -> None:
         """Write a charge down; it is on the disk when this returns, and no message of its round has left before.
@@ -218,7 +220,7 @@ class StoreLog:
         charges = () if self._store is None else self._store.read(self.run, numbers)
         return tuple((charge.release, charge.server_round) for charge in charges)
 
-    def joint(self, scope: Scope, delta: float) -> JointEpsilon | None:
+    def joint(self, scope: CostScope, delta: float) -> JointEpsilon | None:
         """Return what this run and earlier ones, on the ledger or of the strategy, have cost the client who was charged most."""
         if self.memory is not None:
             return self.memory.joint_of(self.run, scope, delta)
@@ -248,7 +250,7 @@ def _other_state(own: Mapping[str, int], numbers: Mapping[str, int]) -> LedgerEr
     )
 
 
-def _joint(every: Charges, run: str, scope: Scope, delta: float) -> JointEpsilon | None:
+def _joint(every: Charges, run: str, scope: CostScope, delta: float) -> JointEpsilon | None:
     """Return what a run and the others have cost together the client who was charged most; None without others."""
     others = dict.fromkeys((other, charge.scope) for (other, _), charge in every.last.items() if other != run)
     num_others = Counter(of for _, of in others)
@@ -257,7 +259,7 @@ def _joint(every: Charges, run: str, scope: Scope, delta: float) -> JointEpsilon
     apart = tuple(f"{number} run{'s' * (number > 1)} {other}" for other, number in num_others.items() if other != scope)
     num_runs = num_others[scope] + 1
     try:
-        cost = every.worst(scope, delta)
+        cost = every.cost_of_most_charged(scope, delta)
     except UnsupportedEventError:
-        return JointEpsilon(num_runs=num_runs, epsilon=math.inf, delta=delta, accountant="none", apart=apart)
-    return JointEpsilon(num_runs=num_runs, epsilon=cost.epsilon, delta=delta, accountant=cost.accountant, apart=apart)
+        return JointEpsilon(num_runs=num_runs, epsilon=math.inf, delta=delta, accountant="none", runs_not_included=apart)
+    return JointEpsilon(num_runs=num_runs, epsilon=cost.epsilon, delta=delta, accountant=cost.accountant, runs_not_included=apart)

@@ -50,7 +50,7 @@ class Rounds:
         session.writer.result = result = Result(arrays=initial_arrays) if found is None else found.result
         if found is None:
             self._evaluate(0, result)
-        elif not found.is_over:
+        elif not found.round_complete:
             self._end_round(found.server_round, result, strategy, session, grid)
         for server_round in range(session.next_round, self.num_rounds + 1):
             if time.monotonic() >= due or server_round == self.num_rounds:

@@ -10,23 +10,23 @@ from typing import Self, Unpack
 
 import numpy as np
 
-from flower_dp.core import checks, dp, noise
+from flower_dp.core import checks, dp_events, noise
+from flower_dp.core.formatting import format_epsilon
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling
-from flower_dp.core.stored import stored
-from flower_dp.core.words import epsilon_in_words
+from flower_dp.core.serialization import serializable
 from flower_dp.privacy import accounting
-from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.accounting import PrivacyCost
 from flower_dp.privacy.charges import Charge, Charges, History
 from flower_dp.privacy.client_terms import values_in
 from flower_dp.privacy.nbafl import downlink_noise_std, weights_terms
 from flower_dp.privacy.statement import Adversary, PaperEpsilon, PrivacyStatement
 from flower_dp.strategies.evaluation import LocalEvaluation, PrivateEvaluation
 from flower_dp.strategies.local_level import LocalRules, local_statement
-from flower_dp.strategies.releases.books import ClientBooks, PerClient, Population
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Learnt, Options
+from flower_dp.strategies.releases.client_ledgers import ClientLedgers, PerClient, Population
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import ModelUpdate, StrategyOptions
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.strategy import DPStrategy
 
@@ -39,7 +39,7 @@ BROADCAST = "broadcast"
 OUTSIDERS, PARTICIPANTS = "outsiders", "participants"
 
 
-@stored
+@serializable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Broadcasts:
     """How much noise was on the broadcasts of a run, which were charged one by one.
@@ -106,13 +106,13 @@ class NbAFLRules(LocalRules):
             exposures = checks.integer("uplink_exposures", uplink_exposures, at_least=1)
             population = replace(population, num_replies=exposures)
         self.uplink_noise_std = terms(num_replies=min(values_in(population.num_replies))).release.noise_scale
-        books = ClientBooks(
+        books = ClientLedgers(
             population, relation="replace-one", delta=delta, terms_of=lambda one: terms(num_replies=one.num_replies)
         )
         sampling = FullSampling() if cohort_size is None else FixedSizeSampling(cohort_size=cohort_size)
         super().__init__("NbAFL", books, name="nbafl", sampling=sampling, clip_norm=clip_norm, evaluation=evaluation)
 
-    def opened(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
+    def with_clients(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
         """Return the rules of a run of these clients and of so many rounds.
 
         Raises:
@@ -122,7 +122,7 @@ class NbAFLRules(LocalRules):
             raise RuntimeError(
                 "num_rounds: the downlink noise depends on it; call start(), or plan(num_rounds) before the first round"
             )
-        return super().opened(names, num_rounds)
+        return super().with_clients(names, num_rounds)
 
     @property
     def downlink_noise_std(self) -> float:
@@ -144,18 +144,18 @@ class NbAFLRules(LocalRules):
             min_records=self.min_records,
         )
 
-    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
+    def noise_and_signal_norms(self, dimension: int) -> tuple[float, float]:
         """Return the norms of all noise on a broadcast, and of the longest average of weights; for a cohort of equal clients."""
         parts = [1 / self.cohort_size] * self.cohort_size
         return self._broadcast_std(parts, self.added_noise_std(parts)) * math.sqrt(dimension), self.clip_norm
 
-    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
+    def next_model(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> ModelUpdate:
         """Return the next broadcast, the noised average of the replies, and its charge."""
         shares = {name: self.books.share(name) for name in collected.clients}
         all_shares = sum(shares.values())
         if not shares:
             # Nothing new is broadcast: the next round starts from the last broadcast.
-            return Learnt(vector=now.vector, own=state.own)
+            return ModelUpdate(vector=now.vector, own=state.own)
         parts = {name: share / all_shares for name, share in shares.items()}
         std = self.added_noise_std(list(parts.values()))
         own, charge = self._broadcast(state, now.server_round, parts, std)
@@ -166,7 +166,7 @@ class NbAFLRules(LocalRules):
         step = noise.lattice_step(scale, clip_norm=scale, dimension=1) if scale else 0.0
         own_step = min(step, noise.lattice_step(std, clip_norm=std, dimension=1)) / _FINER if std else 0.0
         drawn = noise.gaussian(mean, std, own_step, rng)
-        return Learnt(vector=np.asarray(noise.nearest(mean + drawn, step)), own=own, charges=(charge,))
+        return ModelUpdate(vector=np.asarray(noise.round_to_nearest(mean + drawn, step)), own=own, charges=(charge,))
 
     def _broadcast_std(self, parts: Iterable[float], std: float) -> float:
         """Return the std of all noise on a broadcast: the server's, and the average of the clients' own."""
@@ -231,10 +231,10 @@ class NbAFLRules(LocalRules):
             release=BROADCAST,
             number=charges.number(BROADCAST) + 1,
             server_round=server_round,
-            kind=f"averages of noised weights, clip_norm={self.clip_norm!r}",
+            fingerprint=f"averages of noised weights, clip_norm={self.clip_norm!r}",
             scope=self.training.scope,
             owners=tuple(parts),
-            events=(dp.NoOpDpEvent(),) * len(distinct),
+            events=(dp_events.NoOpDpEvent(),) * len(distinct),
             which=tuple(map({part: place for place, part in enumerate(distinct)}.__getitem__, parts.values())),
             views={
                 OUTSIDERS: tuple(self._broadcast_event(part, stds[part]) for part in distinct),
@@ -275,8 +275,8 @@ class NbAFLRules(LocalRules):
         scope = replace(self.training.scope, view=view)
         return {name: charges.history(scope, name, release=BROADCAST) for name in self.books.terms}
 
-    def _broadcast_event(self, part: float, std: float) -> dp.DpEvent:
-        return dp.GaussianDpEvent(std / (part * self.clip_norm)) if std else dp.NonPrivateDpEvent()
+    def _broadcast_event(self, part: float, std: float) -> dp_events.DpEvent:
+        return dp_events.GaussianDpEvent(std / (part * self.clip_norm)) if std else dp_events.NonPrivateDpEvent()
 
     def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
         """Return the statement on all that every client was charged, as three adversaries see it."""
@@ -313,7 +313,7 @@ class NbAFLRules(LocalRules):
             self,
             state,
             facts,
-            paper=adversaries[0].paper,
+            paper=adversaries[0].paper_epsilon,
             noise={
                 "clip_norm": self.clip_norm,
                 "uplink_noise_std": self.uplink_noise_std,
@@ -330,8 +330,8 @@ class NbAFLRules(LocalRules):
         )
 
 
-def _worst(rules: NbAFLRules, charges: Charges, ledgers: Mapping[str, History]) -> Cost:
-    none = Cost(epsilon=0.0, delta=rules.about.delta, relation=rules.books.relation, accountant="none")
+def _worst(rules: NbAFLRules, charges: Charges, ledgers: Mapping[str, History]) -> PrivacyCost:
+    none = PrivacyCost(epsilon=0.0, delta=rules.about.delta, relation=rules.books.relation, accountant="none")
     costs = (rules.total(charges, name, ledger) for name, ledger in ledgers.items())
     return max(costs, key=lambda cost: cost.epsilon, default=none)
 
@@ -356,11 +356,9 @@ def _paper(rules: NbAFLRules, run: RunFacts, *, exposures: int, limit: int, what
     )
     if what == "uplink" and exposures:
         multiplier = rules.min_records * rules.uplink_noise_std / rules.clip_norm
-        event = accounting.repeated(dp.GaussianDpEvent(multiplier), exposures)
+        event = accounting.repeated(dp_events.GaussianDpEvent(multiplier), exposures)
         exact = accounting.epsilon(event, delta=rules.about.delta, relation=rules.books.relation).epsilon
-        assumption += (
-            f"; exact composition under it gives {epsilon_in_words(exact)} for the {exposures} exposures that there were"
-        )
+        assumption += f"; exact composition under it gives {format_epsilon(exact)} for the {exposures} exposures that there were"
     return PaperEpsilon(
         epsilon=rules.paper_epsilon,
         formula=f"Wei et al. 2020, {what} noise for {limit} exposures with linear composition, deltas not added up",
@@ -426,7 +424,7 @@ class NbAFL(DPStrategy):
         num_replies: int | PerClient | None = None,
         min_records: int | None = None,
         aggregation: str = "data-size",
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         population = Population(
             num_clients=num_clients, num_records=num_records, num_replies=num_replies, aggregation=aggregation

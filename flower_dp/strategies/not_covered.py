@@ -34,7 +34,7 @@ def not_covered(run: RunFacts, *, accounts: bool, logs: str, evaluations: str | 
         lines.append(CHANGING_NAMES)
     if evaluations is not None:
         lines.append(f"which metrics are evaluated, and their bounds, are taken as public: {evaluations} are covered")
-    if run.own_evaluation:
+    if run.custom_evaluation:
         lines.append("CLIENT METRICS: the strategy's own configure_evaluate asks clients for metrics without noise")
     return tuple(lines)
 

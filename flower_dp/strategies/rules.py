@@ -13,8 +13,8 @@ from flower_dp.core.noise import Generator
 from flower_dp.privacy.charges import Charge
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies.evaluation import Evaluation, LocalEvaluation, PrivateEvaluation
-from flower_dp.strategies.releases.release import Release, Round
-from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.releases.release import Release, RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.wire import EVALUATION
 
@@ -22,7 +22,7 @@ from flower_dp.wire import EVALUATION
 OnRound = Callable[[Mapping[str, Any]], None]
 
 
-class Options(TypedDict, total=False):
+class StrategyOptions(TypedDict, total=False):
     """The arguments of every strategy besides those of its method.
 
     Attributes:
@@ -34,11 +34,11 @@ class Options(TypedDict, total=False):
         evaluation: private evaluation on clients' own data: see `PrivateEvaluation`, for methods that release one noised sum, and
             `LocalEvaluation`, for methods in which every message is private on its own.
         server_optimizer: a Flower strategy that moves the model by the noised mean, such as FedAdam: see `ServerOptimizer`.
-        most_clients_per_node: how many clients one node may name; a node that names more is not asked. None: at the start as many
+        max_clients_per_node: how many clients one node may name; a node that names more is not asked. None: at the start as many
             as may take part in all, later as many as the largest node of the start. Set 1 where every node is a device.
-        most_newcomers: how many clients more than `num_clients` may take part in the whole run. None: `num_clients`. It is read
+        max_new_clients: how many clients more than `num_clients` may take part in the whole run. None: `num_clients`. It is read
             with Poisson or full sampling and placement='central' only: there neither draw nor cost depends on the number of
-            clients. The mean can so be moved at most (num_clients + most_newcomers) / num_clients times as far as by
+            clients. The mean can so be moved at most (num_clients + max_new_clients) / num_clients times as far as by
             `num_clients` clients. In all other cases exactly `num_clients` clients take part.
         on_round: called with the public numbers of every round, those of the line in a run folder's `metrics.jsonl`, and of round
             0, the initial model: a function, or a writer of `flower_dp.running.trackers`. An error in it is logged, and the run
@@ -56,28 +56,28 @@ class Options(TypedDict, total=False):
     frozen_arrays: Sequence[str]
     server_optimizer: Strategy | None
     evaluation: PrivateEvaluation | LocalEvaluation | None
-    most_clients_per_node: int | None
-    most_newcomers: int | None
+    max_clients_per_node: int | None
+    max_new_clients: int | None
     on_round: OnRound | None
     ledger: str | os.PathLike[str] | None
 
 
-def check_options(owner: str, options: Options) -> None:
+def check_options(owner: str, options: StrategyOptions) -> None:
     """Refuse options that no strategy has, and values that make no sense.
 
     Raises:
         TypeError: for an option of another name.
         ValueError: naming option and value.
     """
-    if unknown := sorted(set(options) - set(Options.__annotations__)):
-        known = ", ".join(Options.__annotations__)
+    if unknown := sorted(set(options) - set(StrategyOptions.__annotations__)):
+        known = ", ".join(StrategyOptions.__annotations__)
         raise TypeError(f"{owner}: unexpected keyword argument {unknown[0]!r}; besides the method's own: {known}")
     checks.flag("report_client_metrics", options.get("report_client_metrics", False))
     checks.number("registration_timeout", options.get("registration_timeout", 600.0), above=0)
-    if (most := options.get("most_clients_per_node")) is not None:
-        checks.integer("most_clients_per_node", most, at_least=1)
-    if (most := options.get("most_newcomers")) is not None:
-        checks.integer("most_newcomers", most, at_least=0)
+    if (most := options.get("max_clients_per_node")) is not None:
+        checks.integer("max_clients_per_node", most, at_least=1)
+    if (most := options.get("max_new_clients")) is not None:
+        checks.integer("max_new_clients", most, at_least=0)
     if (on_round := options.get("on_round")) is not None and not callable(on_round):
         raise checks.bad("on_round", on_round, "a function of a round's numbers, such as TensorBoard(folder)")
     if (ledger := options.get("ledger")) is not None and not (isinstance(ledger, str | os.PathLike) and os.fspath(ledger)):
@@ -85,7 +85,7 @@ def check_options(owner: str, options: Options) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
+class MethodFacts:
     """What a method says of itself.
 
     Attributes:
@@ -102,7 +102,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learnt:
+class ModelUpdate:
     """What a method has made of a round.
 
     Attributes:
@@ -118,7 +118,7 @@ class Learnt:
     charges: tuple[Charge, ...] = ()
 
 
-class Rules(Protocol):
+class MethodRules(Protocol):
     """One method on the server: its releases, and how the model learns from them.
 
     Rules see names, vectors and numbers, never messages. They are never changed: all that changes is in the state of the run. A
@@ -132,28 +132,28 @@ class Rules(Protocol):
     """
 
     @property
-    def about(self) -> About: ...  # noqa: D102
+    def about(self) -> MethodFacts: ...  # noqa: D102
     @property
     def releases(self) -> tuple[Release, ...]: ...  # noqa: D102
 
-    def opened(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
+    def with_clients(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
         """Return the rules of a run of these clients (none: they are not known yet) and of so many rounds (None: likewise).
 
         Raises:
             ValueError: if the method can't be run by them, or for so long.
         """
 
-    def why_stop(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
+    def stop_reason(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
         """Return why the budget does not cover this round, or None; called before (None) and after the cohort is drawn."""
 
-    def learn(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> Learnt:
+    def next_model(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> ModelUpdate:
         """Return the next global model, with noise drawn from `rng`, and what follows from it.
 
         Raises:
-            RoundLeftOut: if nothing may be released, or the result would be unusable.
+            RoundDiscarded: if nothing may be released, or the result would be unusable.
         """
 
-    def numbers(self, state: RunState, now: Round | None) -> Mapping[str, float]:
+    def public_metrics(self, state: RunState, now: RoundRequest | None) -> Mapping[str, float]:
         """Return public numbers by their names: "epsilon", an upper bound of what was charged that is quick to compute.
 
         Args:
@@ -161,7 +161,7 @@ class Rules(Protocol):
             now: the round that was just learnt from, whose further numbers are reported; None for none.
         """
 
-    def noise_and_signal(self, dimension: int) -> tuple[float, float]:
+    def noise_and_signal_norms(self, dimension: int) -> tuple[float, float]:
         """Return the norm that the noise in the model of round 1 has about, and the largest norm of the mean without it.
 
         Asked after the client query, for all replies of an average cohort.
@@ -174,7 +174,7 @@ class Rules(Protocol):
         """Return the privacy statement on all charges."""
 
 
-def evaluation_of(rules: Rules) -> Evaluation | None:
+def evaluation_of(rules: MethodRules) -> Evaluation | None:
     """Return the private evaluations of a method; None without them."""
     found = [release for release in rules.releases if release.name == EVALUATION]
     return cast("Evaluation", found[0]) if found else None

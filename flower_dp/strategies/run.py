@@ -14,10 +14,10 @@ from flower_dp.privacy.charges import Charge, Charges
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.evaluation import Evaluation
 from flower_dp.strategies.population.client_manager import KnownClients
-from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.release import Release, Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Learnt, Rules, evaluation_of
+from flower_dp.strategies.releases.left_out import RoundDiscarded
+from flower_dp.strategies.releases.release import Release, RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import MethodRules, ModelUpdate, evaluation_of
 from flower_dp.strategies.run_state import RoundReport, RunState
 
 # What the state has again after rounds without a reply; what was charged, and noise that was drawn, stays.
@@ -35,7 +35,7 @@ def asked(
     known_clients: KnownClients,
     run: str,
     rng: Generator,
-) -> tuple[RunState, Charge, Round]:
+) -> tuple[RunState, Charge, RoundRequest]:
     """Return the state after a round was asked for, its charge, and what is asked. Nothing has happened yet.
 
     Args:
@@ -58,10 +58,10 @@ def asked(
     ask, begun, after = release.ask(state, size, names, rng)
     if state.model is not None and np.array_equal(state.model, model.vector):
         model = replace(model, vector=state.model)  # one copy of what was released last
-    now = Round(
+    now = RoundRequest(
         server_round=server_round,
         method=release.name,
-        ask=ask.in_run(run),
+        ask=ask.with_run_id(run),
         length=ask.row_length(size),
         model=model,
         asked=cohort,
@@ -73,11 +73,13 @@ def asked(
     return replace(state.with_release(release.name, after).charged_with(charge), num_known=num_known), charge, now
 
 
-def learnt(rules: Rules, state: RunState, now: Round, collected: Collected, rng: Generator) -> tuple[RunState, Learnt | None]:
+def learnt(
+    rules: MethodRules, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator
+) -> tuple[RunState, ModelUpdate | None]:
     """Return the state with what the method made of a round; None for a round that is left out, although it was charged."""
     try:
-        made = rules.learn(state, now, collected, rng)
-    except RoundLeftOut as why:
+        made = rules.next_model(state, now, collected, rng)
+    except RoundDiscarded as why:
         return state.happened(f"round {now.server_round} was left out: {why}"), None
     collected.total = collected.total[:0].copy()  # nobody needs it any more
     after = replace(state, own=made.own, releases={**state.releases, **made.releases})
@@ -86,9 +88,11 @@ def learnt(rules: Rules, state: RunState, now: Round, collected: Collected, rng:
     return after, made
 
 
-def reported(rules: Rules, release: Release, state: RunState, now: Round, collected: Collected, vector: np.ndarray) -> RunState:
+def reported(
+    rules: MethodRules, release: Release, state: RunState, now: RoundRequest, collected: CollectedReplies, vector: np.ndarray
+) -> RunState:
     """Return the state with a round's numbers and model."""
-    numbers = dict(rules.numbers(state, now))
+    numbers = dict(rules.public_metrics(state, now))
     report = RoundReport(
         server_round=now.server_round,
         cohort_size=now.cohort_size,
@@ -98,7 +102,7 @@ def reported(rules: Rules, release: Release, state: RunState, now: Round, collec
         bytes_per_client=_bytes_per_client(now, collected),
         seconds=time.monotonic() - now.started,
         epsilon=state.shown(numbers.pop("epsilon")),
-        secret_cohort=release.secret_cohort,
+        cohort_is_secret=release.cohort_is_secret,
         numbers=numbers,
     )
     return replace(
@@ -110,7 +114,7 @@ def reported(rules: Rules, release: Release, state: RunState, now: Round, collec
     )
 
 
-def _bytes_per_client(now: Round, collected: Collected) -> float:
+def _bytes_per_client(now: RoundRequest, collected: CollectedReplies) -> float:
     """Return the mean of what the clients say that each would send alone, where epsilon rests on every single message.
 
     Else the bytes of a dense update: what is really sent may depend on data that a noised sum hides, or tell the size of a secret
@@ -128,16 +132,16 @@ def _bytes_per_client(now: Round, collected: Collected) -> float:
 
 
 def evaluated(
-    rules: Rules, evaluation: Evaluation, state: RunState, now: Round, collected: Collected, rng: Generator
-) -> tuple[RunState, dict[str, float] | RoundLeftOut]:
+    rules: MethodRules, evaluation: Evaluation, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator
+) -> tuple[RunState, dict[str, float] | RoundDiscarded]:
     """Return the state after a private evaluation, and value and standard error of every metric, or why nothing was released."""
-    server_round, secret = now.server_round, evaluation.secret_cohort
+    server_round, secret = now.server_round, evaluation.cohort_is_secret
     in_vain = 0 if collected.clients or secret else now.cohort_size
-    found: dict[str, float] | RoundLeftOut
+    found: dict[str, float] | RoundDiscarded
     try:
         found = noised = evaluation.result(state, now, collected, rng)
         state = replace(state, evaluations={**state.evaluations, server_round: noised})
-    except RoundLeftOut as why:
+    except RoundDiscarded as why:
         found = why
         state = state.happened(f"the evaluation of round {server_round} was charged, and released nothing: {why}")
         # Whether a client has answered would tell who is in the cohort: where that is a secret, the noised number decides.
@@ -152,7 +156,7 @@ def evaluated(
     return state, found
 
 
-def resumed(rules: Rules, state: RunState, beyond: Iterable[tuple[str, int]]) -> RunState:
+def resumed(rules: MethodRules, state: RunState, beyond: Iterable[tuple[str, int]]) -> RunState:
     """Return a state with what was charged after it: it stays charged, is told, and is not released a second time.
 
     Args:
@@ -188,16 +192,18 @@ def gone_back(state: RunState, to: RunState, *, evaluates: bool) -> RunState:
     return replace(state, releases=releases, **{name: getattr(to, name) for name in names})
 
 
-def check_goes_on(rules: Rules, charges: Charges) -> None:
+def check_goes_on(rules: MethodRules, charges: Charges) -> None:
     """Refuse to go on with what another strategy was charged for: with other noise, for example, it would get another cost.
 
     Raises:
         ValueError: naming the release.
     """
     for release in rules.releases:
-        last, kind = charges.last.get(("", release.name)), release.charge(Charges(), 1, ()).kind
-        if last is not None and last.kind != kind:
-            raise ValueError(f"state: what was charged for {release.name} is {last.kind}, and this strategy releases {kind}")
+        last, kind = charges.last.get(("", release.name)), release.charge(Charges(), 1, ()).fingerprint
+        if last is not None and last.fingerprint != kind:
+            raise ValueError(
+                f"state: what was charged for {release.name} is {last.fingerprint}, and this strategy releases {kind}"
+            )
     training = rules.releases[0].name
     known = {release.name for release in rules.releases} | {wire.EVALUATION}
     if (other := sorted(set(charges.numbers()) - known)) and not charges.number(training):

@@ -8,17 +8,17 @@ from typing import Any, Self
 
 import numpy as np
 
-from flower_dp.core.stored import stored
+from flower_dp.core.serialization import serializable
 from flower_dp.privacy.charges import Charge, Charges
-from flower_dp.strategies.releases.replies import Missing
+from flower_dp.strategies.releases.replies import MissingReplies
 
 
-@stored
+@serializable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundReport:
     """The numbers of one round.
 
-    If cohorts are secret (`secret_cohort`), `cohort_size`, `replies`, `bytes_down`, `bytes_up` and `seconds` must stay on the
+    If cohorts are secret (`cohort_is_secret`), `cohort_size`, `replies`, `bytes_down`, `bytes_up` and `seconds` must stay on the
     server: they reveal how many clients took part, and the epsilon holds only if nobody knows that. `public` leaves them out.
 
     Attributes:
@@ -30,7 +30,7 @@ class RoundReport:
         bytes_per_client: bytes of arrays that one client sends, as far as public numbers determine them.
         seconds: time from the requests to the new model.
         epsilon: an upper bound of the cost of all rounds so far; the statement has the tight value.
-        secret_cohort: whether the epsilon holds only if nobody knows who takes part.
+        cohort_is_secret: whether the epsilon holds only if nobody knows who takes part.
         numbers: further public numbers of the method, by their names, such as the largest resource cost of a device so far.
     """
 
@@ -42,13 +42,13 @@ class RoundReport:
     bytes_per_client: float
     seconds: float
     epsilon: float
-    secret_cohort: bool
+    cohort_is_secret: bool
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     def public(self) -> dict[str, int | float]:
         """Return the numbers that may be published, under names in the style of run-config keys."""
-        hidden = ("cohort_size", "replies", "bytes_down", "bytes_up", "seconds") if self.secret_cohort else ()
-        left_out = ("server_round", "secret_cohort", "numbers", *hidden)
+        hidden = ("cohort_size", "replies", "bytes_down", "bytes_up", "seconds") if self.cohort_is_secret else ()
+        left_out = ("server_round", "cohort_is_secret", "numbers", *hidden)
         values = {part.name: getattr(self, part.name) for part in fields(self) if part.name not in left_out}
         return {key.replace("_", "-"): value for key, value in values.items()} | dict(self.numbers)
 
@@ -68,20 +68,20 @@ class RunFacts:
     """
 
     seeded_noise: bool
-    missing: Missing
+    missing: MissingReplies
     incidents: tuple[str, ...]
     report_client_metrics: bool
-    own_evaluation: bool = False
+    custom_evaluation: bool = False
     changing_names: bool = False
     num_known: int = 0
 
 
-@stored
+@serializable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunState:
     """All that a run needs to go on. Two of them are equal if all that they hold is.
 
-    Stored with `flower_dp.core.stored.packed`. It holds no client's data: models, counts and numbers that the server has
+    Stored with `flower_dp.core.serialization.packed`. It holds no client's data: models, counts and numbers that the server has
     anyway. `rounds` must stay on the server: see `RoundReport`.
 
     Attributes:
@@ -111,7 +111,7 @@ class RunState:
 
     rounds: tuple[RoundReport, ...] = ()
     incidents: tuple[str, ...] = ()
-    missing: Missing = field(default_factory=Missing)
+    missing: MissingReplies = field(default_factory=MissingReplies)
     charged: Mapping[str, int] = field(default_factory=dict)
     charges: Charges = field(default_factory=Charges)
     planned_rounds: int | None = None
@@ -127,7 +127,7 @@ class RunState:
     optimizer: Mapping[str, Any] | None = None
     not_private: bool = False
     asked_metrics: bool = False
-    own_evaluation: bool = False
+    custom_evaluation: bool = False
     changing_names: bool = False
     num_known: int = 0
     run: str = ""

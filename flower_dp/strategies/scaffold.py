@@ -7,8 +7,8 @@ from flower_dp.core.sampling import Sampler
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies.control import ControlVariate
 from flower_dp.strategies.dp_fedpaq import DPFedPAQRules
-from flower_dp.strategies.releases.books import PerClient, Population
-from flower_dp.strategies.rules import Options
+from flower_dp.strategies.releases.client_ledgers import PerClient, Population
+from flower_dp.strategies.rules import StrategyOptions
 from flower_dp.strategies.strategy import DPStrategy
 
 
@@ -67,7 +67,7 @@ class Scaffold(DPStrategy):
         quantization_levels: int | None = None,
         calibration: str = "exact",
         num_replies: int | Sequence[int] | Mapping[str, int] | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         population = Population(num_clients=num_clients, num_records=num_records, num_replies=num_replies, epsilon=epsilon)
         rules = DPFedPAQRules(

@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Strategy
 
 from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
-from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.left_out import RoundDiscarded
 
 log = logging.getLogger("flwr")
 
@@ -106,7 +106,7 @@ class ServerOptimizer:
             )
         try:
             copied.step(1, layout, model, model)
-        except RoundLeftOut:  # without an update some have no direction
+        except RoundDiscarded:  # without an update some have no direction
             pass
         except Exception as error:
             raise self._unfit("aggregate_train", error) from error
@@ -141,7 +141,7 @@ class ServerOptimizer:
             after: the next model by the method [d], already private.
 
         Raises:
-            RoundLeftOut: if the strategy gives no model, or one that is not finite.
+            RoundDiscarded: if the strategy gives no model, or one that is not finite.
         """
         strategy, message = self._strategy, self._asked(server_round, layout, before)
         content: dict[str, Any] = {
@@ -151,10 +151,10 @@ class ServerOptimizer:
         with _quiet():
             arrays, _ = strategy.aggregate_train(server_round, [Message(RecordDict(content), reply_to=message)])
         if arrays is None:
-            raise RoundLeftOut(f"the server optimiser {self.name} gave no model")
+            raise RoundDiscarded(f"the server optimiser {self.name} gave no model")
         vector: np.ndarray = layout.flatten({name: array.numpy() for name, array in arrays.items()})
         if not np.isfinite(vector).all():
-            raise RoundLeftOut(f"the server optimiser {self.name} gave a model with NaN or infinite entries")
+            raise RoundDiscarded(f"the server optimiser {self.name} gave a model with NaN or infinite entries")
         return vector
 
 

@@ -19,17 +19,17 @@ from flower_dp.privacy.private_file import LedgerError
 from flower_dp.strategies import diagnostics, run
 from flower_dp.strategies.checkpoint import Checkpoint
 from flower_dp.strategies.evaluation import Evaluation
-from flower_dp.strategies.exchange import Asked, Exchange, Letter
+from flower_dp.strategies.exchange import Exchange, Letter, PendingRound
 from flower_dp.strategies.exchange.stream import Replies
 from flower_dp.strategies.journal import Journal
 from flower_dp.strategies.log import ChargeLog, MemoryLog, StoreLog
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
-from flower_dp.strategies.population.fit import first_query
-from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.own_replies import OwnReplies
-from flower_dp.strategies.releases.release import Release, Round
-from flower_dp.strategies.releases.replies import Collected
-from flower_dp.strategies.rules import Rules, evaluation_of
+from flower_dp.strategies.population.eligibility import query_clients
+from flower_dp.strategies.releases.left_out import RoundDiscarded
+from flower_dp.strategies.releases.local_releases import LocalReleases
+from flower_dp.strategies.releases.release import Release, RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.rules import MethodRules, evaluation_of
 from flower_dp.strategies.run_state import RunState
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 from flower_dp.strategies.writer import Writer
@@ -70,7 +70,7 @@ class Session:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: MethodRules,
         exchange: Exchange,
         *,
         optimizer: ServerOptimizer | None = None,
@@ -84,7 +84,7 @@ class Session:
         self._manager: ClientManager | None = None
         self._own = RunState()
         self._initial = replace(self._own, optimizer=None if optimizer is None else optimizer.state)
-        self.asked: dict[str, Asked] = {}
+        self.pending: dict[str, PendingRound] = {}
         self.log: ChargeLog = MemoryLog(private=not self.seeded_noise)
         self.writer = Writer()
 
@@ -96,7 +96,7 @@ class Session:
 
     def begin(self) -> None:
         """Begin a new run, with charges of its own; those of the last one stay in the joint epsilon."""
-        self.asked, self.finished, self._manager = {}, {}, None
+        self.pending, self.finished, self._manager = {}, {}, None
         self._set(self._initial, self._rules)
         self.forget_charges()
 
@@ -142,24 +142,24 @@ class Session:
         if self._manager is not None:
             return self._manager.known_clients(grid)
         self.open_ledger()
-        self._manager, known = first_query(grid, self.rules, on_shared_ledger=self.ledger is not None, **limits)
-        self.open(known.names)
+        self._manager, known = query_clients(grid, self.rules, on_shared_ledger=self.ledger is not None, **limits)
+        self.register_clients(known.names)
         for release in self.rules.releases:  # refuses clients whom a release can't draw from, before anybody is charged
             _, state = release.cohort(self.current, known.names, self.generator("check", release.name))
             if release.name not in self._own.releases:  # a run that is killed in its first round goes on from there
                 self._own = self._own.with_release(release.name, state)
         return known
 
-    def open(self, names: tuple[str, ...] | None = None, num_rounds: int | None = None) -> None:
+    def register_clients(self, names: tuple[str, ...] | None = None, num_rounds: int | None = None) -> None:
         """Take the clients of the run, and how many rounds it has; what is None stays as it is.
 
         Raises:
             ValueError: if the method can't be run by them, or for so long.
         """
         planned = self._own.planned_rounds if num_rounds is None else num_rounds
-        self.rules = self.rules.opened(self._own.names if names is None else names, planned)
+        self.rules = self.rules.with_clients(self._own.names if names is None else names, planned)
         # Of methods that have terms for the clients of their start.
-        known = tuple(self.training.terms) if isinstance(self.training, OwnReplies) else ()
+        known = tuple(self.training.terms) if isinstance(self.training, LocalReleases) else ()
         self._own = replace(self._own, names=known, planned_rounds=planned)
 
     @property
@@ -186,13 +186,13 @@ class Session:
 
     @state.setter
     def state(self, state: RunState) -> None:
-        for name, asked in self.asked.items():
+        for name, asked in self.pending.items():
             raise RuntimeError(
                 f"state: round {asked.now.server_round} of {name} is open, and another state would lack its charge: finish the "
                 "round with its replies, or with none, before you set a state; begin() begins a new run"
             )
         same = (state.names, state.planned_rounds) == (self._own.names, self._own.planned_rounds)
-        rules = self.rules if same else self._rules.opened(state.names, state.planned_rounds)
+        rules = self.rules if same else self._rules.with_clients(state.names, state.planned_rounds)
         run.check_goes_on(rules, state.charges)
         goes_on = bool(self.log.charges.last)
         self.log.check_state(state.charged, state.charges)
@@ -206,33 +206,33 @@ class Session:
             self.forget_charges()
             self.finished = {}
 
-    def _set(self, state: RunState, rules: Rules) -> None:
+    def _set(self, state: RunState, rules: MethodRules) -> None:
         self.rules, self._own = rules, replace(state, charges=Charges())
         if self._optimizer is not None and state.optimizer is not None:
             self._optimizer.state = state.optimizer
 
-    def go_on(self, found: Checkpoint) -> None:
+    def resume(self, found: Checkpoint) -> None:
         """Go on from a checkpoint. What was charged after it stays charged, and is not released a second time.
 
         Raises:
             ValueError: if the run had other releases: its charges would get another cost.
         """
         self.open_ledger()
-        rules = self._rules.opened(found.state.names, found.state.planned_rounds)
+        rules = self._rules.with_clients(found.state.names, found.state.planned_rounds)
         run.check_goes_on(rules, self.log.charges)
         state = run.resumed(rules, found.state, self.log.beyond(found.state.charged))
         self.log.check_state(state.charged, self.log.charges)
         self._set(state, rules)
         self.writer.went_on_with(self.state)
         if self.journal is not None:
-            self.journal.go_on(found)
+            self.journal.resume(found)
 
     @property
     def record(self) -> RunState:
         """The state without charges and the state of the optimiser: reports, incidents, results."""
         return self._own
 
-    def note(self, **changes: Any) -> None:
+    def update_state(self, **changes: Any) -> None:
         """Change fields of the state."""
         self._own = replace(self._own, **changes)
 
@@ -247,9 +247,9 @@ class Session:
         return evaluation_of(self.rules)
 
     @property
-    def secret_cohort(self) -> bool:
+    def cohort_is_secret(self) -> bool:
         """Whether an epsilon holds only if nobody knows how many clients train, or evaluate, in a round."""
-        return any(release.secret_cohort for release in self.rules.releases)
+        return any(release.cohort_is_secret for release in self.rules.releases)
 
     @property
     def seeded_noise(self) -> bool:
@@ -260,7 +260,7 @@ class Session:
     def epsilon(self) -> float:
         """An upper bound of the cost of all that was charged so far, quick to compute."""
         private = not (self.seeded_noise or self._own.not_private)
-        return self.rules.numbers(self.current, None)["epsilon"] if private else np.inf
+        return self.rules.public_metrics(self.current, None)["epsilon"] if private else np.inf
 
     def generator(self, *purpose: object) -> Generator:
         """Return a fresh generator for one draw of noise or of a cohort; no copy of the strategy can repeat it."""
@@ -268,7 +268,7 @@ class Session:
 
     # A round of a release
 
-    def drawn(
+    def draw_cohort(
         self, release: Release, known_clients: KnownClients, *purpose: object
     ) -> tuple[RunState, dict[int, tuple[str, ...]]]:
         """Draw the cohort of the next round of a release; return the state after that, for `ask`, and the cohort by nodes."""
@@ -334,7 +334,9 @@ class Session:
         messages = list(self.exchange.messages(now, letter))  # Flower's own grid reads them twice
         now = replace(now, bytes_down=sum(wire.content_bytes(message.content) for message in messages))
         sent, limits = tuple(message.metadata for message in messages), release.limits(now)
-        self.asked[release.name] = Asked(now=now, limits=limits, sent=sent, number=charge.number, letter=letter, grid=grid)
+        self.pending[release.name] = PendingRound(
+            now=now, limits=limits, sent=sent, number=charge.number, letter=letter, grid=grid
+        )
         return messages
 
     @property
@@ -343,22 +345,22 @@ class Session:
         found = self.writer.found
         return max(self.log.charges.number(self.training.name), 0 if found is None else found.server_round) + 1
 
-    def was_charged(self, release: Release, server_round: int) -> bool:
+    def is_charged(self, release: Release, server_round: int) -> bool:
         """Return whether this round of a release, or a later one, was charged before."""
         last = self.log.charges.last.get(("", release.name))
         return last is not None and server_round <= last.server_round
 
-    def waits(self, release: Release, server_round: int) -> bool:
+    def awaits_replies(self, release: Release, server_round: int) -> bool:
         """Return whether clients were asked in this round, and their replies were not added up yet."""
-        return release.name in self.asked and self.asked[release.name].now.server_round == server_round
+        return release.name in self.pending and self.pending[release.name].now.server_round == server_round
 
-    def total(self, release: Release, replies: Any) -> tuple[Round, Collected]:
+    def total(self, release: Release, replies: Any) -> tuple[RoundRequest, CollectedReplies]:
         """Check the replies to what was asked and add them up, once.
 
         Raises:
             RuntimeError: if the log has other charges than when it was asked: a copy of the strategy has gone on.
         """
-        asked = self.asked.pop(release.name)
+        asked = self.pending.pop(release.name)
         if (number := self.log.charges.number(release.name)) != asked.number:
             raise RuntimeError(
                 f"state: {release.name} has {number} charges, and round {asked.now.server_round} was charge {asked.number}: "
@@ -368,11 +370,11 @@ class Session:
         collected = self.exchange.total(asked, replies, more, seeded=self.seeded_noise)
         for seen, incident in ((collected.seeded_clients, _SEEDED), (collected.repeated, _OLDER)):
             # Told once, and not where it tells who was in a cohort.
-            if seen and incident not in self._own.incidents and not self.secret_cohort:
+            if seen and incident not in self._own.incidents and not self.cohort_is_secret:
                 self._own = self._own.happened(incident)
         return asked.now, collected
 
-    def learn(self, server_round: int, replies: Any) -> tuple[Round, Collected, np.ndarray]:
+    def next_model(self, server_round: int, replies: Any) -> tuple[RoundRequest, CollectedReplies, np.ndarray]:
         """Learn from the replies to a round, once: return it, what came, and the next global model [d], float32.
 
         The model is the last one if the round is left out, although it was charged.
@@ -383,11 +385,11 @@ class Session:
             LedgerError: if what the model costs besides can't be written down; nothing is released then.
         """
         release = self.training
-        if not self.waits(release, server_round):
+        if not self.awaits_replies(release, server_round):
             raise RuntimeError(f"server_round={server_round}: aggregate_train needs configure_train of the same round first")
         now, collected = self.total(release, replies)
         if not any(report.replies for report in self._own.rounds):
-            diagnostics.log_constants(now, collected)
+            diagnostics.warn_of_unchanged_arrays(now, collected)
         state, made = run.learnt(self.rules, self.current, now, collected, self.generator("noise", server_round))
         vector = now.vector
         if made is not None:
@@ -395,7 +397,7 @@ class Session:
                 self.log.append(charge)
             try:
                 vector = self._moved(now, made.vector)
-            except RoundLeftOut as why:
+            except RoundDiscarded as why:
                 state = state.happened(f"round {server_round} was left out: {why}")
         if state.incidents != self._own.incidents:
             log.warning("%s", state.incidents[-1])
@@ -408,29 +410,29 @@ class Session:
             raise
         return now, collected, vector
 
-    def _moved(self, now: Round, vector: np.ndarray) -> np.ndarray:
+    def _moved(self, now: RoundRequest, vector: np.ndarray) -> np.ndarray:
         """Return the next model [d], float32: the method's, or that of the server's optimiser."""
         optimizer, kept = self._optimizer, None if self._optimizer is None else self._optimizer.state
         try:
             if optimizer is not None:
                 vector = optimizer.step(now.server_round, now.layout, now.vector, vector)
             if names := now.layout.overflows(vector):
-                raise RoundLeftOut(f"array {names[0]!r} would leave the range of its dtype")
-        except RoundLeftOut:
+                raise RoundDiscarded(f"array {names[0]!r} would leave the range of its dtype")
+        except RoundDiscarded:
             if optimizer is not None and kept is not None:
                 optimizer.state = kept  # else what is not finite would leave out all later rounds as well
             raise
         return vector.astype(np.float32)
 
-    def evaluate(self, server_round: int, replies: Any) -> dict[str, float] | None:
+    def add_evaluation(self, server_round: int, replies: Any) -> dict[str, float] | None:
         """Record and return value and standard error of every metric of a private evaluation; None where there is none."""
         evaluation = self.evaluation
-        if evaluation is None or not self.waits(evaluation, server_round):
+        if evaluation is None or not self.awaits_replies(evaluation, server_round):
             return None
         now, collected = self.total(evaluation, replies)
         rng = self.generator("evaluation", server_round)
         state, found = run.evaluated(self.rules, evaluation, self.current, now, collected, rng)
-        if isinstance(found, RoundLeftOut):
+        if isinstance(found, RoundDiscarded):
             refusal = next((f"; {reason}" for reason in collected.refused.values()), "")
             log.warning("the evaluation of round %s was left out: %s%s", server_round, found, refusal)
         before, after = (diagnostics.why_no_evaluation(one, self.rules.about.num_clients) for one in (self._own, state))
@@ -438,7 +440,7 @@ class Session:
             log.warning("%s; training goes on", state.incidents[-1])
         self._own = replace(state, charges=Charges())
         self.writer.evaluated(self.state)
-        return None if isinstance(found, RoundLeftOut) else found
+        return None if isinstance(found, RoundDiscarded) else found
 
     def _go_back(self) -> None:
         """Go back to the last round with a reply."""
@@ -455,7 +457,7 @@ class Session:
         Raises:
             ValueError: if no round was run before: the model would be the initial one.
         """
-        self.asked.pop(self.training.name, None)
+        self.pending.pop(self.training.name, None)
         if not self._own.ended_before:
             self._own = replace(self._own.happened(f"ended before round {server_round}: {reason}"), ended_before=server_round)
             log.info("%s", self._own.incidents[-1])
@@ -463,7 +465,7 @@ class Session:
             raise ValueError(f"no round was run: {self._own.incidents[-1]}")
         return []
 
-    def unfinished(self) -> None:
+    def charge_interrupted(self) -> None:
         """Tell, at the end of the run, of what was charged and not finished."""
         if (last := self.writer.last) is not None:
             self._own = self._told(self._own, last.state.charged)

@@ -17,22 +17,22 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_dp import wire
 from flower_dp.core import checks
-from flower_dp.privacy.charges import Scope
+from flower_dp.privacy.charges import CostScope
 from flower_dp.privacy.private_file import BudgetSpentError
 from flower_dp.privacy.statement import PrivacyStatement
 from flower_dp.strategies import diagnostics
 from flower_dp.strategies.evaluate_fn import EvaluateFn, named
 from flower_dp.strategies.exchange import PlainExchange
-from flower_dp.strategies.figures import RunFigures
 from flower_dp.strategies.legacy import LegacyAppError
 from flower_dp.strategies.loop import Rounds
 from flower_dp.strategies.population.client_manager import KnownClients
-from flower_dp.strategies.population.fit import changing_names
-from flower_dp.strategies.rules import Options, Rules, check_options
+from flower_dp.strategies.population.eligibility import changing_names
+from flower_dp.strategies.rules import MethodRules, StrategyOptions, check_options
+from flower_dp.strategies.run_lifecycle import with_run_lifecycle
 from flower_dp.strategies.run_state import RunFacts, RunState
+from flower_dp.strategies.run_view import RunView
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 from flower_dp.strategies.session import Session
-from flower_dp.strategies.started import followed
 
 log = logging.getLogger("flwr")
 
@@ -40,7 +40,7 @@ log = logging.getLogger("flwr")
 _EVALUATING = ("configure_evaluate", "aggregate_evaluate")
 
 
-class DPStrategy(RunFigures, Strategy):
+class DPStrategy(RunView, Strategy):
     """A Flower strategy that runs a method's rules; `DPFedAvg` and the other strategies are this class with their own rules.
 
     Args:
@@ -55,7 +55,7 @@ class DPStrategy(RunFigures, Strategy):
         >>> from flower_dp.privacy.dp_fedpaq import FedPAQSteps
         >>> from flower_dp.strategies import DPStrategy
         >>> from flower_dp.strategies.dp_fedpaq import DPFedPAQRules
-        >>> from flower_dp.strategies.releases.books import Population
+        >>> from flower_dp.strategies.releases.client_ledgers import Population
         >>> steps = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=1.0, update_clip_norm=0.1)
         >>> population = Population(num_clients=10, num_records=80, epsilon=4.0)
         >>> rules = DPFedPAQRules(population, steps, FullSampling(), delta=1e-5, quantization_levels=None)
@@ -63,13 +63,13 @@ class DPStrategy(RunFigures, Strategy):
         0.0
     """
 
-    def __init__(self, rules: Rules, **options: Unpack[Options]) -> None:
+    def __init__(self, rules: MethodRules, **options: Unpack[StrategyOptions]) -> None:
         check_options(type(self).__name__, options)
         self.report_client_metrics = options.get("report_client_metrics", False)
         self.registration_timeout = options.get("registration_timeout", 600.0)
         self.frozen_arrays = tuple(options.get("frozen_arrays", ()))
-        self.most_clients_per_node = options.get("most_clients_per_node")
-        self.most_newcomers = options.get("most_newcomers")
+        self.max_clients_per_node = options.get("max_clients_per_node")
+        self.max_new_clients = options.get("max_new_clients")
         optimizer = options.get("server_optimizer")
         self._optimizer = None if optimizer is None else ServerOptimizer(optimizer)
         self.on_round = options.get("on_round")
@@ -83,7 +83,7 @@ class DPStrategy(RunFigures, Strategy):
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
         if not hasattr(cls.start, "__wrapped__"):
-            setattr(cls, "start", followed(cls.start))  # noqa: B010
+            setattr(cls, "start", with_run_lifecycle(cls.start))  # noqa: B010
 
     def begin(self) -> None:
         """Forget the last run; the joint epsilon of later runs has what it cost, if both are on one ledger or both on none."""
@@ -116,7 +116,7 @@ class DPStrategy(RunFigures, Strategy):
         Raises:
             ValueError: if `num_rounds` is not a whole number >= 0.
         """
-        self._session.open(names, checks.integer("num_rounds", num_rounds, at_least=0))
+        self._session.register_clients(names, checks.integer("num_rounds", num_rounds, at_least=0))
 
     @property
     def facts(self) -> RunFacts:
@@ -128,7 +128,7 @@ class DPStrategy(RunFigures, Strategy):
             incidents=record.incidents,
             # Also of a run that goes on without.
             report_client_metrics=self.report_client_metrics or record.asked_metrics or bool(record.client_metrics),
-            own_evaluation=self._overrides("configure_evaluate") or record.own_evaluation,
+            custom_evaluation=self._overrides("configure_evaluate") or record.custom_evaluation,
             changing_names=record.changing_names,
             num_known=record.num_known,
         )
@@ -146,7 +146,7 @@ class DPStrategy(RunFigures, Strategy):
         key = (charge_log.run, state, self.facts)
         if self._stated is None or self._stated[0] != key:
             own = self.rules.statement(state, self.facts)
-            joint = charge_log.joint(Scope(unit=own.unit, relation=own.relation), own.delta)
+            joint = charge_log.joint(CostScope(unit=own.unit, relation=own.relation), own.delta)
             if joint is not None and (self._had_changing_names or self.facts.changing_names):
                 # A client of two names was counted as two: nobody knows what the runs have cost it together.
                 joint = replace(joint, epsilon=math.inf, accountant="none")
@@ -155,7 +155,7 @@ class DPStrategy(RunFigures, Strategy):
 
     # Flower's Strategy
 
-    @followed
+    @with_run_lifecycle
     def start(
         self,
         grid: Grid,
@@ -199,11 +199,11 @@ class DPStrategy(RunFigures, Strategy):
         model = wire.Model.of(initial_arrays, frozen=self.frozen_arrays)
         if self._optimizer is not None:
             self._optimizer.check(model.layout, model.vector)
-        setting = diagnostics.setting(self.rules, model.layout, self._optimizer, num_rounds)
+        setting = diagnostics.run_fingerprint(self.rules, model.layout, self._optimizer, num_rounds)
         if (found := self._session.writer.begin(setting)) is None:
             self.plan(num_rounds)
         else:
-            self._session.go_on(found)
+            self._session.resume(found)
         known_clients = self._known_clients(grid)
         self.summary()
         diagnostics.log_start(self.rules, known_clients, model)
@@ -232,9 +232,9 @@ class DPStrategy(RunFigures, Strategy):
         if is_first and self._optimizer is not None:  # a subclass has its own `start`; that of this class has checked it
             self._optimizer.check(model.layout, model.vector)
         known_clients = self._known_clients(grid)
-        session.note(
+        session.update_state(
             asked_metrics=session.record.asked_metrics or self.report_client_metrics,
-            own_evaluation=session.record.own_evaluation or self._overrides("configure_evaluate"),
+            own_evaluation=session.record.custom_evaluation or self._overrides("configure_evaluate"),
             changing_names=session.record.changing_names or bool(changing_names(self.rules, known_clients)),
         )
         self._had_changing_names |= session.record.changing_names
@@ -245,10 +245,10 @@ class DPStrategy(RunFigures, Strategy):
         # A run that has ended stays so: a later round may cost less, but the ledger may not cover its clients.
         if session.record.ended_before:
             return session.stop(server_round, "the run has ended")
-        if reason := self.rules.why_stop(session.current, server_round, None):
+        if reason := self.rules.stop_reason(session.current, server_round, None):
             return session.stop(server_round, reason)
-        drawn = session.drawn(session.training, known_clients, "cohort", server_round)
-        if reason := self.rules.why_stop(session.current, server_round, sum(map(len, drawn[1].values()))):
+        drawn = session.draw_cohort(session.training, known_clients, "cohort", server_round)
+        if reason := self.rules.stop_reason(session.current, server_round, sum(map(len, drawn[1].values()))):
             return session.stop(server_round, reason)
         try:
             return session.ask(
@@ -273,13 +273,13 @@ class DPStrategy(RunFigures, Strategy):
         None and None for a round that the budget did not cover.
         """
         session = self._session
-        if session.record.ended_before and session.training.name not in session.asked:
+        if session.record.ended_before and session.training.name not in session.pending:
             return None, None
-        now, collected, vector = session.learn(server_round, replies)
+        now, collected, vector = session.next_model(server_round, replies)
         metrics = MetricRecord({**session.record.rounds[-1].public()})
         if self.report_client_metrics and collected.clients:
             means = {f"client-{name}": value / len(collected.clients) for name, value in collected.metrics.items()}
-            session.note(client_metrics={**session.record.client_metrics, server_round: means})
+            session.update_state(client_metrics={**session.record.client_metrics, server_round: means})
             metrics.update(means)
         model = now.model.record(vector)
         if (journal := self._session.journal) is not None:
@@ -300,7 +300,7 @@ class DPStrategy(RunFigures, Strategy):
             return []
         if not evaluation.due(session.log.charges, server_round):
             return []
-        if session.was_charged(evaluation, server_round):  # a run that goes on: this one was interrupted
+        if session.is_charged(evaluation, server_round):  # a run that goes on: this one was interrupted
             return []
         if diagnostics.why_no_evaluation(session.record, self.num_clients):
             return []
@@ -309,7 +309,7 @@ class DPStrategy(RunFigures, Strategy):
             messages = session.ask(
                 evaluation,
                 server_round,
-                session.drawn(evaluation, known_clients, "evaluating cohort", server_round),
+                session.draw_cohort(evaluation, known_clients, "evaluating cohort", server_round),
                 size=evaluation.length,
                 model=wire.Model.of(arrays, frozen=self.frozen_arrays),
                 known_clients=known_clients,
@@ -321,12 +321,12 @@ class DPStrategy(RunFigures, Strategy):
             log.warning("the evaluation of round %s was left out: %s", server_round, why)
             return []
         if self.rounds:
-            session.note(rounds=(*self.rounds[:-1], replace(self.rounds[-1], epsilon=self.epsilon)))
+            session.update_state(rounds=(*self.rounds[:-1], replace(self.rounds[-1], epsilon=self.epsilon)))
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return value and standard error of every metric of a private evaluation; None where there is none."""
-        noised = self._session.evaluate(server_round, replies)
+        noised = self._session.add_evaluation(server_round, replies)
         return None if noised is None else MetricRecord({**noised})
 
     def summary(self) -> None:
@@ -352,6 +352,6 @@ class DPStrategy(RunFigures, Strategy):
         return self._session.known_clients(
             grid,
             timeout=self.registration_timeout,
-            most_clients_per_node=self.most_clients_per_node,
-            most_newcomers=self.most_newcomers,
+            max_clients_per_node=self.max_clients_per_node,
+            max_new_clients=self.max_new_clients,
         )

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import Result
 
 from flower_dp.privacy.charges import Charges
 from flower_dp.privacy.store import Store
-from flower_dp.strategies.checkpoint import OWN_LOOP, Checkpoint, CheckpointError, CheckpointFolder, DrawnNoise, metrics_of
+from flower_dp.strategies.checkpoint import CUSTOM_LOOP, Checkpoint, CheckpointError, CheckpointFolder, DrawnNoise, metrics_of
 from flower_dp.strategies.run_state import RunState
 from flower_dp.wire import numpy_arrays
 
@@ -35,12 +35,12 @@ class CheckpointPlace:
     Attributes:
         folder: their folder.
         resume: go on with it.
-        only_state: make its statement, and end there.
+        statement_only: make its statement, and end there.
     """
 
     folder: Path
     resume: bool = False
-    only_state: bool = False
+    statement_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Snapshot:
     """The run as it was when a round was learnt from (`is_over` false), or was over."""
 
     server_round: int
-    is_over: bool
+    round_complete: bool
     state: RunState
     arrays: ArrayRecord
 
@@ -62,7 +62,7 @@ class Writer:
     Attributes:
         place: where they are; None: nowhere.
         found: the checkpoint from which the run goes on; None for a new run.
-        went_on: whether it has.
+        resumed: whether it has.
         folder: of the checkpoints, if there is a place.
         result: of the rounds so far; the loop fills it.
         last: the last snapshot.
@@ -79,7 +79,7 @@ class Writer:
     def __init__(self, place: CheckpointPlace | None = None) -> None:
         self.place, self.run = place, ""
         self.found: Checkpoint | None = None
-        self.went_on = False
+        self.resumed = False
         self.result: Result | None = None
         self.last: Snapshot | None = None
         self.answered: Snapshot | None = None
@@ -93,10 +93,10 @@ class Writer:
             if not place.resume:
                 raise CheckpointError(f"checkpoint_dir={str(place.folder)!r}: already holds a run; resume=True goes on with it")
             self.found = self.folder.read()
-            if (why := self.found.why_stuck) and not place.only_state:
+            if (why := self.found.resume_blocker) and not place.statement_only:
                 raise CheckpointError(f"{place.folder}: this run can't go on: {why}; a new run needs another folder")
             self._began -= self.found.elapsed
-        elif place.only_state:
+        elif place.statement_only:
             ledger = place.folder / LEDGER
             raise CheckpointError(
                 f"{place.folder}: has no checkpoint for a statement; `flower-dp ledger {ledger}` says what was charged"
@@ -106,14 +106,14 @@ class Writer:
         self.folder.create()
 
     @property
-    def only_state(self) -> bool:
+    def statement_only(self) -> bool:
         """Whether the statement of the run alone is wanted."""
-        return self.place is not None and self.place.only_state
+        return self.place is not None and self.place.statement_only
 
     @property
     def has_run(self) -> bool:
         """Whether it is of this run: one that could not go on has its statement, and this process has nothing of it."""
-        return self.found is None or self.went_on
+        return self.found is None or self.resumed
 
     def begin(self, setting: Mapping[str, str]) -> Checkpoint | None:
         """Return the checkpoint from which a run with this setting goes on, None for a new run.
@@ -170,9 +170,9 @@ class Writer:
         """Note that the run has gone on from the checkpoint that was found, with this state."""
         if self._setting and (found := self.found) is not None:  # where only its last evaluation is left, no other snapshot comes
             self.last = self._written = self.answered = Snapshot(
-                server_round=found.server_round, is_over=found.is_over, state=_stored(state), arrays=found.model
+                server_round=found.server_round, round_complete=found.round_complete, state=_stored(state), arrays=found.model
             )
-        self.went_on = True
+        self.resumed = True
 
     # Snapshots
 
@@ -183,9 +183,9 @@ class Writer:
             CheckpointError: if the run was to go on, and a loop of the strategy's own has begun it anew; or the first checkpoint
                 can't be written: whoever is charged by a run that is then killed would have no statement.
         """
-        if self.found is not None and not self.went_on:
-            raise CheckpointError(f"{self.folder.path}: the run there can't go on: {OWN_LOOP}; a new run needs another folder")
-        self._take(Snapshot(server_round=server_round, is_over=is_over, state=state, arrays=arrays))
+        if self.found is not None and not self.resumed:
+            raise CheckpointError(f"{self.folder.path}: the run there can't go on: {CUSTOM_LOOP}; a new run needs another folder")
+        self._take(Snapshot(server_round=server_round, round_complete=is_over, state=state, arrays=arrays))
         if is_over and time.monotonic() >= self._due:
             error = self._write(ended=False)
             if error is not None and self.folder.is_empty:
@@ -206,7 +206,7 @@ class Writer:
         if self.last is not None and not failed:
             self.result = result if isinstance(result, Result) else None
             arrays = self.last.arrays if self.result is None else self.result.arrays
-            self._take(replace(self.last, is_over=True, state=state, arrays=arrays))
+            self._take(replace(self.last, round_complete=True, state=state, arrays=arrays))
         if self.last is not self._written:
             self._write(ended=not failed)
 
@@ -223,7 +223,7 @@ class Writer:
         checkpoint = Checkpoint(
             setting=self._setting,
             server_round=now.server_round,
-            is_over=now.is_over,
+            round_complete=now.round_complete,
             state=now.state,
             arrays=numpy_arrays(now.arrays, limit=_LARGEST_ARRAY),
             run=self.run,

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flower_dp.core import checks, dp
-from flower_dp.core.words import delta_in_words, epsilon_in_words
+from flower_dp.core import checks, dp_events
+from flower_dp.core.formatting import format_delta, format_epsilon
 from flower_dp.privacy import accounting
-from flower_dp.privacy.accounting import Cost
-from flower_dp.privacy.charges import Charges, Scope
+from flower_dp.privacy.accounting import PrivacyCost
+from flower_dp.privacy.charges import Charges, CostScope
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
@@ -32,11 +32,11 @@ NOT_COVERED = (
     "other runs on the same clients or records: this counts the runs in the sweep's folder alone",
     "metrics on test or validation records that are not public: only private evaluations are charged",
 )
-Events = Mapping[dp.DpEvent, int]
+Events = Mapping[dp_events.DpEvent, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Charged:
+class RunCharges:
     """What one run has charged, in one scope.
 
     Attributes:
@@ -54,7 +54,7 @@ class Charged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Together:
+class JointCost:
     """What private runs together cost a client or record, at most.
 
     Attributes:
@@ -64,10 +64,10 @@ class Together:
         cost: of the composition.
     """
 
-    scope: Scope
+    scope: CostScope
     num_runs: int
     num_others: int
-    cost: Cost
+    cost: PrivacyCost
 
     def __str__(self) -> str:
         scope, cost = self.scope, self.cost
@@ -76,8 +76,8 @@ class Together:
             return f"{others} for a {scope.unit} ({scope.relation}): not private"
         runs = "The one private run costs" if self.num_runs == 1 else f"All {self.num_runs} private runs together cost"
         text = (
-            f"{runs} a {scope.unit} that was in each of them epsilon {epsilon_in_words(cost.epsilon)} at delta "
-            f"{delta_in_words(cost.delta)}, at most ({scope.relation}; accountant {cost.accountant})"
+            f"{runs} a {scope.unit} that was in each of them epsilon {format_epsilon(cost.epsilon)} at delta "
+            f"{format_delta(cost.delta)}, at most ({scope.relation}; accountant {cost.accountant})"
         )
         return f"{text}; {others}: with them epsilon is infinite" if self.num_others else text
 
@@ -105,7 +105,7 @@ class SweepStatement:
     """
 
     num_runs: int
-    together: tuple[Together, ...]
+    together: tuple[JointCost, ...]
     without: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class SweepStatement:
 
 def statement_of(folders: Sequence[Path]) -> SweepStatement:
     """Return what the runs in some folders together cost, from the ledgers beside their checkpoints."""
-    found: dict[Scope, list[tuple[Charged, float]]] = {}
+    found: dict[CostScope, list[tuple[RunCharges, float]]] = {}
     without = []
     for folder in folders:
         ledger = folder / CHECKPOINT / _LEDGER
@@ -144,19 +144,19 @@ def statement_of(folders: Sequence[Path]) -> SweepStatement:
         # The least delta of all: for a larger one, epsilon is no larger. That of a pure epsilon is 0, and it holds for any.
         delta = min((delta for _, delta in runs if delta), default=0.0)
         cost = _least(private, delta, scope)
-        together.append(Together(scope=scope, num_runs=len(private), num_others=len(runs) - len(private), cost=cost))
+        together.append(JointCost(scope=scope, num_runs=len(private), num_others=len(runs) - len(private), cost=cost))
     return SweepStatement(num_runs=len(folders) - len(without), together=tuple(together), without=tuple(without))
 
 
-def _least(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
+def _least(runs: Sequence[RunCharges], delta: float, scope: CostScope) -> PrivacyCost:
     """Return what runs together cost; infinite where no accountant can tell."""
     with suppress(UnsupportedEventError):
         if runs:
             return compose(runs, delta, scope)
-    return Cost(epsilon=math.inf, delta=delta, relation=scope.relation, accountant="none")
+    return PrivacyCost(epsilon=math.inf, delta=delta, relation=scope.relation, accountant="none")
 
 
-def compose(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
+def compose(runs: Sequence[RunCharges], delta: float, scope: CostScope) -> PrivacyCost:
     """Return what runs together cost a client or record that was the most expensive one in each.
 
     Where a run has a history that has all that others have, the events of these histories are composed. Where not, every run
@@ -165,7 +165,7 @@ def compose(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
     checks.number("delta", delta, at_least=0, below=1)
     worst = [one for run in runs if (one := run.worst) is not None]
     if len(worst) == len(runs):
-        total: Counter[dp.DpEvent] = Counter()
+        total: Counter[dp_events.DpEvent] = Counter()
         for one in worst:
             total.update(one)
         return accounting.epsilon(_event(total), delta=delta, relation=scope.relation)
@@ -174,7 +174,7 @@ def compose(runs: Sequence[Charged], delta: float, scope: Scope) -> Cost:
         max(accounting.epsilon(_event(one), delta=part, relation=scope.relation).epsilon for one in run.histories) for run in runs
     ]
     how = f"sum of the runs' epsilons at delta / {len(runs)}"
-    return Cost(epsilon=sum(costs), delta=delta, relation=scope.relation, accountant=how)
+    return PrivacyCost(epsilon=sum(costs), delta=delta, relation=scope.relation, accountant=how)
 
 
 def has_charges(folder: Path) -> bool:
@@ -189,19 +189,19 @@ def has_charges(folder: Path) -> bool:
         return True
 
 
-def _charged(ledger: Path) -> Iterable[tuple[Scope, Charged, float]]:
+def _charged(ledger: Path) -> Iterable[tuple[CostScope, RunCharges, float]]:
     """Yield what the runs in a ledger have charged, with the delta of their statements."""
     with Store(ledger, read_only=True) as store:
         for run in store.runs.values():
             charges = store.charges[run.name]
             for scope in dict.fromkeys(charge.scope for charge in charges.last.values()):
                 histories = histories_of(charges, scope)
-                alone = _least([Charged(histories=histories, private=True)], run.delta, scope)
+                alone = _least([RunCharges(histories=histories, private=True)], run.delta, scope)
                 private = math.isfinite(alone.epsilon)  # noise from a fixed seed counts as none
-                yield scope, Charged(histories=histories, private=private), run.delta
+                yield scope, RunCharges(histories=histories, private=private), run.delta
 
 
-def histories_of(charges: Charges, scope: Scope) -> tuple[Events, ...]:
+def histories_of(charges: Charges, scope: CostScope) -> tuple[Events, ...]:
     """Return how often every owner was charged with which event; equal histories once."""
     found = {frozenset(history.counts.items()) for history in charges.histories(scope)}
     return tuple(dict(one) for one in found)
@@ -211,8 +211,8 @@ def _has(one: Events, other: Events) -> bool:
     return all(one.get(event, 0) >= count for event, count in other.items())
 
 
-def _event(counts: Events) -> dp.DpEvent:
-    return dp.ComposedDpEvent([dp.SelfComposedDpEvent(event, count) for event, count in counts.items()])
+def _event(counts: Events) -> dp_events.DpEvent:
+    return dp_events.ComposedDpEvent([dp_events.SelfComposedDpEvent(event, count) for event, count in counts.items()])
 
 
 def _runs(number: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from flower_dp.core import checks
 from flower_dp.core.checks import bad, refusal
-from flower_dp.privacy.selection import NumberOfRuns, number_of_runs
+from flower_dp.privacy.selection import RunCountLaw, number_of_runs
 from flower_dp.running import values
 from flower_dp.running.apps import flatten, own_module
 from flower_dp.running.values import Value
@@ -23,7 +23,7 @@ _OWN = ("seed", "output-dir", "resume")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SelectionRule:
     """By what the best point is found.
 
     Attributes:
@@ -36,7 +36,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrivateChoice:
+class SelectionSettings:
     """How one run is chosen by private results, with `--private-selection`.
 
     Attributes:
@@ -44,7 +44,7 @@ class PrivateChoice:
         public_test_data: whether the records that models are tested with are public, so that a metric on them may decide.
     """
 
-    number: NumberOfRuns
+    number: RunCountLaw
     public_test_data: bool
 
 
@@ -80,8 +80,8 @@ class SweepFile:
     points: tuple[Point, ...]
     seeds: tuple[int, ...] = (0,)
     metric: str = "accuracy"
-    select: Choice | None = None
-    private_selection: PrivateChoice | None = None
+    select: SelectionRule | None = None
+    private_selection: SelectionSettings | None = None
     workers: int | None = None
     supernodes: int | None = None
     gpus_per_worker: float = 0.0
@@ -100,17 +100,17 @@ def read(path: Path) -> SweepFile:
         raise ValueError(f"{path}: can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: is not TOML: {error}") from None
-    findings, found = checks.Findings(), dict[str, Any]()
+    findings, found = checks.ErrorCollector(), dict[str, Any]()
     for key, value in content.items():
-        with findings.noted():
+        with findings.collect_errors():
             if key not in _READERS:
                 known = ", ".join(_READERS)
                 raise ValueError(f"{key}: is no key of a sweep; settings of the runs are in [settings]. Keys: {known}")
             found[key.replace("-", "_")] = _READERS[key](key, value)
     parts = {key: found.pop(key) for key in ("app", "settings", "grid", "points") if key in found}
-    with findings.noted():
+    with findings.collect_errors():
         found["points"] = _points(**parts, base=path.absolute().parent)
-    findings.refuse()
+    findings.raise_if_any()
     return SweepFile(**found)
 
 
@@ -149,13 +149,13 @@ def _seeds(key: str, value: Any) -> tuple[int, ...]:
     return found
 
 
-def _choice(key: str, value: Any) -> Choice:
+def _choice(key: str, value: Any) -> SelectionRule:
     table = _table(key, value, keys=("metric", "mode"))
     mode = checks.one_of(f"{key}.mode", table.get("mode", "max"), ("max", "min"))
-    return Choice(metric=checks.line(f"{key}.metric", table["metric"]), mode=mode)
+    return SelectionRule(metric=checks.line(f"{key}.metric", table["metric"]), mode=mode)
 
 
-def _private(key: str, value: Any) -> PrivateChoice:
+def _private(key: str, value: Any) -> SelectionSettings:
     table = _table(key, value, keys=("mean", "shape", "public-test-data"))
     shape = table.get("shape", 1.0)
     try:
@@ -163,7 +163,7 @@ def _private(key: str, value: Any) -> PrivateChoice:
     except ValueError as error:
         raise ValueError(f"{key}.{error}") from None
     public = checks.flag(f"{key}.public-test-data", table.get("public-test-data", False))
-    return PrivateChoice(number=number, public_test_data=public)
+    return SelectionSettings(number=number, public_test_data=public)
 
 
 _COUNT = partial(checks.integer, at_least=1)
@@ -196,20 +196,20 @@ def _points(
 ) -> tuple[Point, ...]:
     common, shared = settings or {}, grid or {}
     found: dict[str, Point] = {}
-    findings, unread = checks.Findings(), set(common)
+    findings, unread = checks.ErrorCollector(), set(common)
     for number, block in enumerate(points or [{}], start=1):
         if twice := sorted(block.keys() & shared.keys()):
             findings.errors.append(ValueError(f"{twice[0]}: is in [grid] and in point {number}: leave it out of one of them"))
             continue
         for combination in _combinations({**shared, **block}, findings):
-            with findings.noted():
+            with findings.collect_errors():
                 held = _held(common, combination)
                 unread -= held.keys() | combination.keys()
                 point = _point({"app": app, **held, **combination}, base)
                 found.setdefault(repr((point.app, sorted(point.settings.items()))), point)
     for key in [key for key in common if key in unread]:
         findings.errors.append(refusal(key, common[key], "is in [settings], and no point reads it"))
-    findings.refuse()
+    findings.raise_if_any()
     return tuple(found.values())
 
 
@@ -222,7 +222,7 @@ def _held(common: Mapping[str, Any], point: Mapping[str, Any]) -> Mapping[str, A
     return {key: value for key, value in common.items() if not unread(key)}
 
 
-def _combinations(table: Mapping[str, Any], findings: checks.Findings) -> Iterator[dict[str, Any]]:
+def _combinations(table: Mapping[str, Any], findings: checks.ErrorCollector) -> Iterator[dict[str, Any]]:
     """Yield each combination of a table's values; an array has several, another value is one."""
     lists = {key: value if isinstance(value, list) else [value] for key, value in table.items()}
     if empty := [key for key, values_ in lists.items() if not values_]:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from flower_dp.core import checks
-from flower_dp.running.launched import Launched
+from flower_dp.running.launch_record import LaunchRecord
 from flower_dp.running.run_folder import CHECKPOINT, CONFIG, METRICS, is_finished, write_whole
-from flower_dp.sweeps.plan import PlannedRun
+from flower_dp.sweeps.plan import SweepRun
 
 FILE, RUNS, LOCK, RESULTS = "sweep.toml", "runs", "sweep.lock", "results.csv"
 # Settings that are not those of the runs' results.
@@ -31,7 +31,7 @@ class SweepFolder:
 
     path: Path
 
-    def of(self, run: PlannedRun) -> Path:
+    def of(self, run: SweepRun) -> Path:
         """Return the folder of a run."""
         return self.path / RUNS / run.name
 
@@ -90,17 +90,17 @@ class SweepFolder:
             (self.path / LOCK).unlink()
             self.path.rmdir()
 
-    def check(self, runs: Sequence[PlannedRun]) -> None:
+    def check(self, runs: Sequence[SweepRun]) -> None:
         """Refuse runs that contradict what was run here, or whose checkpoints can't be read; there may be more than before.
 
         Raises:
             SettingsError: with all that contradicts them, a line each.
         """
-        findings = checks.Findings()
+        findings = checks.ErrorCollector()
         planned = {run.name: run for run in runs}
         for folder in self.runs():
             if folder.name in planned:
-                with findings.noted():
+                with findings.collect_errors():
                     self._check_same(folder, planned[folder.name])
                     if not is_finished(folder):
                         self._check_readable(folder)
@@ -108,32 +108,32 @@ class SweepFolder:
                 findings.errors.append(
                     ValueError(f"{folder}: was made with {_nearest(folder, runs)}: put that back, or take another folder")
                 )
-        findings.refuse()
+        findings.raise_if_any()
 
     def keep(self, file: Path) -> None:
         """Keep the sweep's file here."""
         write_whole(self.path / FILE, file.read_bytes())
 
-    def _check_same(self, folder: Path, run: PlannedRun) -> None:
+    def _check_same(self, folder: Path, run: SweepRun) -> None:
         """Refuse a run whose folder has one with other settings: of an app that has changed, or with other nodes."""
         if differing := _differing(folder, run):
             key, before, now = differing[0]
             raise ValueError(f"{folder}: was made with {key}={before!r}, now {now!r}: take another folder")
         app = run.target.app
-        if not (app.own or app.built) and (before := Launched.read(folder)).supernodes != run.launched.supernodes:
+        if not (app.own or app.built) and (before := LaunchRecord.read(folder)).supernodes != run.launched.supernodes:
             raise ValueError(f"{folder}: was made with {before.supernodes} SuperNodes, now {run.launched.supernodes}")
 
     def _check_readable(self, folder: Path) -> None:
         """Refuse a run that only a damaged, newer or foreign checkpoint stops: made anew, it would charge its clients again."""
-        from flower_dp.strategies.checkpoint import OWN_LOOP, CheckpointFolder  # noqa: PLC0415  (slow to import)
+        from flower_dp.strategies.checkpoint import CUSTOM_LOOP, CheckpointFolder  # noqa: PLC0415  (slow to import)
 
-        if (why := CheckpointFolder(folder / CHECKPOINT).why_stuck()) not in ("", OWN_LOOP):
+        if (why := CheckpointFolder(folder / CHECKPOINT).resume_blocker()) not in ("", CUSTOM_LOOP):
             anew = "then the run begins anew, and charges its clients again"
             raise ValueError(
                 f"{folder}: can't go on: {why}; mend that, or rename the folder to {self._aside(folder).name}: {anew}"
             )
 
-    def left(self, runs: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Path, bool]]:
+    def left(self, runs: Sequence[SweepRun]) -> list[tuple[SweepRun, Path, bool]]:
         """Return the runs that have not finished, each with its folder, and whether it goes on; new ones get a new folder."""
         from flower_dp.strategies.checkpoint import CheckpointFolder  # noqa: PLC0415  (slow to import)
         from flower_dp.sweeps.cost import has_charges  # noqa: PLC0415
@@ -144,9 +144,9 @@ class SweepFolder:
             if is_finished(folder):
                 continue
             kept = CheckpointFolder(folder / CHECKPOINT)
-            goes_on = not (kept.is_empty or kept.why_stuck())
+            goes_on = not (kept.is_empty or kept.resume_blocker())
             if goes_on:
-                before = Launched.read(folder)
+                before = LaunchRecord.read(folder)
                 run = replace(run, launched=replace(before, workers=run.launched.workers))  # noqa: PLW2901
             else:
                 if has_charges(folder) or not kept.is_empty:  # of a loop of its own, which would begin anew
@@ -163,13 +163,13 @@ class SweepFolder:
         return next(place for place in places if not place.exists())
 
 
-def _differing(folder: Path, run: PlannedRun) -> list[tuple[str, Any, Any]]:
+def _differing(folder: Path, run: SweepRun) -> list[tuple[str, Any, Any]]:
     """Return what has another value now than in a run's folder; a newer release may have more settings."""
     before, now = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8")), run.config
     return [(key, value, now[key]) for key, value in before.items() if key in now and now[key] != value and key not in _FREE]
 
 
-def _nearest(folder: Path, runs: Sequence[PlannedRun]) -> str:
+def _nearest(folder: Path, runs: Sequence[SweepRun]) -> str:
     """Return in what a run differs from that of the plan that is most like it."""
     differing = min((_differing(folder, run) for run in runs), key=len)
     return ", ".join(f"{key}={before!r} (now {now!r})" for key, before, now in differing) or "another app"

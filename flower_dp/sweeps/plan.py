@@ -12,7 +12,7 @@ from typing import Any
 from flower_dp.core import checks
 from flower_dp.running import plugins, preflight
 from flower_dp.running.apps import Target, resolve
-from flower_dp.running.launched import Launched
+from flower_dp.running.launch_record import LaunchRecord
 from flower_dp.running.values import Value
 from flower_dp.sweeps.file import Point, SweepFile
 
@@ -20,7 +20,7 @@ _SLUG, _HASH = 40, 8  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRun:
+class SweepRun:
     """A run of a sweep.
 
     Attributes:
@@ -38,7 +38,7 @@ class PlannedRun:
     label: str
     name: str
     target: Target
-    launched: Launched
+    launched: LaunchRecord
     command: str
 
     @property
@@ -52,7 +52,7 @@ class PlannedRun:
         return f"{self.label}{', ' * bool(self.label)}seed {self.seed}"
 
 
-def planned(file: SweepFile, cores: int) -> tuple[PlannedRun, ...]:
+def planned(file: SweepFile, cores: int) -> tuple[SweepRun, ...]:
     """Return the runs of a sweep: the points one after another for the first seed, then for the next.
 
     Args:
@@ -63,7 +63,7 @@ def planned(file: SweepFile, cores: int) -> tuple[PlannedRun, ...]:
         SettingsError: with all that the apps can't take, a line each.
     """
     workers = file.workers or max(1, cores // (len(file.points) * len(file.seeds)))
-    findings, labels = Findings(len(file.points)), _labels(file.points)
+    findings, labels = PointErrors(len(file.points)), _labels(file.points)
     runs = []
     for seed in file.seeds:
         for point, label in zip(file.points, labels, strict=True):
@@ -74,14 +74,14 @@ def planned(file: SweepFile, cores: int) -> tuple[PlannedRun, ...]:
             with findings.of(run.label):
                 preflight.check_settings(run.target)
     findings.refuse()
-    known: dict[str, PlannedRun] = {}
+    known: dict[str, SweepRun] = {}
     for run in runs:
         if (other := known.setdefault(run.name, run)) is not run:
             raise checks.SettingsError(f"points: {other.told!r} and {run.told!r} are the same run; leave one of them out")
     return tuple(runs)
 
 
-def check(runs: Iterable[PlannedRun], *, forecast: bool = False) -> None:
+def check(runs: Iterable[SweepRun], *, forecast: bool = False) -> None:
     """Refuse settings of which an app knows before a run that it can't use them, as `flower-dp run` does.
 
     Args:
@@ -92,27 +92,27 @@ def check(runs: Iterable[PlannedRun], *, forecast: bool = False) -> None:
         SettingsError: with all that is wrong, a line each.
     """
     some = _of_one_seed(runs)
-    findings = Findings(len(some))
+    findings = PointErrors(len(some))
     for run in some:
         app = run.target.app
         functions = [app.check] if app.check and run.target.overrides else []  # the defaults are valid
         with findings.of(run.label):
             preflight.check_settings(run.target)
             for name in [*functions, *([app.cost] if forecast and app.cost else [])]:
-                with plugins.loaded(app, name) as of_app:
+                with plugins.load_plugin(app, name) as of_app:
                     of_app(run.config)
     findings.refuse()
 
 
-def _of_one_seed(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
+def _of_one_seed(runs: Iterable[SweepRun]) -> list[SweepRun]:
     """Return one run a point."""
-    first: dict[str, PlannedRun] = {}
+    first: dict[str, SweepRun] = {}
     for run in runs:
         first.setdefault(run.label, run)
     return list(first.values())
 
 
-class Findings:
+class PointErrors:
     """What is wrong with points: each line once, with the points that it is of.
 
     Args:
@@ -150,7 +150,7 @@ class Findings:
             raise checks.SettingsError("\n".join(lines))
 
 
-def _run(file: SweepFile, point: Point, seed: int, label: str, workers: int) -> PlannedRun:
+def _run(file: SweepFile, point: Point, seed: int, label: str, workers: int) -> SweepRun:
     texts = [f"{key}={_text(value)}" for key, value in point.settings.items()]
     plain = resolve(point.app or None, texts)
     known = plain.app.settings()
@@ -165,13 +165,13 @@ def _run(file: SweepFile, point: Point, seed: int, label: str, workers: int) -> 
     words += [word for text in [*texts, f"seed={seed}"] for word in ("--set", text)]
     words += ["--workers", str(workers), "--supernodes", str(nodes)]
     words += ["--gpus-per-worker", f"{file.gpus_per_worker:g}"] if file.gpus_per_worker else []
-    return PlannedRun(
+    return SweepRun(
         point=point,
         seed=seed,
         label=label,
         name=f"{_name(plain)}-seed-{seed}",
         target=target,
-        launched=Launched(
+        launched=LaunchRecord(
             app="" if own else str(target.app.folder),
             name=target.name,
             overrides=dict(target.overrides),

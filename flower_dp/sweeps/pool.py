@@ -16,14 +16,14 @@ import psutil
 from flower_dp.core.environment import RESUMED
 from flower_dp.running import preflight
 from flower_dp.running.flower_log import of_a_dead_process
-from flower_dp.running.launched import Launched
+from flower_dp.running.launch_record import LaunchRecord
 from flower_dp.running.preflight import default_workers
 from flower_dp.running.run_folder import LOG
 from flower_dp.running.signals import Signals
-from flower_dp.simulation.attempt import Outcome, attempt
+from flower_dp.simulation.attempt import LaunchOutcome, attempt
 from flower_dp.simulation.grid import RayGrid
 from flower_dp.simulation.workers import RayStartError, Workers, start_ray, stop_ray
-from flower_dp.sweeps.plan import PlannedRun
+from flower_dp.sweeps.plan import SweepRun
 
 # What a process that imports torch takes, about, with small data.
 _PROCESS_BYTES = 2**29
@@ -37,7 +37,7 @@ class LaunchError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class RunOutcome:
     """A run of a sweep that has ended.
 
     Attributes:
@@ -47,7 +47,7 @@ class Ended:
         seconds: since it was begun or went on here.
     """
 
-    run: PlannedRun
+    run: SweepRun
     status: str
     details: str
     seconds: float
@@ -57,13 +57,13 @@ class Ended:
 class _Made:
     """A run that is being made, and the workers that it has."""
 
-    run: PlannedRun
+    run: SweepRun
     folder: Path
     workers: Workers
     began: float
 
 
-def how_many(runs: Sequence[PlannedRun], at_once: int | None, cores: int, gpus: int | None) -> int:
+def how_many(runs: Sequence[SweepRun], at_once: int | None, cores: int, gpus: int | None) -> int:
     """Return how many runs are made at once.
 
     Args:
@@ -100,7 +100,7 @@ class Pool:
         count: of runs at once.
     """
 
-    def __init__(self, runs: Sequence[PlannedRun], at_once: int | None, lock: Path, signals: Signals) -> None:
+    def __init__(self, runs: Sequence[SweepRun], at_once: int | None, lock: Path, signals: Signals) -> None:
         self._one, self._lock, self._signals = runs[0].launched, lock, signals
         gpus = preflight.num_gpus() if self._one.gpus_per_worker else None
         self.count = how_many(runs, at_once, default_workers(), gpus)
@@ -125,9 +125,9 @@ class Pool:
 
     def make(
         self,
-        runs: Sequence[tuple[PlannedRun, Path, bool]],
-        on_end: Callable[[Ended], None],
-        meanwhile: Callable[[list[PlannedRun]], None] = lambda runs: None,
+        runs: Sequence[tuple[SweepRun, Path, bool]],
+        on_end: Callable[[RunOutcome], None],
+        meanwhile: Callable[[list[SweepRun]], None] = lambda runs: None,
     ) -> None:
         """Make runs, and wait until all have ended.
 
@@ -165,24 +165,24 @@ class Pool:
     def _workers(self) -> Workers:
         return Workers(num_workers=self._one.workers, gpus=self._one.gpus_per_worker)
 
-    def _begin(self, run: PlannedRun, folder: Path, goes_on: bool, workers: Workers) -> None:
+    def _begin(self, run: SweepRun, folder: Path, goes_on: bool, workers: Workers) -> None:
         task = self._ray.remote(_make).options(num_cpus=0, max_retries=0)
         ref = task.remote(run.launched, folder, RESUMED if goes_on else "", workers, self._lock)
         self._running[ref] = _Made(run=run, folder=folder, workers=workers, began=time.monotonic())
 
-    def _ended(self, ref: Any, made: _Made) -> tuple[Ended, bool]:
+    def _ended(self, ref: Any, made: _Made) -> tuple[RunOutcome, bool]:
         """Return how a run has ended, and whether its workers are all still there."""
         whole, log = False, made.folder / LOG
         try:
             outcome, whole = self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:  # none of its app's
-            outcome = Outcome(status="failed", details=str(error).strip().splitlines()[-1])
+            outcome = LaunchOutcome(status="failed", details=str(error).strip().splitlines()[-1])
         except self._ray.exceptions.RayError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             crashed = isinstance(error, self._ray.exceptions.WorkerCrashedError)
-            outcome = Outcome(status="lost", details=of_a_dead_process(log) if crashed else " ".join(lines[:2]))
+            outcome = LaunchOutcome(status="lost", details=of_a_dead_process(log) if crashed else " ".join(lines[:2]))
         seconds = time.monotonic() - made.began
-        return Ended(run=made.run, status=outcome.status, details=outcome.details, seconds=seconds), whole
+        return RunOutcome(run=made.run, status=outcome.status, details=outcome.details, seconds=seconds), whole
 
     def _interrupt(self) -> None:
         for ref in self._running:
@@ -192,7 +192,7 @@ class Pool:
             left = self._ray.wait(left, num_returns=len(left), timeout=_LOOK_SECONDS)[1]
 
 
-def _make(begun: Launched, folder: Path, resume: str, workers: Workers, lock: Path) -> tuple[Outcome, bool]:
+def _make(begun: LaunchRecord, folder: Path, resume: str, workers: Workers, lock: Path) -> tuple[LaunchOutcome, bool]:
     """Make a run in a worker of Ray; return how it has ended, and whether all of its workers have stayed."""
     os.environ["OMP_NUM_THREADS"] = str(begun.workers)  # of this process alone: its workers began without
     there = list(workers.actors)

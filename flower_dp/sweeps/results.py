@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flower_dp.core import columns
+from flower_dp.core import metric_columns
 from flower_dp.reporting import compare, tables
 from flower_dp.reporting.compare import Curve
-from flower_dp.reporting.past_run import PastRun, read_past_run
+from flower_dp.reporting.past_run import RunContents, read_past_run
 from flower_dp.running.run_folder import CONFIG, write_whole
 from flower_dp.sweeps.cost import CHOOSING
-from flower_dp.sweeps.file import Choice
+from flower_dp.sweeps.file import SelectionRule
 from flower_dp.sweeps.folder import RESULTS, SweepFolder
-from flower_dp.sweeps.plan import PlannedRun
+from flower_dp.sweeps.plan import SweepRun
 
 TABLE, FIGURE, COMMANDS = "table.md", "figure.png", "commands.txt"
 
@@ -33,7 +33,7 @@ class Best:
         num_seeds: how many runs it is the mean of.
     """
 
-    run: PlannedRun
+    run: SweepRun
     mean: float
     num_seeds: int
 
@@ -49,10 +49,10 @@ class Results:
     """
 
     folder: SweepFolder
-    runs: tuple[PlannedRun, ...]
+    runs: tuple[SweepRun, ...]
     metric: str
 
-    def past(self, run: PlannedRun) -> PastRun | None:
+    def past(self, run: SweepRun) -> RunContents | None:
         """Return a run that has begun; None otherwise."""
         place = self.folder.of(run)
         return read_past_run(place) if (place / CONFIG).is_file() else None
@@ -71,7 +71,7 @@ class Results:
         lines = [line for run in self.runs for line in (f"# {run.told}", f"{run.command}\n")]
         write_whole(self.folder.path / COMMANDS, "\n".join(lines).encode())
 
-    def _row(self, run: PlannedRun) -> dict[str, Any]:
+    def _row(self, run: SweepRun) -> dict[str, Any]:
         settings = {"app": run.point.app} if run.point.app else {}
         row: dict[str, Any] = {**settings, **run.point.settings, "seed": run.seed}
         past = self.past(run)
@@ -134,9 +134,9 @@ class Results:
         canvas.save(drawn, str(self.folder.path / FIGURE))
         return self.folder.path / FIGURE
 
-    def best(self, choice: Choice) -> Best | None:
+    def best(self, choice: SelectionRule) -> Best | None:
         """Return the point with the best mean, of those whose runs have all finished; None without one."""
-        found: dict[str, list[tuple[PlannedRun, float]]] = {}
+        found: dict[str, list[tuple[SweepRun, float]]] = {}
         for run in self.runs:
             past = self.past(run)
             series = past.series(choice.metric) if past is not None and past.finished else {}
@@ -149,12 +149,14 @@ class Results:
         return Best(run=found[label][0][0], mean=whole[label], num_seeds=len(found[label]))
 
 
-def last_metrics(past: PastRun, metric: str) -> Mapping[str, float]:
+def last_metrics(past: RunContents, metric: str) -> Mapping[str, float]:
     """Return the last value of each metric of a run, the wanted one first; what clients were asked for is left out.
 
     NaN stands for one that was not finite.
     """
-    told = (name for row in past.rows for name in row if not columns.own(name) or name.startswith("private-"))
+    told = (name for row in past.rows for name in row if not metric_columns.is_reserved(name) or name.startswith("private-"))
     found = {name: past.series(name) for name in dict.fromkeys((metric, *told))}
     # What was never a number is no metric: null stands for one that was not finite.
-    return {name: of[max(of)] for name, of in found.items() if of and any(columns.number(row.get(name)) for row in past.rows)}
+    return {
+        name: of[max(of)] for name, of in found.items() if of and any(metric_columns.number(row.get(name)) for row in past.rows)
+    }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flower_dp.core import checks
 from flower_dp.running import flower_log, preflight
-from flower_dp.running.launched import Launched
+from flower_dp.running.launch_record import LaunchRecord
 from flower_dp.running.preflight import default_workers
 from flower_dp.running.progress import clock, quantities, round_text
 from flower_dp.running.run_folder import LOG, RunFolder, forget_statement, is_finished, read_metrics
@@ -17,8 +17,8 @@ from flower_dp.sweeps import plan
 from flower_dp.sweeps.cost import CHOOSING, statement_of
 from flower_dp.sweeps.file import SweepFile, read
 from flower_dp.sweeps.folder import SweepFolder
-from flower_dp.sweeps.plan import PlannedRun
-from flower_dp.sweeps.pool import Ended, Pool
+from flower_dp.sweeps.plan import SweepRun
+from flower_dp.sweeps.pool import Pool, RunOutcome
 from flower_dp.sweeps.results import Results
 
 Tell = Callable[[str], None]
@@ -40,7 +40,7 @@ class Sweep:
 
     path: Path
     file: SweepFile
-    runs: tuple[PlannedRun, ...]
+    runs: tuple[SweepRun, ...]
 
     @classmethod
     def read(cls, path: Path) -> "Sweep":
@@ -62,15 +62,15 @@ class Sweep:
         Raises:
             SettingsError: with all that is wrong, a line each.
         """
-        findings = checks.Findings()
-        with findings.noted():
+        findings = checks.ErrorCollector()
+        with findings.collect_errors():
             plan.check(self.runs, forecast=True)
         if folder is not None:
-            with findings.noted():
+            with findings.collect_errors():
                 folder.check(self.runs)
-        findings.refuse()
+        findings.raise_if_any()
 
-    def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> list[Ended]:
+    def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> list[RunOutcome]:
         """Make the runs that have not finished, and write the sweep's results and statement, also after an interruption.
 
         Args:
@@ -112,7 +112,7 @@ class Sweep:
         return [f"{told}: {flower_log.num_warnings(warnings)}, in {log}" for told, log, warnings in found if warnings]
 
     def _make(
-        self, left: Sequence[PlannedRun], folder: SweepFolder, lock: Path, at_once: int | None, progress: "_Progress"
+        self, left: Sequence[SweepRun], folder: SweepFolder, lock: Path, at_once: int | None, progress: "_Progress"
     ) -> None:
         begun = False
         try:
@@ -165,9 +165,9 @@ class _Progress:
         self._tell, self.results, self._left = tell, results, num_left
         self._began, self._ended = time.monotonic(), 0
         self._told = self._began
-        self.failed: list[Ended] = []
+        self.failed: list[RunOutcome] = []
 
-    def begin(self, count: int, one: Launched, going_on: int) -> None:
+    def begin(self, count: int, one: LaunchRecord, going_on: int) -> None:
         """Say how the runs are made, and whether they leave this machine's GPUs alone, if it has any."""
         more = f"; {going_on} of them from a checkpoint" if going_on else ""
         each = "1 worker" if one.workers == 1 else f"{one.workers} workers"
@@ -176,7 +176,7 @@ class _Progress:
         if line := unused_gpus(gpus, "gpus-per-worker = 1 to its file", user="sweep"):
             self._tell(line)
 
-    def running(self, runs: Sequence[PlannedRun]) -> None:
+    def running(self, runs: Sequence[SweepRun]) -> None:
         """Say from time to time in which rounds the runs are that have any, and what is left."""
         now, done, parts = time.monotonic(), float(self._ended), []
         if now < self._told + _TOLD_SECONDS:
@@ -192,12 +192,12 @@ class _Progress:
             seconds = (now - self._began) / done * (self._ended + self._left - done)
             self._tell(f"{'; '.join(parts)}; {self._left} left, about {clock(seconds)}")
 
-    def ended(self, ended: Ended) -> None:
+    def ended(self, ended: RunOutcome) -> None:
         """Say how a run ended, and write the results so far."""
         folder = self.results.folder.of(ended.run)
         self._left, self._ended, self._told = self._left - 1, self._ended + 1, time.monotonic()
         if ended.status == "completed" and not is_finished(folder):
-            ended = Ended(run=ended.run, status="failed", details="the app has recorded no run", seconds=ended.seconds)
+            ended = RunOutcome(run=ended.run, status="failed", details="the app has recorded no run", seconds=ended.seconds)
         if ended.status == "completed":
             numbers = {key: value for row in read_metrics(folder) for key, value in row.items()}
             warnings = flower_log.warnings_of(folder / LOG)

@@ -55,7 +55,7 @@ class Refusal(structs.Part, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ReplyHeader:
     """What the clients of one node send back besides the payload.
 
     Attributes:
@@ -96,7 +96,7 @@ class Answer:
         return structs.write(sent)
 
     @classmethod
-    def from_json(cls, text: str, asked: Sequence[str]) -> "Answer":
+    def from_json(cls, text: str, asked: Sequence[str]) -> "ReplyHeader":
         """Read an answer to an instruction for these clients.
 
         Raises:

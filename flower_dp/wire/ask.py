@@ -57,24 +57,25 @@ class Promise(Part, frozen=True, kw_only=True):
         return self.noise_multiplier * self.clip_norm
 
 
-class OwnAsk(Part, frozen=True, kw_only=True):
+class LocalRequest(Part, frozen=True, kw_only=True):
     """What is asked of one client whose message is private on its own.
 
     Attributes:
         weight: what the client's private row counts in the node's sum.
-        terms: what the server takes the client's own terms to be (`Terms.kind`). The client compares them with its own, and never
-            works by them.
+        terms: fingerprint of the terms that the server assumes for this client (`ClientTerms.fingerprint`). The client compares it
+            with its own, and never works by it.
         noise_multiplier: the noise multiplier that goes with them, by which the server charges.
         number: 1, 2, ...: how often the server has charged the client for this release in this run, this reply included. A device
             with a ledger file refuses a number that is not larger than the last one: the server's ledger is an older copy then.
-        run: the run's id in the server's ledger, random without one; empty before `Ask.in_run`. A client refuses an empty one.
+        run: the run's id in the server's ledger, random without one; empty before `ReleaseRequest.with_run_id`. A client refuses
+            an empty one.
 
     Raises:
         ValueError: for a value that makes no sense, naming it.
 
     Example:
-        >>> from flower_dp.wire import Ask, OwnAsk, Promise
-        >>> own = OwnAsk(weight=0.25, terms="4 replies, Laplace", noise_multiplier=8.0, number=1)
+        >>> from flower_dp.wire import Ask, LocalRequest, Promise
+        >>> own = LocalRequest(weight=0.25, terms="4 replies, Laplace", noise_multiplier=8.0, number=1)
         >>> ask = Ask(promise=Promise(clip_norm=1.0, noise_multiplier=8.0), placement="local", own={"a": own})
         >>> ask.own["a"].weight
         0.25
@@ -123,7 +124,7 @@ class Indicator(Part, frozen=True, kw_only=True):
         return math.hypot(self.clip_norm, self.scale / 2) * (1 + _MARGIN)
 
 
-class Ask(Part, frozen=True, kw_only=True):
+class ReleaseRequest(Part, frozen=True, kw_only=True):
     """What a release asks of its clients in one round.
 
     A field that the server does not set is not sent; a client refuses an ask with a key that it does not know.
@@ -162,7 +163,7 @@ class Ask(Part, frozen=True, kw_only=True):
     quantization_levels: int = 0
     indicator: Indicator | None = None
     metrics: MetricBounds | None = None
-    own: Mapping[str, OwnAsk] = field(default_factory=dict)
+    own: Mapping[str, LocalRequest] = field(default_factory=dict)
     vectors: Vectors = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -211,7 +212,7 @@ class Ask(Part, frozen=True, kw_only=True):
         sent = "mask" if self.mask is not None else "indicator" if counts else "metrics" if evaluates else ""
         yield f"{sent}: does not go with {less}, since it is sent as it was noised", whole or not sent
 
-    def in_run(self, run: str) -> Self:
+    def with_run_id(self, run: str) -> Self:
         """Return this ask with the id of its run, for clients with terms of their own; others are not told it."""
         return replace(self, own={name: replace(one, run=run) for name, one in self.own.items()}) if self.own else self
 

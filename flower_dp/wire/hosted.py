@@ -16,7 +16,7 @@ _BESIDE_NAMES, _PER_NAME = 4096, 256
 _MOST_REASON = 500
 
 
-class Hosted(structs.Part, frozen=True, kw_only=True):
+class HostedClients(structs.Part, frozen=True, kw_only=True):
     """A node's answer: the clients that it hosts, each name once, and the methods that they run.
 
     Attributes:
@@ -54,7 +54,7 @@ class Hosted(structs.Part, frozen=True, kw_only=True):
         return structs.write(self)
 
 
-def hosted_of(content: RecordDict, *, most_names: int) -> Hosted | None:
+def hosted_of(content: RecordDict, *, most_names: int) -> HostedClients | None:
     """Read a node's answer to the client query; None if it is no answer of this package.
 
     Args:
@@ -69,11 +69,11 @@ def hosted_of(content: RecordDict, *, most_names: int) -> Hosted | None:
     if text is None:
         return None
     try:
-        hosted = structs.read(Hosted, text, most=_BESIDE_NAMES + _PER_NAME * most_names)
+        hosted = structs.read(HostedClients, text, most=_BESIDE_NAMES + _PER_NAME * most_names)
     except ValueError as error:
         raise ValueError(f"it has no clients: {error}") from None
     if hosted.error:
         raise ValueError(f"it has no clients: {checks.one_line(hosted.error, most=_MOST_REASON)}")
     if len(hosted.names) > most_names:
-        raise ValueError(f"it names {len(hosted.names)} clients: at most {most_names} (most_clients_per_node)")
+        raise ValueError(f"it names {len(hosted.names)} clients: at most {most_names} (max_clients_per_node)")
     return msgspec.structs.replace(hosted, unable=checks.one_line(hosted.unable, most=_MOST_REASON))

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from flower_dp.core import checks
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.wire import structs
-from flower_dp.wire.ask import Ask
+from flower_dp.wire.ask import ReleaseRequest
 
 # The name under which instructions of private evaluation go, and which nodes name among their methods.
 EVALUATION = "private-evaluation"
@@ -41,7 +41,7 @@ class Instruction(structs.Part, frozen=True, kw_only=True):
     server_round: int
     method: str
     clients: tuple[str, ...]
-    ask: Ask
+    ask: ReleaseRequest
     report_metrics: bool = False
     frozen: tuple[int, ...] = ()
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from flower_dp.wire.answer import Answer, Refusal
+from flower_dp.wire.answer import Refusal, ReplyHeader
 from flower_dp.wire.arrays import with_vectors
 from flower_dp.wire.instruction import Instruction
 from flower_dp.wire.structs import KEY, PROTOCOL, REFUSED
@@ -128,7 +128,7 @@ def check_content(content: RecordDict, *, most_entries: int, most_bytes: int) ->
     return size
 
 
-def answer_of(content: RecordDict, asked: Sequence[str]) -> Answer | None:
+def answer_of(content: RecordDict, asked: Sequence[str]) -> ReplyHeader | None:
     """Return the answer of a client of this package, None for a stock client's reply.
 
     Raises:
@@ -139,7 +139,7 @@ def answer_of(content: RecordDict, asked: Sequence[str]) -> Answer | None:
         return None
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise ValueError("reply has more than one answer, or one that is not text")
-    return Answer.from_json(texts[0], asked)
+    return ReplyHeader.from_json(texts[0], asked)
 
 
 def refusal_reply(message: Message, refusal: Refusal) -> Message:

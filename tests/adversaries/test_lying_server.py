@@ -17,8 +17,8 @@ from flwr.app import Array, ArrayRecord
 from torch import Tensor, nn
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel, LocalDPClient, ScaffoldRecipe, TensorRecords
-from flower_dp.clients.kept import KEY as KEPT
-from flower_dp.clients.reply.pipeline import Job
+from flower_dp.clients.client_vectors import KEY as KEPT
+from flower_dp.clients.reply.pipeline import ClientJob
 from flower_dp.clients.training.clipped_steps import ConvexModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
@@ -62,7 +62,7 @@ def sum_of(
     recipe = ScaffoldRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, loss=loss, common=drift)
     pipeline = recipe.pipeline(release_of(steps, len(data)), model=model, server_round=server_round)
     rng = np.random.default_rng(seed)
-    (trained,) = pipeline.train.rows(weights, [Job(name="", records=data, seed=0, secret=lambda: rng)])
+    (trained,) = pipeline.train.rows(weights, [ClientJob(name="", records=data, seed=0, secret=lambda: rng)])
     return trained if isinstance(trained, Exception) else pipeline.clip(trained[0]).to(torch.float64)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from flower_dp import clients as dp
 from flower_dp.clients import DatasetRecords, FlatModel, RecordMetrics, TensorRecords
-from flower_dp.clients.reasons import UNFIT
+from flower_dp.clients.refusal_messages import UNFIT
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.reply.pipeline import Job, Reply
+from flower_dp.clients.reply.pipeline import ClientJob, Reply
 from flower_dp.clients.training import record_clipping
 from flower_dp.clients.training.record_clipping import clipped_sum
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
@@ -130,7 +130,9 @@ RECIPES: dict[str, tuple[Any, int]] = {
 def answer_of(recipe: Any, flat: FlatModel, records: Any) -> Any:
     release = recipe.terms("a", records).release
     pipeline = recipe.pipeline(release, model=flat, server_round=1)
-    (answer,) = pipeline.replies(flat.vector.clone(), [Job(name="a", records=records, seed=0, secret=np.random.default_rng)])
+    (answer,) = pipeline.replies(
+        flat.vector.clone(), [ClientJob(name="a", records=records, seed=0, secret=np.random.default_rng)]
+    )
     return answer
 
 

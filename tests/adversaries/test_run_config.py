@@ -10,8 +10,8 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from flower_dp.apps import client_app, own_model
-from flower_dp.apps.device import own_settings
+from flower_dp.apps import client_app, user_app
+from flower_dp.apps.device_settings import own_settings
 from flower_dp.apps.methods import table_of
 from flower_dp.apps.settings import DEALT, FUNCTIONS, Settings, key_of
 from flower_dp.methods import METHODS
@@ -32,7 +32,7 @@ def hosted(run_config, **node):
     """The client of a node of somebody's own app."""
     node = {"partition-id": 0, "num-partitions": 4, **node}
     context = Context(1, 1, node, RecordDict(), {**SERVERS, **run_config})
-    return own_model.client_of(lambda: nn.Linear(3, 2), load_records, nn.functional.cross_entropy, context)
+    return user_app.client_of(lambda: nn.Linear(3, 2), load_records, nn.functional.cross_entropy, context)
 
 
 def dealt(run_config, **node):

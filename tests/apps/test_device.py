@@ -6,7 +6,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from flower_dp.apps import client_app
-from flower_dp.apps.device import hosted, own_settings
+from flower_dp.apps.device_settings import hosted, own_settings
 from flower_dp.apps.methods import table_of
 from flower_dp.apps.settings import Evaluation, key_of
 from flower_dp.methods import METHODS

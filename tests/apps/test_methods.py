@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from flower_dp.apps.methods import Run, defaults
+from flower_dp.apps.methods import ParsedRunConfig, defaults
 from flower_dp.apps.tasks import module_of as task_module
 from flower_dp.clients import (
     BLUR,
@@ -13,7 +13,7 @@ from flower_dp.clients import (
     ProximalTerm,
     TensorRecords,
 )
-from flower_dp.clients.reasons import Declined
+from flower_dp.clients.refusal_messages import Declined
 from flower_dp.clients.training.losses import hinge
 from flower_dp.methods import METHODS
 from flower_dp.strategies import AdaptiveClip, EvaluationBudget, LocalEvaluation
@@ -32,7 +32,7 @@ RECORDS = 200
 
 
 def run_of(arguments):
-    return Run.of({**DEFAULTS, **with_table(arguments)})
+    return ParsedRunConfig.of({**DEFAULTS, **with_table(arguments)})
 
 
 def strategy_of(run):
@@ -67,7 +67,7 @@ def test_every_preset_makes_a_strategy_and_a_client_that_agree(name):
     if isinstance(node, LocalDPClient):
         # The server's terms for a client, and the client's own.
         strategy.plan(run.settings.num_rounds)
-        strategy._session.open(tuple(run.settings.client_names()))
+        strategy._session.register_clients(tuple(run.settings.client_names()))
         first = run.settings.client_names()[0]
         assert strategy.rules.books.terms[first].text == node.recipe.terms(first, node.clients[first]).text
 
@@ -128,7 +128,10 @@ ON = {"evaluation.every": 1}
         ({**LAPLACE, "local-epochs": 5}, "local-epochs=5: is not read by method='fedsgd-dpc'"),
         ({**NBAFL, "placement": "distributed"}, "placement='distributed': unknown key"),
         ({**NBAFL, "update-keep-ratio": 0.5}, "is not read by method='nbafl', but by dp-fedavg, dp-fedsam, fed-smp$"),
-        ({"method": "dp-fedavg", "trusted-server": False}, "trusted_server=False: is read with placement='distributed' only"),
+        (
+            {"method": "dp-fedavg", "server-completes-noise": False},
+            "server_completes_noise=False: is read with placement='distributed' only",
+        ),
         ({"cohort-size": 5}, "cohort-size=5: is not read with sampling='poisson', but with fixed-size or round-robin"),
         ({"num-clients": 3}, "delta: num-clients=3 gives 0.299 by default, which is no guarantee"),
         ({"method": "fed-smp", "random-ratio": 0.5}, "random_ratio=0.5: is read with mask='top-k' only"),
@@ -219,7 +222,12 @@ def test_a_quantile_makes_the_clip_norm_adaptive_and_the_devices_policy_knows_bo
     run = run_of(config)
     rules = run.strategy(lambda: {}).rules
     expected = AdaptiveClip(
-        initial=0.25, target_quantile=0.7, learning_rate=0.3, count_noise_std=9.0, smallest=0.00025, largest=7.0
+        initial_clip_norm=0.25,
+        target_quantile=0.7,
+        learning_rate=0.3,
+        count_noise_std=9.0,
+        min_clip_norm=0.00025,
+        max_clip_norm=7.0,
     )
     assert rules.training.clip.of == expected
     policy = client(run).policy

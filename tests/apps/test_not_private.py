@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from flower_dp.apps.methods import Run
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.running.apps import description, presets
 from tests.app_runs import DEFAULTS, PRESETS, play
 
@@ -14,7 +14,7 @@ FED = [f"mnist-{name}-not-private" for name in ("fedavg", "fedprox", "fedsgd", "
 
 
 def run_of(name, **changes):
-    return Run.of({**DEFAULTS, **PRESETS[name], **changes})
+    return ParsedRunConfig.of({**DEFAULTS, **PRESETS[name], **changes})
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -14,8 +14,8 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 import flower_dp
-from flower_dp.apps import app_functions, own_model
-from flower_dp.apps.own_model import client_of
+from flower_dp.apps import app_functions, user_app
+from flower_dp.apps.user_app import client_of
 from flower_dp.clients import model_arrays
 from flower_dp.clients.training.engines import batched
 from flower_dp.methods import METHODS
@@ -58,7 +58,7 @@ def test_evaluate_fn_leaves_every_layer_in_its_mode():
     module = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.Dropout(0.5)))
     module[1].eval()
     settings = SimpleNamespace(num_rounds=1, evaluate_every=1)
-    evaluation = own_model._evaluation(fails, module, SimpleNamespace(line_of=lambda server_round: {"epsilon": 1.0}), settings)
+    evaluation = user_app._evaluation(fails, module, SimpleNamespace(line_of=lambda server_round: {"epsilon": 1.0}), settings)
     with pytest.raises(OSError, match="no test data"):
         evaluation(1, model_arrays(module))
     assert [layer.training for layer in module.modules()] == [True, True, False, False]
@@ -131,7 +131,7 @@ def test_evaluate_fn_is_told_round_and_epsilon_where_it_takes_them(tmp_path, pri
     ],
 )
 def test_what_evaluate_fn_takes_is_read_from_its_signature(evaluate_fn, taken):
-    assert own_model._taken(evaluate_fn) == taken
+    assert user_app._taken(evaluate_fn) == taken
 
 
 PRIVATE = {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3}

@@ -75,7 +75,9 @@ def test_bad_input_is_status_2(call, arguments, message):
 def test_a_run_whose_canaries_refute_its_claim_ends_with_status_1(call, monkeypatch):
     """Of 400 canaries, that are in each other's way, 144 or 145 of 160 guesses are right with next to no noise: a bound of 1.7."""
     real = noise.gaussian
-    monkeypatch.setattr(noise, "gaussian", lambda like, scale, step, rng: noise.nearest(real(like, scale, step, rng) / 200, step))
+    monkeypatch.setattr(
+        noise, "gaussian", lambda like, scale, step, rng: noise.round_to_nearest(real(like, scale, step, rng) / 200, step)
+    )
     settings = ["method=dp-fedpaq", "partition=sample", "records-per-client=45", "batch-size=45", "num-rounds=1"]
     settings += ["dp-fedpaq.num-local-steps=1", "dp-fedpaq.sensitivity=per-step", "dp-fedpaq.epsilon=1"]
     words = [word for setting in settings for word in ("--set", setting)]

@@ -322,7 +322,7 @@ def test_how_a_run_goes_on_is_said_only_if_it_can(foreign, tmp_path, call, launc
     def act(*, output_dir, **keywords):
         kept = CheckpointFolder(output_dir / "checkpoint")
         kept.create()
-        kept.write(Checkpoint(setting=setting or {}, server_round=1, is_over=True, state=RunState(), arrays={}))
+        kept.write(Checkpoint(setting=setting or {}, server_round=1, round_complete=True, state=RunState(), arrays={}))
         if setting is None:
             (kept.path / NEWEST).write_bytes((kept.path / NEWEST).read_bytes()[:-1])
         (output_dir / "statement.txt").write_text("said")

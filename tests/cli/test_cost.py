@@ -115,12 +115,12 @@ def test_the_best_of_several_runs_is_told_against_outsiders(call):
     status, out, err = call("epsilon", "dp-fedsam", *QUICK, "--best-of", "10", "--json")
     assert (status, err) == (0, "")
     found = json.loads(out)
-    event, statement = plugins.outside_of(apps.resolve(None, ["method=dp-fedsam", *QUICK[1::2]]))
+    event, statement = plugins.event_against_outsiders(apps.resolve(None, ["method=dp-fedsam", *QUICK[1::2]]))
     assert found["against outsiders"] == pytest.approx(
         accounting.epsilon(event, delta=statement.delta, relation=statement.relation).epsilon
     )
     assert found["against outsiders"] < found["against participants"]
-    law = selection.TruncatedNegativeBinomial(mean=10)
+    law = selection.NegativeBinomialRunCount(mean=10)
     cost = selection.epsilon([event], law, delta=statement.delta, relation=statement.relation)
     assert found["best_of_epsilon"] == cost.epsilon > found["against outsiders"]
 

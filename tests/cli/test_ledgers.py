@@ -8,7 +8,7 @@ import pytest
 from dp_accounting import GaussianDpEvent
 
 from flower_dp.privacy import accounting
-from flower_dp.privacy.budget import JointBudget
+from flower_dp.privacy.budget import LedgerBudget
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.mechanisms import Gaussian, Laplace
 from flower_dp.privacy.store import Store
@@ -90,7 +90,7 @@ ADAPTIVE = f"{TOGETHER}, whatever decides the settings of a run (fully adaptive)
 )
 def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(says, path, arguments, budget, told):
     assert says(path, "--create-server", *arguments) == (0, f"no run yet\n{told}", "")
-    assert Store(path).budget == (None if budget is None else JointBudget(epsilon=8.0, delta=1e-5, **budget))
+    assert Store(path).budget == (None if budget is None else LedgerBudget(epsilon=8.0, delta=1e-5, **budget))
     assert says(path, "--create-server") == (2, "", f"error: ledger {path}: exists already\n")
 
 
@@ -138,7 +138,7 @@ def test_all_runs_and_clients_and_their_joint_epsilon_are_shown(says, path):
     ("budget", "arguments", "delta"), [(1e-3, (), 1e-3), (1e-3, ("--delta", "1e-6"), 1e-6), (None, (), 1e-4)]
 )
 def test_the_delta_is_the_given_one_or_that_of_the_budget_or_the_least_of_the_runs(says, path, budget, arguments, delta):
-    Store.create(path, budget and JointBudget(epsilon=100.0, delta=budget))
+    Store.create(path, budget and LedgerBudget(epsilon=100.0, delta=budget))
     with Store(path) as ledger:
         ledger.append(ledger.begin(method="m", delta=1e-4), charge())
         ledger.begin(method="pure", delta=0.0)

@@ -14,7 +14,7 @@ from flower_dp.apps.tasks.models import make
 from flower_dp.clients import BLUR, DPClient, FlatModel, ProximalTerm, TensorRecords, Training, local_updates
 from flower_dp.clients.training import engines
 from flower_dp.clients.training.channels_last import Convolutions
-from flower_dp.clients.training.engines import ENGINES, batched, quicker_engine
+from flower_dp.clients.training.engines import ENGINES, batched, choose_engine
 from flower_dp.clients.training.engines.program import Program
 from flower_dp.clients.training.engines.trace import traced
 from flower_dp.clients.training.losses import hinge
@@ -555,13 +555,16 @@ def test_dropout_of_a_client_does_not_depend_on_who_trained_before(training: Tra
 
 def test_convolutions_on_a_processor_are_quicker_one_by_one() -> None:
     convolutions = nn.Sequential(nn.Identity(), nn.Sequential(nn.ConvTranspose2d(1, 1, 1)))
-    assert quicker_engine(nn.Linear(2, 2), torch.device("cpu")) == "batched"
-    assert quicker_engine(convolutions, torch.device("cpu")) == "one_by_one"
-    assert quicker_engine(convolutions, torch.device("cuda")) == "batched"
+    assert choose_engine(nn.Linear(2, 2), torch.device("cpu")) == "batched"
+    assert choose_engine(convolutions, torch.device("cpu")) == "one_by_one"
+    assert choose_engine(convolutions, torch.device("cuda")) == "batched"
     hosted = {"a": _classes(1, 0)}
-    assert DPClient(model=convolutions, clients=hosted, training=PLAIN, device="cpu", engine="auto").engine == "one_by_one"
+    assert (
+        DPClient(model=convolutions, clients=hosted, training=PLAIN, device="cpu", training_engine="auto").training_engine
+        == "one_by_one"
+    )
     with pytest.raises(ValueError, match="engine='fast': must be one of one_by_one, batched, auto"):
-        DPClient(model=nn.Linear(1, 1), clients=hosted, training=PLAIN, engine="fast")
+        DPClient(model=nn.Linear(1, 1), clients=hosted, training=PLAIN, training_engine="fast")
 
 
 # Convolutions train with channels last where that is the same function; models, losses and shapes decide, never data.

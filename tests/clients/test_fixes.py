@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from flower_dp.clients import FlatModel, fix_batchnorm, reasons
+from flower_dp.clients import FlatModel, fix_batchnorm, refusal_messages
 
 
 class Residual(nn.Module):
@@ -88,5 +88,5 @@ def test_a_model_that_opacus_wraps_is_refused_with_what_to_do(inner):
     wrapped = GradSampleModule(model)
     with pytest.raises(ValueError, match=r"wrapped by opacus.*to_standard_module") as raised:
         FlatModel(model if inner else wrapped)
-    assert reasons.why_no_client(raised.value) == f"client_fn failed: {reasons.OPACUS}"
+    assert refusal_messages.why_no_client(raised.value) == f"client_fn failed: {refusal_messages.OPACUS}"
     FlatModel(wrapped.to_standard_module())

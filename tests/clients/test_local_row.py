@@ -25,7 +25,7 @@ def test_what_leaves_lies_on_the_lattice_of_the_noise():
     row = private_row(contributions, RELEASE, np.random.default_rng(0))
     step = RELEASE.lattice_step(3) / 2**12
     assert step <= RELEASE.noise_scale / 1024
-    assert np.array_equal(noise.nearest(row * 4, step), row * 4)
+    assert np.array_equal(noise.round_to_nearest(row * 4, step), row * 4)
 
 
 def test_a_sum_that_is_not_exact_does_not_leave():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flower_dp.clients import DPFedPAQRecipe, FlatModel, TensorRecords
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.reply.pipeline import Job
+from flower_dp.clients.reply.pipeline import ClientJob
 from flower_dp.clients.training.clipped_steps import ClippedSteps, ConvexModel
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, update_terms
 from flower_dp.privacy.mechanisms import Gaussian
@@ -41,7 +41,7 @@ def update_of(model: FlatModel, steps: FedPAQSteps, data: TensorRecords, loss: A
     recipe = DPFedPAQRecipe(steps=steps, epsilon=math.inf, delta=0.1, num_replies=1, quantization_levels=None, loss=loss)
     pipeline = recipe.pipeline(release_of(steps, len(data)), model=model, server_round=1)
     start, rng = model.vector.clone(), np.random.default_rng(seed)
-    (trained,) = pipeline.train.rows(start, [Job(name="", records=data, seed=0, secret=lambda: rng)])
+    (trained,) = pipeline.train.rows(start, [ClientJob(name="", records=data, seed=0, secret=lambda: rng)])
     model.vector.copy_(start)
     if isinstance(trained, Exception):
         raise trained
@@ -280,7 +280,7 @@ def test_records_are_drawn_without_replacement_anew_for_every_reply():
     drawn = []
     for _ in range(100):
         seen: list[int] = []
-        list(train.rows(model.vector, [Job(name="", records=spy, seed=0, secret=np.random.default_rng)]))
+        list(train.rows(model.vector, [ClientJob(name="", records=spy, seed=0, secret=np.random.default_rng)]))
         assert len(seen) == len(set(seen)) == 6
         drawn.append(tuple(seen))
     assert len(set(drawn)) > 95

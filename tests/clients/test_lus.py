@@ -74,7 +74,7 @@ def test_no_message_tells_by_its_size_how_much_was_dropped(noise_std: float) -> 
 
 
 STRATEGIES: dict[str, Any] = {
-    "dp-fedsam untrusted": partial(DPFedSAM, trusted_server=False, min_reply_ratio=1.0),
+    "dp-fedsam untrusted": partial(DPFedSAM, server_completes_noise=False, min_reply_ratio=1.0),
     "fed-smp": partial(FedSMP, keep_ratio=1.0),
     "dp-fedavg": DPFedAvg,
 }

@@ -18,7 +18,7 @@ from flower_dp.clients.reply.parts import (
     RowClip,
     ServerNoise,
 )
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Refusal, Reply
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Refusal, Reply
 from flower_dp.clients.reply.sending import QSGD, Dense, Lossless, RandK, SinglePrecision, TopK, bytes_a_value
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.core import compression
@@ -54,20 +54,20 @@ def pipeline(*rows: Any, **parts: Any) -> Pipeline:
     return Pipeline(**arguments | parts)
 
 
-def job(name: str = "a", seed: int = 0) -> Job:
-    return Job(name=name, records=[], seed=0, secret=lambda: noise_generator(seed))
+def job(name: str = "a", seed: int = 0) -> ClientJob:
+    return ClientJob(name=name, records=[], seed=0, secret=lambda: noise_generator(seed))
 
 
 MASK, OTHER_MASK = (Mask(of=RoundMask(seed=seed, keep_ratio=0.1), length=SIZE) for seed in (3, 4))
 RELEASE = Release(
-    what="a test",
-    seen_by="everyone",
+    description="a test",
+    visible_to="everyone",
     unit="record",
     relation="replace-one",
     clip_norm=1.0,
     mechanism=Gaussian(noise_multiplier=1.0),
     sampler=FullSampling(),
-    num_clients=8,
+    num_units=8,
 )
 
 

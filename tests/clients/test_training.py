@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from flower_dp.clients import BLUR, LUS, FlatModel, ProximalTerm, Regularizer, TensorRecords, Training, as_records, local_updates
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.engines import ENGINES
 from flower_dp.clients.training.record_clipping import clipped_sum
+from flower_dp.clients.training.training_rng import batch_seed
 from tests.clients.test_engines import PLAIN, _classes, _perceptron
 
 

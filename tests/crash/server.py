@@ -25,7 +25,7 @@ from flower_dp.clients import (
 )
 from flower_dp.core.sampling import FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge
+from flower_dp.privacy.charges import ALL_CLIENTS, Charge
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
@@ -85,7 +85,7 @@ _POISSON = PoissonSampling(sampling_rate=RATE)
 _STEPS = FedPAQSteps(learning_rate=0.1, num_local_steps=2, batch_size=4, clip_norm=0.5, sensitivity="per-step")
 _BUDGET = EvaluationBudget(epsilon=0.5, num_evaluations=NUM_ROUNDS)
 _TURNS = RoundRobinSampling(cohort_size=3)
-_ADAPTIVE = AdaptiveClip(initial=0.5, smallest=0.1, largest=2.0)
+_ADAPTIVE = AdaptiveClip(initial_clip_norm=0.5, min_clip_norm=0.1, max_clip_norm=2.0)
 _EVALUATION = PrivateEvaluation(noise_multiplier=EVALUATION_NOISE, sampling=FullSampling())
 
 
@@ -218,7 +218,7 @@ def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bo
     points = Points(folder, at, lambda kind: witness.say("killed", kind=kind), interrupts=interrupts)
     grid, strategy = grid_of(setup, folder), setup.strategy()
     grid.witness, grid.points = witness, points
-    learn = Session.learn
+    learn = Session.next_model
 
     def learnt(self: Session, server_round: int, replies: Any) -> Any:
         learned = learn(self, server_round, replies)
@@ -281,7 +281,7 @@ def check_now(setup: Setup, folder: Path, holes: Holes) -> None:
     for line in heard.all("sent"):
         key = (line["release"], line["round"])
         owners = charged.get(key, set())
-        holes.unless(EVERY_CLIENT in owners or owners.issuperset(line["owners"]), f"{key}: was sent and not charged")
+        holes.unless(ALL_CLIENTS in owners or owners.issuperset(line["owners"]), f"{key}: was sent and not charged")
         holes.unless(first.setdefault(key, line["life"]) == line["life"], f"{key}: was sent in two lives")
     for key, count in told.items():
         holes.unless(count == 1, f"{key}: was asked {count} times")

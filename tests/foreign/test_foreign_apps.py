@@ -12,7 +12,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from flower_dp.running.workplace import app_files_linked
+from flower_dp.running.run_workdir import app_files_linked
 from tests.closed_forms import gaussian_epsilon
 from tests.grids import LocalGrid
 
@@ -124,10 +124,10 @@ def test_the_statement_after_a_start_of_ones_own_counts_rounds_and_lost_replies(
 
 
 def test_a_model_with_batchnorm_is_refused_with_the_layer_and_what_to_do(play, monkeypatch):
-    from flower_dp.clients.training import fixes
+    from flower_dp.clients.training import batchnorm
 
     monkeypatch.setattr("flower_dp.clients.fix_batchnorm", lambda model: model)
-    assert fixes.fix_batchnorm is not None
+    assert batchnorm.fix_batchnorm is not None
     with pytest.raises(ValueError, match=r"layer '1': '1.running_mean' holds batch statistics.*GroupNorm"):
         play("batchnorm", stock=False)
 

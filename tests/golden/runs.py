@@ -32,7 +32,7 @@ from safetensors.numpy import load_file
 from flower_dp import record_run
 from flower_dp.cli import main as cli
 from flower_dp.clients import model_arrays
-from flower_dp.core import dp, noise
+from flower_dp.core import dp_events, noise
 from flower_dp.privacy.store import Store
 from flower_dp.running import plot
 from tests import app_runs
@@ -129,16 +129,16 @@ def text_of(event: Any) -> str:
     return str(event)
 
 
-def total_of(event: dp.DpEvent) -> str:
+def total_of(event: dp_events.DpEvent) -> str:
     """Return a composition as its parts and how often each is in it, in an order of their own."""
     counts = Counter(dict(_leaves(event)))
     return " + ".join(f"{count} x {text}" for text, count in sorted(counts.items()))
 
 
-def _leaves(event: dp.DpEvent) -> Counter[str]:
-    if isinstance(event, dp.ComposedDpEvent):
+def _leaves(event: dp_events.DpEvent) -> Counter[str]:
+    if isinstance(event, dp_events.ComposedDpEvent):
         return sum((_leaves(part) for part in event.events), Counter())
-    if isinstance(event, dp.SelfComposedDpEvent):
+    if isinstance(event, dp_events.SelfComposedDpEvent):
         return Counter({text: count * event.count for text, count in _leaves(event.event).items()})
     return Counter({text_of(event): 1})
 
@@ -254,7 +254,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "a target that ends the run": further("dp-fedavg", {"target-epsilon": 6.0, "delta": 1e-3}, sampling="full"),
     "quantized shares of an untrusted server": further(
         "dp-fedsam",
-        {"delta": 1e-3, "target-epsilon": 0.0, "trusted-server": False, "keep-ratio": 0.5, "quantization-levels": 8},
+        {"delta": 1e-3, "target-epsilon": 0.0, "server-completes-noise": False, "keep-ratio": 0.5, "quantization-levels": 8},
         **THREE | {"sampling": "round-robin", "report-client-metrics": True},
     ),
     "dp-fedpaq with clipped updates and the paper's noise": further(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_dp.apps.client_app import app as client_app
-from flower_dp.apps.methods import Run
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.apps.server_app import app as server_app
 from flower_dp.cli import plans
 from flower_dp.planning import ProblemError
@@ -187,7 +187,7 @@ def test_the_command_of_an_answer_runs_with_its_epsilon_and_bits(tmp_path, cohor
         assert statement["epsilon"] == pytest.approx(said["epsilon"], rel=1e-3)
         assert said["num_replies"] == 3
     # The theorem's 4 / (mu (k E + 4 E)), and the paper's noise of the least epsilon.
-    planned = Run.of(config)
+    planned = ParsedRunConfig.of(config)
     run = planned.strategy(lambda: dict.fromkeys(planned.settings.client_names(), 20)).rules.steps
     assert [run.step_size(number) for number in (1, 5)] == pytest.approx([4 / (0.5 * 8), 4 / (0.5 * (4 * 2 + 8))])
     noise = 2 * run.sum_norm * 2 * 0.2 * math.sqrt(2 * math.log(1.25 * 0.2 / 1e-4)) / 8.0

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from flower_dp import clients as dp
 from flower_dp.clients import DPClient, FlatModel, TensorRecords, Training, local_updates
 from flower_dp.clients.reply.client_level import pipeline
-from flower_dp.clients.reply.pipeline import Job, Refusal, Reply
+from flower_dp.clients.reply.pipeline import ClientJob, Refusal, Reply
 from flower_dp.clients.training import devices
 from flower_dp.clients.training.attributes import base_hash
 from flower_dp.clients.training.channels_last import Convolutions
-from flower_dp.clients.training.draws import OwnDraws
 from flower_dp.clients.training.engines import ENGINES, num_slots
 from flower_dp.clients.training.records import OnDevice
+from flower_dp.clients.training.training_rng import IsolatedRng
 from flower_dp.core.clipping import l2_norms
 from flower_dp.core.noise import lattice_step, noise_generator
 from flower_dp.core.sampling import FullSampling
@@ -184,7 +184,7 @@ class Rows:
 def replies(rows: list[Any], rows_together: int, device: Any = DEVICE, **asked: Any) -> list[Reply | Refusal]:
     """What clients with these rows reply; the server adds the noise."""
     train = Rows([row if isinstance(row, Exception) else row.to(device) for row in rows], rows_together)
-    jobs = [Job(name=f"c{place}", records=[], seed=0, secret=noise_generator, measured=True) for place in range(len(rows))]
+    jobs = [ClientJob(name=f"c{place}", records=[], seed=0, secret=noise_generator, measured=True) for place in range(len(rows))]
     made_of = pipeline(made(size=LENGTH, **asked), train=train, length=LENGTH)
     return list(made_of.replies(torch.zeros(LENGTH).to(device), jobs))
 
@@ -390,7 +390,7 @@ def test_no_sum_over_a_row_is_in_an_order_that_follows_from_its_place() -> None:
     (rows[0].to(DEVICE)[None].expand(3, -1).contiguous()).norm(dim=1)
     assert Pretend.counted.pop("sums whose order follows from the place") == 1  # the device notices
     train = Rows([row.to(DEVICE) for row in rows], 4)
-    jobs = [Job(name=f"c{place}", records=[], seed=0, secret=noise_generator, measured=True) for place in range(5)]
+    jobs = [ClientJob(name=f"c{place}", records=[], seed=0, secret=noise_generator, measured=True) for place in range(5)]
     for asked in ({}, {"indicator": Indicator(clip_norm=0.8, scale=0.4), "clip_norm": math.hypot(0.8, 0.2)}):
         made_of = pipeline(made(size=length, **asked), train=train, length=length)
         assert all(isinstance(reply, Reply) for reply in made_of.replies(torch.zeros(length).to(DEVICE), jobs))
@@ -434,11 +434,11 @@ def test_draws_on_it_resume_where_they_stopped(device: torch.device, lists: bool
     if not lists:
         monkeypatch.setattr(pretend._Module, "default_generators", ())
         with pytest.raises(RuntimeError, match=f"device {device}: its random generator can't be found"):
-            OwnDraws(device, 7)
+            IsolatedRng(device, 7)
         functions = {"get_rng_state": own.get_state, "set_rng_state": own.set_state, "manual_seed": own.manual_seed}
         for name, function in functions.items():
             monkeypatch.setattr(pretend._Module, name, staticmethod(function), raising=False)
-    before, draws, expected = own.get_state(), OwnDraws(device, 7), torch.Generator(device).manual_seed(7)
+    before, draws, expected = own.get_state(), IsolatedRng(device, 7), torch.Generator(device).manual_seed(7)
     for _ in range(3):
         with draws:
             drawn = torch.rand(5, device=DEVICE, generator=own)

@@ -10,7 +10,7 @@ from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 from scipy import integrate
 
 from flower_dp.privacy import accounting, renyi, renyi_filter
-from flower_dp.privacy.budget import JointBudget
+from flower_dp.privacy.budget import LedgerBudget
 from flower_dp.privacy.events import UnsupportedEventError
 from flower_dp.privacy.private_file import BudgetSpentError
 from flower_dp.privacy.store import Store
@@ -18,7 +18,7 @@ from tests.charges import one_charge
 
 Gaussian, Laplace, Poisson = dp.GaussianDpEvent, dp.LaplaceDpEvent, dp.PoissonSampledDpEvent
 ADD, REPLACE = "add-or-remove-one", "replace-one"
-BUDGET = partial(JointBudget, delta=1e-5, fully_adaptive=True)
+BUDGET = partial(LedgerBudget, delta=1e-5, fully_adaptive=True)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_releases_divergence_is_never_below_that_of_its_worst_pair(event, rela
 @pytest.mark.parametrize("relation", [ADD, REPLACE])
 @pytest.mark.parametrize("release", [Laplace(3e16), Laplace(1e17), Gaussian(1e50)])
 def test_a_release_that_costs_next_to_nothing_costs_something(release, relation):
-    budget = JointBudget(epsilon=1.0, delta=1e-5, fully_adaptive=True)
+    budget = LedgerBudget(epsilon=1.0, delta=1e-5, fully_adaptive=True)
     assert renyi_filter.divergence(release, budget.renyi_order, relation) > 0
     assert affordable(release, budget, relation) > 10**9
 

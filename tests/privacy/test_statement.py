@@ -6,18 +6,18 @@ import math
 
 import pytest
 
-from flower_dp.privacy.statement import ClientCosts, PaperEpsilon, PrivacyStatement
+from flower_dp.privacy.statement import ClientEpsilons, PaperEpsilon, PrivacyStatement
 
 STATEMENT = PrivacyStatement(
     method="DP-FedSAM",
     unit="client",
     relation="add-or-remove-one",
-    adversary="everyone who sees global models",
+    protected_against="everyone who sees global models",
     delta=1e-3,
     epsilon=7.30115,
     accountant="pld",
-    paper=PaperEpsilon(epsilon=8.57864, formula="RDP, Theorem 2", valid=True, reason="its assumptions hold"),
-    num_rounds=200,
+    paper_epsilon=PaperEpsilon(epsilon=8.57864, formula="RDP, Theorem 2", valid=True, reason="its assumptions hold"),
+    num_charged_rounds=200,
     noise={"clip_norm": 0.2, "noise_multiplier": 0.95},
     sampling="Poisson, rate 0.1",
     events=("200 x PoissonSampledDpEvent",),
@@ -57,7 +57,7 @@ def test_no_privacy_is_said_and_is_strict_json(value: float) -> None:
     assert "differential privacy for each" not in str(statement)
     data = json.loads(json.dumps(statement.to_dict(), allow_nan=False))
     assert (data["private"], data["epsilon"], data["paper"]["epsilon"]) == (False, None, None)
-    assert statement.paper == paper  # to_dict changes nothing
+    assert statement.paper_epsilon == paper  # to_dict changes nothing
 
 
 def test_an_invalid_paper_epsilon_is_flagged_and_a_missing_one_is_left_out() -> None:
@@ -72,8 +72,14 @@ def test_an_invalid_paper_epsilon_is_flagged_and_a_missing_one_is_left_out() -> 
 def _of_clients(*epsilons: float) -> list[str]:
     each = {f"c{number}": epsilon for number, epsilon in enumerate(epsilons)}
     low, high = min(epsilons), max(epsilons)
-    costs = ClientCosts(
-        count=len(each), minimum=low, median=low, maximum=high, worst=f"c{epsilons.index(high)}", each=each, evaluation=each
+    costs = ClientEpsilons(
+        count=len(each),
+        minimum=low,
+        median=low,
+        maximum=high,
+        worst=f"c{epsilons.index(high)}",
+        by_client=each,
+        evaluation_by_client=each,
     )
     return [line for line in str(dataclasses.replace(STATEMENT, clients=costs)).splitlines() if line.startswith(("Over", "Each"))]
 

@@ -109,9 +109,9 @@ def test_where_no_round_tells_an_epsilon_each_may_have_cost_all(write):
 
 def test_an_epsilon_is_never_shown_smaller_than_it_is(write):
     (curve,) = curves(write("a", [0.1], statement=STATEMENT | {"epsilon": 1.23401}))
-    assert curve.epsilon_in_words() == "1.235"
+    assert curve.format_epsilon() == "1.235"
     (curve,) = curves(write("b", [0.1], statement=STATEMENT | {"epsilon": 4.0}))
-    assert curve.epsilon_in_words() == "4"
+    assert curve.format_epsilon() == "4"
 
 
 # labels

@@ -11,7 +11,7 @@ from flower_dp.clients import TensorRecords
 from flower_dp.reporting import landscape
 from flower_dp.reporting.landscape import PublicTest, landscapes
 from flower_dp.reporting.past_run import read_past_run
-from flower_dp.running.launched import Launched
+from flower_dp.running.launch_record import LaunchRecord
 from flower_dp.running.run_folder import RunFolder
 from tests.app_runs import DEFAULTS, play
 from tests.own_apps import write_app
@@ -30,7 +30,7 @@ def recorded(folder, arrays=None, statement=PRIVATE, **config):
     made.append({"round": 1, "loss": 1.0})
     made.state(statement, "a statement")
     if arrays is not None:
-        made.finish(arrays)
+        made.write_results(arrays)
     return read_past_run(folder)
 
 
@@ -136,7 +136,7 @@ def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
     app = write_app(tmp_path / "mine", "rows = 12", landscape_app=MODULE)
     made = RunFolder.create(tmp_path / "run", {"rows": 7}, "a run")
     made.append({"round": 1, "loss": 1.0})
-    made.finish({"weight": WEIGHTS, "bias": BIAS})
+    made.write_results({"weight": WEIGHTS, "bias": BIAS})
     with pytest.raises(
         ValueError,
         match=r"\(its run-config\.toml has no adult.*nor of an app that is known: .* holds no run that `flower-dp run` has begun",
@@ -146,7 +146,7 @@ def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
     with pytest.raises(ValueError, match=r"more: .* of a task of this flower-dp \(its run-config\.toml has model-fn\), nor"):
         landscapes([more])
     words = {"name": "mine", "overrides": {}, "workers": 1, "supernodes": 1, "gpus_per_worker": 0.0}
-    Launched(app=str(app), **words).write(made.path)
+    LaunchRecord(app=str(app), **words).write(made.path)
     with pytest.raises(ValueError, match=r"mine does not say what it is tested with: add public-test"):
         landscapes([read_past_run(made.path)])
     write_app(app, "rows = 12", tool='[tool.flower-dp]\npublic-test = "landscape_app:test"')

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 from flower_dp import RunFolder, record_run
 from flower_dp.core.checks import SettingsError
 from flower_dp.core.sampling import FullSampling, PoissonSampling
-from flower_dp.running.recorded import watched
+from flower_dp.running.run_recorder import watched
 from flower_dp.strategies import DPFedAvg, writer
-from flower_dp.strategies.started import Stated
+from flower_dp.strategies.run_lifecycle import StatementOnlyExit
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
 
@@ -213,7 +213,7 @@ def test_a_statement_is_made_again_without_a_message(kind, begun, monkeypatch):
         (begun / name).unlink()
     monkeypatch.setenv("FLOWER_DP_RESUME", "statement")
     asked = grid()
-    with pytest.raises(Stated):
+    with pytest.raises(StatementOnlyExit):
         strategy(kind).start(asked, model(), num_rounds=4)
     assert not asked.sent
     assert json_of(begun) == before

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flower_dp.core import columns
+from flower_dp.core import metric_columns
 from flower_dp.running import plot, run_folder
 from flower_dp.running.run_folder import RunFolder
 from flower_dp.strategies.run_state import RoundReport
@@ -61,7 +61,7 @@ def test_state_and_finish_write_all_four(tmp_path):
     arrays = {"transposed": grid.T, "strided": grid[:, ::2], "scalar": np.array(7.0), "big-endian": np.array([1, 2], ">i4")}
     arrays["empty"] = np.zeros((0, 3), np.float16)
     folder.state({"epsilon": math.inf, "delta": 1e-5}, "Who is protected\n")
-    folder.finish(arrays)
+    folder.write_results(arrays)
     assert json.loads((folder.path / "statement.json").read_text()) == {"epsilon": None, "delta": 1e-5}
     assert (folder.path / "statement.txt").read_text() == "Who is protected\n"
     loaded = load_file(folder.path / "model.safetensors")
@@ -91,9 +91,15 @@ def test_the_plot_has_a_panel_for_each_kind_of_metric_that_evaluate_fn_returned(
 
 
 def test_the_runs_own_columns_are_those_of_every_report():
-    assert {one.name.replace("_", "-") for one in fields(RoundReport)} <= columns.OWN
-    row = dict.fromkeys(columns.OWN, 1.0) | {"private-loss": 1.0, "client-loss": 1.0, "note": "text", "best": True, "auc": 1}
-    assert columns.metrics(row) == {"auc": 1.0}
+    assert {one.name.replace("_", "-") for one in fields(RoundReport)} <= metric_columns.OWN
+    row = dict.fromkeys(metric_columns.OWN, 1.0) | {
+        "private-loss": 1.0,
+        "client-loss": 1.0,
+        "note": "text",
+        "best": True,
+        "auc": 1,
+    }
+    assert metric_columns.metrics(row) == {"auc": 1.0}
 
 
 def mode(path):

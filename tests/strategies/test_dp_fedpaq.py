@@ -245,16 +245,18 @@ def test_the_statement_of_the_papers_noise_is_what_all_replies_cost():
     assert statement.epsilon == pytest.approx(cost, rel=2e-3)
     assert statement.epsilon == statement.clients.maximum > 17
     assert strategy.epsilon >= statement.epsilon * (1 - 1e-6)
-    assert not statement.paper.valid
-    assert "was made by this formula for epsilon 10, delta 1e-05 of each reply, which is no budget" in statement.paper.reason
+    assert not statement.paper_epsilon.valid
+    assert (
+        "was made by this formula for epsilon 10, delta 1e-05 of each reply, which is no budget" in statement.paper_epsilon.reason
+    )
 
 
 def test_an_account_of_one_calibration_does_not_pay_for_the_other():
     both: dict[str, Any] = {"steps": steps_of(), "epsilon": 8.0, "delta": 1e-5, "num_replies": 3, "num_records": 8}
     budget, papers = (update_terms(**both, calibration=one) for one in ("exact", "paper"))
     for opened, later in ((budget, papers), (papers, budget)):
-        assert later.why_not(0, opened.text).public == "its account was opened on other terms"
-        assert opened.why_not(0, opened.text) is None
+        assert later.refusal_reason(0, opened.text).public == "its account was opened on other terms"
+        assert opened.refusal_reason(0, opened.text) is None
 
 
 def test_the_papers_formula_and_its_limits():

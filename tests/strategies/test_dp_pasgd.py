@@ -12,7 +12,7 @@ from torch import nn
 from flower_dp.clients import DPPASGDRecipe, FlatModel, TensorRecords, model_arrays
 from flower_dp.clients import dp_pasgd as client_side
 from flower_dp.clients.reply.parts import RecordClip, RowClip, StepNoise
-from flower_dp.core.steps import StepSchedule
+from flower_dp.core.step_schedule import StepSchedule
 from flower_dp.planning.dp_pasgd import plan
 from flower_dp.privacy.dp_pasgd import step_terms
 from flower_dp.strategies import DPPASGD
@@ -59,8 +59,8 @@ def test_the_terms_sensitivity_is_reached_and_not_passed():
     apart = torch.linalg.vector_norm(row_of(recipe, up, model=lambda: model) - row_of(recipe, down, model=lambda: model)) / 0.25
     release = recipe.terms("c0", up).release
     assert release.sensitivity == 1.0
-    assert float(apart) == pytest.approx(release.sensitivity / release.expected_cohort, rel=1e-5)
-    assert float(apart) <= release.sensitivity / release.expected_cohort * (1 + 1e-6)
+    assert float(apart) == pytest.approx(release.sensitivity / release.expected_cohort_size, rel=1e-5)
+    assert float(apart) <= release.sensitivity / release.expected_cohort_size * (1 + 1e-6)
 
 
 class Remembering(nn.Linear):
@@ -90,7 +90,7 @@ def test_weights_beyond_float32_are_no_reply():
     strategy, _ = pair(learning_rate=1e39)
     with pytest.raises(RuntimeError, match="training failed; the node"):
         start(strategy, grid_of(recipe, FOUR), 2)
-    assert strategy.statement.num_rounds == 2
+    assert strategy.statement.num_charged_rounds == 2
 
 
 # Batches
@@ -148,7 +148,7 @@ def test_the_denominator_is_the_public_batch_size(batch_sampling):
 
 def test_fewer_records_than_a_batch_are_refused():
     recipe = DPPASGDRecipe(**WORDS | {"batch_size": {"c0": 4, "c1": 9}})
-    assert recipe.terms("c0", FOUR["c0"]).release.expected_cohort == 4
+    assert recipe.terms("c0", FOUR["c0"]).release.expected_cohort_size == 4
     with pytest.raises(ValueError, match="batch_size=9: must be at most the number of records, 8"):
         recipe.terms("c1", FOUR["c1"])
     with pytest.raises(ValueError, match="batch_size: has no value for client 'c2'"):
@@ -255,7 +255,7 @@ def test_terms_of_different_numbers_of_steps_in_a_reply_differ_where_nothing_els
     arguments = TERMS | {"epsilon": math.inf}
     one, ten = (step_terms(**arguments | {"num_local_steps": tau}, num_steps=20 * tau) for tau in (1, 10))
     assert (one.num_replies, one.release) == (ten.num_replies, ten.release)
-    assert one.kind != ten.kind
+    assert one.fingerprint != ten.fingerprint
 
 
 # The server
@@ -270,7 +270,7 @@ def test_poisson_batches_run_on_public_sizes():
     statement = strategy.statement
     assert 0.98 * 0.5 < statement.epsilon <= 0.5
     assert statement.accountant == "pld"
-    assert statement.paper.epsilon > 1
+    assert statement.paper_epsilon.epsilon > 1
 
 
 def test_honest_rows_are_never_too_long_and_longer_ones_are_refused():
@@ -358,7 +358,7 @@ def test_a_run_ends_before_the_round_that_would_pass_either_budget_and_says_whic
     strategy, recipe = pair(server={"cost_per_aggregation": 10.0, "cost_per_step": 1.5, "max_cost": max_cost})
     grid = grid_of(recipe, FOUR, tamper=lambda node, reply: [] if node == 1 else [reply])
     result = strategy.start(grid, model_arrays(linear()), num_rounds=num_rounds)
-    assert len(strategy.rounds) == strategy.statement.num_rounds == rounds
+    assert len(strategy.rounds) == strategy.statement.num_charged_rounds == rounds
     assert len(grid.received) == 3 * rounds
     ended = [line for line in strategy.statement.incidents if line.startswith("ended before round")]
     assert [line.partition(";")[0] for line in ended] == ([f"ended before round {rounds + 1}: {why}"] if why else [])
@@ -390,5 +390,5 @@ def test_the_planners_answer_can_be_run_as_it_is():
     assert strategy.rounds[-1].numbers["cost-per-device"] == answer["cost"]
     statement = strategy.statement
     assert statement.noise["least_noise_std_of_a_mean_gradient"] == pytest.approx(answer["noise_std"], rel=1e-12)
-    assert statement.paper.epsilon == pytest.approx(answer["epsilon"], rel=1e-9)
+    assert statement.paper_epsilon.epsilon == pytest.approx(answer["epsilon"], rel=1e-9)
     assert statement.epsilon == pytest.approx(answer["epsilon_tight"], rel=1e-6)

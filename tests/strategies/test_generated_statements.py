@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flower_dp import strategies as methods
 from flower_dp.clients import DPClient, DPFedPAQRecipe, DPPASGDRecipe, FedSGDDPCRecipe, LocalDPClient, NbAFLRecipe, Training
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
@@ -63,17 +63,17 @@ def sum_cases(draw: Any) -> dict[str, Any]:
     }
 
 
-def sum_event(case: dict[str, Any], sampling: Any, multiplier: float, number: int, *, lossy: bool) -> dp.DpEvent | None:
+def sum_event(case: dict[str, Any], sampling: Any, multiplier: float, number: int, *, lossy: bool) -> dp_events.DpEvent | None:
     """What the release of a number costs a client that is in the draw, with this noise; None for nothing."""
-    many, one = len(case["gaps"].sizes), dp.GaussianDpEvent(multiplier)
+    many, one = len(case["gaps"].sizes), dp_events.GaussianDpEvent(multiplier)
     if isinstance(sampling, RoundRobinSampling):
         turns = [math.ceil(rounds * (many - 1) / many) for rounds in (number - 1, number)]
         return one if turns[1] > turns[0] else None
     if lossy or case["placement"] == "untrusted" or isinstance(sampling, FullSampling):
         return one  # adversaries know who takes part
     if isinstance(sampling, PoissonSampling):
-        return dp.PoissonSampledDpEvent(0.6, one)
-    return dp.SampledWithoutReplacementDpEvent(many, many - 1, one)
+        return dp_events.PoissonSampledDpEvent(0.6, one)
+    return dp_events.SampledWithoutReplacementDpEvent(many, many - 1, one)
 
 
 def shares_of(case: dict[str, Any], sampling: Any, drawn: int, *, lossy: bool) -> int:
@@ -96,12 +96,12 @@ def left_of(case: dict[str, Any], sampling: Any, multiplier: float, drawn: int, 
     return multiplier * math.sqrt((shares - known) / shares)
 
 
-def cost_of(events: list[dp.DpEvent | None], case: dict[str, Any]) -> Any:
+def cost_of(events: list[dp_events.DpEvent | None], case: dict[str, Any]) -> Any:
     """The cost of releases: in closed form, where all are plain; else by the accountant."""
     found = [event for event in events if event is not None]
-    if all(isinstance(event, dp.GaussianDpEvent) for event in found):
+    if all(isinstance(event, dp_events.GaussianDpEvent) for event in found):
         return gaussian_epsilon([event.noise_multiplier for event in found], case["relation"], case["delta"])
-    return accounting.epsilon(dp.ComposedDpEvent(found), delta=case["delta"], relation=case["relation"]).epsilon
+    return accounting.epsilon(dp_events.ComposedDpEvent(found), delta=case["delta"], relation=case["relation"]).epsilon
 
 
 def sum_strategy(case: dict[str, Any], **options: Any) -> Any:
@@ -109,7 +109,7 @@ def sum_strategy(case: dict[str, Any], **options: Any) -> Any:
     cls, own = {
         "central": (methods.DPFedAvg, {}),
         "trusted": (methods.DPFedAvg, distributed),
-        "untrusted": (methods.DPFedAvg, distributed | {"trusted_server": False, "min_reply_ratio": case["ratio"]}),
+        "untrusted": (methods.DPFedAvg, distributed | {"server_completes_noise": False, "min_reply_ratio": case["ratio"]}),
         "lossy": (methods.DPFedSAM, distributed | {"keep_ratio": 0.5}),
     }[case["placement"]]
     evaluation = None
@@ -150,7 +150,7 @@ def test_the_statement_of_a_noised_sum_is_that_of_its_rounds_by_hand(case):
         costs["participants"] += [sum_event(case, sampling, z, number, lossy=lossy) for number, z in enumerate(inside, start=1)]
         costs["outsiders"] += [sum_event(case, sampling, z, number, lossy=lossy) for number, z in enumerate(outside, start=1)]
         most = shares_of(case, sampling, len(there.sizes), lossy=lossy)
-        costs["the server"] += [dp.GaussianDpEvent(multiplier / math.sqrt(most))] * len(due)
+        costs["the server"] += [dp_events.GaussianDpEvent(multiplier / math.sqrt(most))] * len(due)
     assert told["participants"].epsilon == pytest.approx(cost_of(costs["participants"], case), rel=1e-6, abs=1e-9)
     assert told["outsiders"].epsilon == pytest.approx(cost_of(costs["outsiders"], case), rel=1e-6, abs=1e-9)
     assert statement.epsilon == told["participants"].epsilon
@@ -360,8 +360,10 @@ def test_the_statement_of_clients_with_their_own_budgets_is_that_of_their_replie
                 assert multiplier == pytest.approx(sensitivity * math.sqrt(most) * gaussian_multiplier(budget, 1e-3), rel=1e-3)
                 trained = gaussian_epsilon([multiplier] * count, case["relation"], 1e-3)
             else:
-                event = dp.PoissonSampledDpEvent(case["rate"], dp.GaussianDpEvent(multiplier))
-                trained = accounting.epsilon(dp.ComposedDpEvent([event] * count), delta=1e-3, relation=case["relation"]).epsilon
+                event = dp_events.PoissonSampledDpEvent(case["rate"], dp_events.GaussianDpEvent(multiplier))
+                trained = accounting.epsilon(
+                    dp_events.ComposedDpEvent([event] * count), delta=1e-3, relation=case["relation"]
+                ).epsilon
             assert trained * (1 - 1e-6) <= statement.clients.each[name] <= (trained + alone) * (1 + 1e-6)
             assert alone or statement.clients.each[name] == pytest.approx(trained, rel=1e-6)
             assert trained <= budget * 1.02
@@ -484,9 +486,9 @@ def test_the_statement_of_local_steps_is_that_of_the_least_noise_of_any_round_by
             multiplier = rules.books.terms[name].release.mechanism.noise_multiplier
             full = 2 * math.sqrt(case["replies"]) * gaussian_multiplier(one, 1e-3)
             assert multiplier == pytest.approx(full, rel=1e-3) if taken == size else multiplier < full * (1 + 1e-3)
-            event: dp.DpEvent = dp.GaussianDpEvent(multiplier)
-            event = event if taken == size else dp.SampledWithoutReplacementDpEvent(size, taken, event)
-            cost = accounting.epsilon(dp.ComposedDpEvent([event] * rounds), delta=1e-3, relation=REPLACE).epsilon
+            event: dp_events.DpEvent = dp_events.GaussianDpEvent(multiplier)
+            event = event if taken == size else dp_events.SampledWithoutReplacementDpEvent(size, taken, event)
+            cost = accounting.epsilon(dp_events.ComposedDpEvent([event] * rounds), delta=1e-3, relation=REPLACE).epsilon
             each = [
                 case["rate"] / (1 + (n - 1) * case["steps"] / (4 * case["decay"])) if case["decay"] else case["rate"]
                 for n in range(1, rounds + 1)

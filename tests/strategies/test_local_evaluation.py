@@ -190,7 +190,7 @@ def test_a_budget_pays_for_all_evaluations_and_not_for_one_more(method):
     assert isinstance(release.event(1), LaplaceDpEvent)
     relation = "add-or-remove-one" if "add" in method else "replace-one"
     assert (release.relation, release.unit) == (relation, "client" if method == "nbafl" else "record")
-    assert (terms.num_replies, release.num_clients) == (2, {"nbafl": 1}.get(method, SIZE))
+    assert (terms.num_replies, release.num_units) == (2, {"nbafl": 1}.get(method, SIZE))
     assert 0.5 * (1 - 1e-9) <= 2 * release.sensitivity / release.noise_scale <= 0.5
 
 
@@ -266,7 +266,7 @@ def test_dp_pasgd_evaluates_all_records_of_a_client_and_not_a_batch_of_them():
     terms = METHODS["dp-pasgd"][1].terms("c0", data("c0"))
     assert (terms.release.num_clients, terms.num_records) == (16, SIZE)
     release = BUDGET.terms("c0", terms).release
-    assert release.noise_scale / release.expected_cohort == pytest.approx(2 * 2 / 0.5 / SIZE)
+    assert release.noise_scale / release.expected_cohort_size == pytest.approx(2 * 2 / 0.5 / SIZE)
     with pytest.raises(ValueError, match="num_records=None: must be the public data sizes with an evaluation"):
         DPPASGD(**PASGD, num_clients=CLIENTS, evaluation=LocalEvaluation(budget=BUDGET))
 

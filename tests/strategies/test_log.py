@@ -14,8 +14,8 @@ from flwr.app import ConfigRecord, Message
 from flower_dp.clients import model_arrays
 from flower_dp.core.sampling import FullSampling, PoissonSampling
 from flower_dp.privacy import accounting, store
-from flower_dp.privacy.budget import JointBudget
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Scope
+from flower_dp.privacy.budget import LedgerBudget
+from flower_dp.privacy.charges import ALL_CLIENTS, Charge, CostScope
 from flower_dp.privacy.device_store import DeviceLedger
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError
 from flower_dp.privacy.store import Store
@@ -118,7 +118,7 @@ def test_a_charge_that_cannot_be_written_sends_nothing_and_is_not_taken(path, mo
         run(strategy, path, 5, nodes)
     assert [number for *_, number in nodes.seen] == [1, 2]
     assert sum(one.metadata.message_type == "train" for one in nodes.sent) == 8
-    assert strategy.statement.num_rounds == 2 == len(written(path)[0])
+    assert strategy.statement.num_charged_rounds == 2 == len(written(path)[0])
     assert strategy._session.log.charges.numbers() == {"dp-fedavg": 2}
     # The lock is free again.
     Store(path).close()
@@ -154,7 +154,7 @@ def test_the_joint_epsilon_of_two_runs_is_that_of_their_events_together(path):
     events = ComposedDpEvent([one.rules.ledger(one.charges).event for one in (first, second)])
     expected = accounting.epsilon(events, delta=1e-4, relation="add-or-remove-one").epsilon
     joint = second.statement.joint
-    assert (joint.num_runs, joint.delta, joint.apart) == (2, 1e-4, ())
+    assert (joint.num_runs, joint.delta, joint.runs_not_included) == (2, 1e-4, ())
     assert joint.epsilon == pytest.approx(expected, rel=1e-9)
     assert joint.epsilon > second.statement.epsilon * 1.01
     line = f"All 2 runs on this ledger together: epsilon {math.ceil(expected * 1e4) / 1e4:.4f} at delta 0.0001, accountant"
@@ -167,7 +167,7 @@ def test_the_joint_epsilon_of_two_runs_is_that_of_their_events_together(path):
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_the_statement_says_whether_a_budget_holds_for_settings_that_results_decided(tmp_path, adaptive):
     path = tmp_path / "with budget"
-    Store.create(path, JointBudget(epsilon=50.0, delta=1e-6, fully_adaptive=adaptive))
+    Store.create(path, LedgerBudget(epsilon=50.0, delta=1e-6, fully_adaptive=adaptive))
     first, second = (run(DPFedAvg(**WORDS, ledger=path), path, 1) for _ in range(2))
     assert first.statement.joint is None
     told = (
@@ -222,13 +222,13 @@ def test_a_charge_that_was_written_when_the_run_was_interrupted_is_in_the_joint_
     with monkeypatch.context() as patch:
         patch.setattr(Store, "append", interrupted)
         assert checkpointed(strategy, tmp_path / "a", 4) is None
-    assert strategy.statement.num_rounds == 2
+    assert strategy.statement.num_charged_rounds == 2
     assert checkpointed(strategy, tmp_path / "b", 1).epsilon == together(3)
 
 
 def test_a_charge_that_could_not_be_written_does_not_stand_for_the_next_one_of_its_number(path, monkeypatch):
     """The joint epsilon had the clients of the first cohort, who were not asked, and not those of the second."""
-    scope, memory = Scope(unit="record", relation="replace-one"), MemoryLog(private=True)
+    scope, memory = CostScope(unit="record", relation="replace-one"), MemoryLog(private=True)
     log = StoreLog(path, method="m", delta=1e-3, private=True, memory=memory)
     words = {"release": "m", "number": 1, "server_round": 1, "kind": "k", "scope": scope, "events": (GaussianDpEvent(1.0),)}
 
@@ -262,7 +262,7 @@ def test_runs_of_another_relation_are_told_apart(path):
     second = run(DPFedAvg(**WORDS, ledger=path), path, 2)
     joint = second.statement.joint
     assert (joint.num_runs, joint.epsilon) == (1, pytest.approx(second.statement.epsilon, rel=1e-9))
-    assert joint.apart == ("1 run for each client (replace-one)",)
+    assert joint.runs_not_included == ("1 run for each client (replace-one)",)
     assert "not in it, since no accountant adds them up: 1 run for each client (replace-one)" in str(second.statement)
 
 
@@ -281,12 +281,12 @@ def test_a_run_ends_before_the_round_that_the_ledgers_budget_does_not_cover(tmp_
     tmp_path.chmod(0o700)
     path = tmp_path / "ledger.sqlite"
     budget = (together(7).expected + together(8).expected) / 2
-    Store.create(path, JointBudget(epsilon=budget, delta=1e-3))
+    Store.create(path, LedgerBudget(epsilon=budget, delta=1e-3))
     first = run(DPFedAvg(**WORDS, ledger=path), path, 5)
-    assert (first.statement.num_rounds, first.incidents) == (5, ())
+    assert (first.statement.num_charged_rounds, first.incidents) == (5, ())
     nodes = grid(path)
     second = run(DPFedAvg(**WORDS, ledger=path), path, 5, nodes)
-    assert second.statement.num_rounds == 2
+    assert second.statement.num_charged_rounds == 2
     assert [number for *_, number in nodes.seen] == [6, 7]
     (incident,) = second.incidents
     assert incident.startswith("ended before round 3: it would pass the ledger's budget, epsilon ")
@@ -302,7 +302,7 @@ def test_an_evaluation_that_the_ledgers_budget_does_not_cover_is_left_out(tmp_pa
     tmp_path.chmod(0o700)
     path = tmp_path / "ledger.sqlite"
     evaluation = PrivateEvaluation(noise_multiplier=0.5, sampling=FullSampling())
-    Store.create(path, JointBudget(epsilon=2.5, delta=1e-3))
+    Store.create(path, LedgerBudget(epsilon=2.5, delta=1e-3))
     strategy = run(DPFedAvg(**WORDS, evaluation=evaluation, ledger=path), path, 2, LookingGrid(evaluating_stock_app(), 4))
     assert [charge.release for charge in written(path)[0]] == ["dp-fedavg", "dp-fedavg"]
     assert "the evaluation of round 1 was left out: it would pass the ledger's budget" in caplog.text
@@ -311,7 +311,7 @@ def test_an_evaluation_that_the_ledgers_budget_does_not_cover_is_left_out(tmp_pa
 
 def test_the_owner_of_a_client_level_run_is_every_client(path):
     run(DPFedAvg(**WORDS, ledger=path), path, 1)
-    assert written(path)[0][0].owners == (EVERY_CLIENT,)
+    assert written(path)[0][0].owners == (ALL_CLIENTS,)
 
 
 # A charge stands in one place
@@ -329,7 +329,7 @@ def together_of(*multipliers, relation):
 
 def with_charges(strategy, path, charges):
     """The strategy, in a run on a ledger that has these charges, after another run that has the first of them."""
-    Store.create(path, JointBudget(epsilon=BUDGET, delta=1e-3))
+    Store.create(path, LedgerBudget(epsilon=BUDGET, delta=1e-3))
     words = {"method": strategy.rules.about.title, "delta": 1e-3, "private": True}
     with Store(path) as ledger:
         ledger.append(ledger.begin(**words), charges[0])
@@ -363,12 +363,12 @@ def test_a_charge_of_all_clients_stands_in_one_place(tmp_path, planned):
         assert {one.name: one.epsilon for one in statement.adversaries}["outsiders"] == pytest.approx(own, rel=1e-9)
         assert own <= strategy.epsilon * (1 + 1e-9) <= 1.01 * own
         assert statement.joint.epsilon == pytest.approx(joint, rel=1e-9)
-        found[second] = rules.why_stop(strategy._session.current, 3, None)
+        found[second] = rules.stop_reason(strategy._session.current, 3, None)
         third = costlier(release.charge(strategy.charges, 3, NAMES), 1.5)
         assert (together_of(4, 4, second, 1.5, relation=relation) > BUDGET) == (second == 1)
         with pytest.raises(BudgetSpentError) if second == 1 else nullcontext():
             strategy._session.log.append(third)
-        assert strategy.statement.num_rounds == (2 if second == 1 else 3)
+        assert strategy.statement.num_charged_rounds == (2 if second == 1 else 3)
     assert found == {4.0: None, 1.0: f"it would pass target_epsilon={target:g}"}
 
 
@@ -389,9 +389,9 @@ def test_a_charge_of_single_clients_stands_in_one_place(tmp_path):
         own = together_of(usual, second, relation=relation)
         others = own if changed else together_of(usual, relation=relation)
         assert statement.epsilon == pytest.approx(own, rel=1e-3)
-        assert statement.clients.each == pytest.approx(dict(zip(NAMES, (own, own, others, others), strict=True)), rel=1e-3)
+        assert statement.clients.by_client == pytest.approx(dict(zip(NAMES, (own, own, others, others), strict=True)), rel=1e-3)
         assert statement.joint.epsilon == pytest.approx(together_of(usual, usual, second, relation=relation), rel=1e-6)
-        stop = strategy.rules.why_stop(strategy._session.current, 3, None)
+        stop = strategy.rules.stop_reason(strategy._session.current, 3, None)
         assert (stop is None) is not changed
         assert stop is None or stop.startswith("the privacy budget is spent")
         paying = release.paying(strategy.charges, NAMES).tolist()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent
 
-from flower_dp.core.stored import unpacked
+from flower_dp.core.serialization import load_bytes
 from flower_dp.privacy import accounting
 from flower_dp.privacy.private_file import LedgerError
 from flower_dp.privacy.store import Store
@@ -68,7 +68,7 @@ def start(strategy, grid, folder, *, resume=False, models=None):
 
 
 def secret(folder):
-    return unpacked((folder / NOISE).read_bytes())
+    return load_bytes((folder / NOISE).read_bytes())
 
 
 def test_the_released_noise_is_that_of_the_band_and_costs_one_event(tmp_path):

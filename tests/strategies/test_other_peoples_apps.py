@@ -68,7 +68,7 @@ def test_a_reply_that_changes_a_frozen_array_is_refused(change):
     strategy = DPFedAvg(**WORDS, frozen_arrays=["mask"])
     result = strategy.start(grid, model(), num_rounds=1)
     assert strategy.rounds[0].replies == 1
-    assert strategy.missing == replies.Missing(rejected=1)
+    assert strategy.missing == replies.MissingReplies(rejected=1)
     np.testing.assert_allclose(result.arrays["weight"].numpy(), 0.5, atol=0.01)
 
 
@@ -149,7 +149,7 @@ def test_a_node_that_is_gone_counts_as_silent_and_is_named(caplog):
     grid.tamper = lambda node, reply: [gone(grid.sent[-1]) if node == 1 else reply]
     with caplog.at_level(logging.WARNING, "flwr"):
         strategy.start(grid, arrays(weight=np.zeros(4, np.float32)), num_rounds=1)
-    assert strategy.missing == replies.Missing(silent=1)
+    assert strategy.missing == replies.MissingReplies(no_reply=1)
     assert any("node 1: no reply: Error: Node Unavailable" in record.getMessage() for record in caplog.records)
     assert not any("was not asked" in record.getMessage() for record in caplog.records)
 
@@ -166,7 +166,7 @@ def test_failures_dead_nodes_and_refused_replies_are_counted_apart():
     grid = LocalGrid(stock_app(shifted(lambda node: np.nan if node == 5 else 1.0)), 6, tamper=tamper)
     strategy = DPFedAvg(**WORDS | {"num_clients": 6})
     strategy.start(grid, arrays(weight=np.zeros(4, np.float32)), num_rounds=1)
-    assert strategy.missing == replies.Missing(silent=1, failed=1, declined=1, rejected=1)
+    assert strategy.missing == replies.MissingReplies(no_reply=1, failed=1, declined=1, rejected=1)
     said = str(strategy.statement)
     assert (
         "4 updates that were asked for did not count: 1 from nodes that did not reply, 1 whose training failed or diverged, "

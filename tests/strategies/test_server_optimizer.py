@@ -11,7 +11,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedProx, QFedAvg
 from flower_dp.core.sampling import FullSampling
 from flower_dp.core.vectors import Layout
 from flower_dp.strategies import DPFedAvg
-from flower_dp.strategies.releases.left_out import RoundLeftOut
+from flower_dp.strategies.releases.left_out import RoundDiscarded
 from flower_dp.strategies.server_optimizer import ServerOptimizer
 from tests.grids import LocalGrid
 from tests.stock import arrays, shifted, stock_app
@@ -93,7 +93,7 @@ def test_a_model_that_is_not_finite_leaves_the_round_out():
         def aggregate_train(self, server_round, replies):
             return ArrayRecord({name: Array(np.full(shape, np.nan)) for name, shape in (("w", (2, 2)), ("b", (1,)))}), None
 
-    with pytest.raises(RoundLeftOut, match="Broken gave a model with NaN"):
+    with pytest.raises(RoundDiscarded, match="Broken gave a model with NaN"):
         steps(ServerOptimizer(Broken()), [1])
 
 

@@ -11,7 +11,7 @@ from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, Scaffold
 from flower_dp.strategies.not_covered import OTHER_RUNS
-from flower_dp.strategies.releases.replies import Missing
+from flower_dp.strategies.releases.replies import MissingReplies
 from flower_dp.strategies.run_state import RunFacts
 from tests.charges import charge
 
@@ -45,7 +45,7 @@ def stated(strategy, rounds=3, names=NAMES):
 
 def stated_with(strategy, **changes):
     """The statement of its charges, with other facts on the run."""
-    facts = RunFacts(seeded_noise=False, missing=Missing(), incidents=(), report_client_metrics=False)
+    facts = RunFacts(seeded_noise=False, missing=MissingReplies(), incidents=(), report_client_metrics=False)
     return strategy.rules.statement(strategy.state, replace(facts, **changes))
 
 
@@ -109,8 +109,8 @@ def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
     fixed = isinstance(sampling, FixedSizeSampling)
     assert bool(relies(statement, "a sampling rate of 40/399 in that round, where 40/400 is accounted for")) == fixed
     outsiders = next(one for one in statement.adversaries if one.name == "outsiders")
-    assert outsiders.sees.endswith(", not who took part") == fixed
-    assert outsiders.sees.endswith(", and who took part") == (not relied)
+    assert outsiders.view.endswith(", not who took part") == fixed
+    assert outsiders.view.endswith(", and who took part") == (not relied)
 
 
 CENTRAL = "the server is trusted: it sees single updates and adds the noise"
@@ -125,7 +125,7 @@ NONE = "no noise is added to updates: training is not private"
     [
         ({"placement": "central"}, (CENTRAL,)),
         ({}, (SHARES, TOPPED, APART)),
-        ({"trusted_server": False}, (SHARES, APART)),
+        ({"server_completes_noise": False}, (SHARES, APART)),
         ({"placement": "central", "noise_multiplier": 0.0}, (NONE,)),
         ({"noise_multiplier": 0.0}, (NONE,)),
     ],
@@ -140,7 +140,7 @@ def test_who_is_trusted_with_the_noise_is_said(arguments, assumed):
 def test_a_release_that_tells_the_cohort_says_that_sampling_lowers_no_cost():
     sampled = LEVEL | {"num_clients": 400, "delta": 1e-4}
     arguments = "adversaries may know who takes part: sampling lowers no cost"
-    strategy = DPFedSAM(**sampled, sampling=PoissonSampling(sampling_rate=0.1), trusted_server=False)
+    strategy = DPFedSAM(**sampled, sampling=PoissonSampling(sampling_rate=0.1), server_completes_noise=False)
     strategy.plan(3)
     assert relies(strategy.statement, arguments)
     assert not relies(stated(METHODS["dp-fedsam"]()), arguments)
@@ -159,7 +159,7 @@ def test_what_a_run_went_through_is_said(method):
     strategy = METHODS[method]()
     stated(strategy)
     incidents = ("ended before round 4: no reason",)
-    strategy._session.note(missing=Missing(silent=2, rejected=1), incidents=incidents)
+    strategy._session.note(missing=MissingReplies(no_reply=2, rejected=1), incidents=incidents)
     statement = strategy.statement
     assert "ended before round 4: no reason" in statement.incidents
     assert any(line.startswith("3 ") and "that were asked for did not count" in line for line in statement.incidents)
@@ -201,7 +201,7 @@ def test_no_number_of_a_paper_is_valid_with_noise_from_a_seed(method):
         ({"sampling": FixedSizeSampling(cohort_size=40), "relation": "replace-one"}, "assumes Poisson sampling"),
         ({"sampling": FullSampling(), "relation": "replace-one"}, "it holds for add-or-remove-one"),
         (
-            {"sampling": PoissonSampling(sampling_rate=0.1), "trusted_server": False},
+            {"sampling": PoissonSampling(sampling_rate=0.1), "server_completes_noise": False},
             "missing shares of noise reveal who takes part",
         ),
         ({"sampling": FullSampling(), "keep_ratio": 0.5}, "top-k of each client's own noised update is not post-processing"),
@@ -210,10 +210,10 @@ def test_no_number_of_a_paper_is_valid_with_noise_from_a_seed(method):
 )
 def test_the_papers_epsilon_is_valid_where_its_assumptions_hold(arguments, fault):
     strategy = DPFedSAM(**LEVEL | {"num_clients": 400, "delta": 1e-4}, **arguments)
-    paper = stated(strategy, 2, MANY).paper
+    paper = stated(strategy, 2, MANY).paper_epsilon
     assert paper.valid == (fault is None)
     assert fault is None or fault in paper.reason
-    rate = arguments["sampling"].expected_cohort(400) / 400
+    rate = arguments["sampling"].expected_cohort_size(400) / 400
     event = SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(4.0)), 2)
     assert paper.epsilon == pytest.approx(accounting.rdp_epsilon(event, delta=1e-4, relation="add-or-remove-one"))
 
@@ -222,13 +222,18 @@ def test_one_client_without_noise_makes_a_run_not_private():
     budgets = dict(zip(NAMES, (0.5, math.inf, 1.0, 0.1), strict=True))
     statement = stated(FedSGDDPC(**SGD | {"epsilon": budgets}, mechanism="laplace", num_records=8))
     assert not statement.private
-    assert (statement.clients, statement.adversaries, statement.parts, statement.adversary) == (None, (), {}, "nobody")
+    assert (statement.clients, statement.adversaries, statement.epsilon_by_release, statement.protected_against) == (
+        None,
+        (),
+        {},
+        "nobody",
+    )
     waiting = FedSGDDPC(**SGD | {"epsilon": budgets}, mechanism="laplace", num_records=8)
     waiting.plan(3, NAMES)
     charge(waiting, ("c0", "c2"))
     assert not waiting.statement.private  # before the one without noise has sent anything
     pasgd = stated(DPPASGD(**PASGD | {"epsilon": budgets}, batch_size=4, learning_rate=0.25))
-    assert (pasgd.private, pasgd.paper) == (False, None)
+    assert (pasgd.private, pasgd.paper_epsilon) == (False, None)
 
 
 @pytest.mark.parametrize("sampling", [FullSampling(), FixedSizeSampling(cohort_size=2)], ids=["full", "fixed-size"])

@@ -94,5 +94,5 @@ def checkpoint(run, setting=None, *, ended=False):
     found = CheckpointFolder(run / "checkpoint")
     found.create()
     setting = {"method": "DP-FedAvg"} if setting is None else setting
-    found.write(Checkpoint(setting=setting, server_round=1, is_over=True, state=RunState(), arrays={}, ended=ended))
+    found.write(Checkpoint(setting=setting, server_round=1, round_complete=True, state=RunState(), arrays={}, ended=ended))
     return found.path / NEWEST

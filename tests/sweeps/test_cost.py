@@ -7,23 +7,23 @@ import dp_accounting as dp
 import pytest
 from dp_accounting import GaussianDpEvent, LaplaceDpEvent, NonPrivateDpEvent
 
-from flower_dp.privacy.charges import EVERY_CLIENT, Scope
+from flower_dp.privacy.charges import ALL_CLIENTS, CostScope
 from flower_dp.privacy.store import Store
-from flower_dp.sweeps.cost import Charged, compose, statement_of
+from flower_dp.sweeps.cost import RunCharges, compose, statement_of
 from tests.charges import charge_each
 
 ONE = GaussianDpEvent(3.0)
-CLIENT = Scope(unit="client", relation="add-or-remove-one")
-RECORD = Scope(unit="record", relation="replace-one")
+CLIENT = CostScope(unit="client", relation="add-or-remove-one")
+RECORD = CostScope(unit="record", relation="replace-one")
 
 
-def charge(number, owners=(EVERY_CLIENT,), events=(ONE,), scope=CLIENT):
+def charge(number, owners=(ALL_CLIENTS,), events=(ONE,), scope=CLIENT):
     words = {"release": scope.unit, "number": number, "server_round": number, "kind": "b", "scope": scope}
     return charge_each(dict(zip(owners, events, strict=True)), **words)
 
 
 def charged(*histories):
-    return Charged(histories=histories, private=True)
+    return RunCharges(histories=histories, private=True)
 
 
 @pytest.fixture

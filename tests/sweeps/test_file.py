@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flower_dp.sweeps.file import Choice, read
+from flower_dp.sweeps.file import SelectionRule, read
 
 
 def settings(file):
@@ -75,7 +75,7 @@ def test_what_a_file_says_by_default_and_not(write):
     assert (file.workers, file.supernodes, file.at_once, file.gpus_per_worker) == (None, None, None, 0.0)
     text = "seeds = 3\nmetric = 'loss'\nselect = {metric = 'validation-loss', mode = 'min'}\n"
     file = read(write(f"{text}workers = 2\nsupernodes = 4\nat-once = 3\ngpus-per-worker = 0.5"))
-    assert (file.seeds, file.metric, file.select) == ((0, 1, 2), "loss", Choice(metric="validation-loss", mode="min"))
+    assert (file.seeds, file.metric, file.select) == ((0, 1, 2), "loss", SelectionRule(metric="validation-loss", mode="min"))
     assert (file.workers, file.supernodes, file.at_once, file.gpus_per_worker) == (2, 4, 3, 0.5)
     # Without a known method all settings hold.
     assert settings(read(write("[settings]\nmethod = 'mine'\ndp-fedavg.x = 2"))) == [{"method": "mine", "dp-fedavg.x": 2}]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flower_dp.running.launched import Launched
+from flower_dp.running.launch_record import LaunchRecord
 from flower_dp.running.signals import Signals
 from flower_dp.simulation.workers import RayStartError
 from flower_dp.sweeps import pool
@@ -60,7 +60,7 @@ def test_no_other_sweep_begins_while_a_run_is_made(tmp_path, monkeypatch):
 
     monkeypatch.setattr(pool, "attempt", attempt)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    begun = Launched(app="", name="", overrides={}, workers=1, supernodes=1, gpus_per_worker=0.0)
+    begun = LaunchRecord(app="", name="", overrides={}, workers=1, supernodes=1, gpus_per_worker=0.0)
     assert pool._make(begun, tmp_path, "", workers, lock) == ("made", True)
     with folder.locked():
         pass

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from flower_dp.sweeps.file import Choice
+from flower_dp.sweeps.file import SelectionRule
 from flower_dp.sweeps.results import Results
 from flower_dp.sweeps.sweep import Sweep
 from tests.sweeps.conftest import finish
@@ -87,11 +87,11 @@ def test_a_metric_that_no_run_has_is_named(made, write):
 
 
 def test_the_best_point_has_all_its_runs(made, write):
-    best = made.best(Choice(metric="validation-accuracy", mode="max"))
+    best = made.best(SelectionRule(metric="validation-accuracy", mode="max"))
     assert (best.run, best.mean, best.num_seeds) == (made.runs[0], pytest.approx(0.55), 2)  # the other one has no second run
     finish(made.folder.of(made.runs[3]), made.runs[3].config, 0.3, **{"validation-accuracy": 0.3})
-    assert made.best(Choice(metric="validation-accuracy", mode="min")).run == made.runs[1]
-    assert made.best(Choice(metric="none", mode="max")) is None
+    assert made.best(SelectionRule(metric="validation-accuracy", mode="min")).run == made.runs[1]
+    assert made.best(SelectionRule(metric="none", mode="max")) is None
 
 
 @pytest.mark.parametrize("metric", ["validation-accuracy", "accuracy"])

@@ -20,7 +20,7 @@ from flower_dp.cli.main import app
 from flower_dp.running.run_folder import is_finished, read_metrics
 from flower_dp.sweeps import sweep
 from flower_dp.sweeps.folder import SweepFolder
-from flower_dp.sweeps.pool import Ended
+from flower_dp.sweeps.pool import RunOutcome
 from flower_dp.sweeps.results import Results
 from flower_dp.sweeps.sweep import Sweep
 from tests.sweeps.conftest import finish
@@ -166,7 +166,7 @@ def test_a_run_with_warnings_says_so_when_it_ends_and_below_the_table(finished):
     (first / "flower.log").write_text("WARNING :   node 1: too long\nWARNING :   the evaluation of round 5 was left out\n")
     said = []
     results = Results(folder=folder, runs=plan.runs, metric="accuracy")
-    sweep._Progress(said.append, results, 1).ended(Ended(run=plan.runs[0], status="completed", details="", seconds=1.0))
+    sweep._Progress(said.append, results, 1).ended(RunOutcome(run=plan.runs[0], status="completed", details="", seconds=1.0))
     assert ", 2 warnings, 0:01; none left" in said[0]
     status, out = in_this_process(path, "--output-dir", folder.path)
     assert status == 0
@@ -201,7 +201,7 @@ class Failing(AbstractContextManager):
         # Killed now, the sweep leaves no statement: it would leave out what these runs have charged.
         assert not list(self.sweep.glob("statement.*"))
         for run, _, _ in runs:
-            on_end(Ended(run=run, status=self.status, details="told to fail", seconds=1.0))
+            on_end(RunOutcome(run=run, status=self.status, details="told to fail", seconds=1.0))
 
 
 def test_a_sweep_of_which_runs_fail_says_so_in_the_end(finished, monkeypatch):

@@ -11,8 +11,8 @@ from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from flower_dp.apps.parts import Sizes
 from flower_dp.apps.settings import DEALT, FUNCTIONS, Evaluation, Settings, key_of, read, sampled
+from flower_dp.apps.strategy_arguments import Sizes
 from flower_dp.apps.tasks import TASKS, load_task
 from flower_dp.apps.tasks import module_of as task_module
 from flower_dp.core import checks
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from flower_dp.apps.tasks import Task
     from flower_dp.clients import FlatModel, Records
-    from flower_dp.clients.node_client import NodeClient
+    from flower_dp.clients.node_client import HostingClient
     from flower_dp.clients.training.losses import Loss
 
 
@@ -46,7 +46,7 @@ class Parameter(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ParsedRunConfig:
     """A run's settings: the common ones, those of its method and those of its task."""
 
     settings: Settings
@@ -55,7 +55,7 @@ class Run:
     of_task: Any
 
     @classmethod
-    def of(cls, run_config: Mapping[str, Any], *, own_model: bool = False) -> "Run":
+    def of(cls, run_config: Mapping[str, Any], *, own_model: bool = False) -> "ParsedRunConfig":
         """Read a run-config.
 
         The tables of methods that were not chosen are not looked at.
@@ -68,7 +68,7 @@ class Run:
             SettingsError: for unknown or missing keys, values of the wrong kind, and settings that the method does not read, all
                 of them at once.
         """
-        findings = checks.Findings()
+        findings = checks.ErrorCollector()
         if own_model:
             for key in NOT_READ:
                 if (value := run_config.get(key, defaults()[key])) != defaults()[key]:
@@ -89,10 +89,10 @@ class Run:
         settings.check(findings)
         task, name = settings.task, settings.method
         of_task = read(task_module(task).Own, tables[task], findings, f"{task}.") if task in TASKS else None
-        with findings.noted():
+        with findings.collect_errors():
             checks.one_of("method", name, tuple(METHODS))
         if name not in METHODS:
-            findings.refuse()
+            findings.raise_if_any()
         method = METHODS[name]
         own = read(table_of(name), tables[name], findings, f"{name}.")
         settings = sampled(settings, method.samplings, findings)
@@ -102,7 +102,7 @@ class Run:
             if dot and table in TASKS and table != task and value != defaults().get(key, value):
                 why = f"is not read by task={task!r}; settings of that are under {task}."
                 findings.errors.append(checks.refusal(key, value, why))
-        findings.refuse()
+        findings.raise_if_any()
         return cls(settings=settings, method=method, own=own, of_task=of_task)
 
     def task(self) -> "Task":
@@ -137,7 +137,7 @@ class Run:
 
     def client(
         self, model: "FlatModel | nn.Module", clients: "Mapping[str, Records]", sizes: Sizes, loss: "Loss | None" = None
-    ) -> "NodeClient":
+    ) -> "HostingClient":
         """Return the client of one node, around the records of the clients that the node hosts; `loss` is somebody's own."""
         from flower_dp.apps import client_parts  # noqa: PLC0415 - torch takes a second
 
@@ -214,7 +214,7 @@ def _parameters(kind: Callable[..., Any], *, flat: bool = False) -> dict[str, Pa
     return found
 
 
-def _find_unread(settings: Settings, findings: checks.Findings) -> None:
+def _find_unread(settings: Settings, findings: checks.ErrorCollector) -> None:
     """Find settings of training that the user has set and the method does not use: they would be ignored silently."""
     for name in TRAINING:
         if settings.is_set(name) and name not in METHODS[settings.method].reads:

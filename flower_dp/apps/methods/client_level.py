@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from flower_dp.apps.parts import Sizes, client_level_delta, clip_norm_of, evaluation_of, noise_of, sampler_of
 from flower_dp.apps.settings import Settings
+from flower_dp.apps.strategy_arguments import Sizes, client_level_delta, clip_norm_of, evaluation_of, noise_of, sampler_of
 
 
 def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:

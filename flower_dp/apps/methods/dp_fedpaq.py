@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from flower_dp.apps.parts import Sizes, cohort_size_of, local_words, sampler_of
 from flower_dp.apps.settings import Settings
+from flower_dp.apps.strategy_arguments import Sizes, cohort_size_of, local_words, sampler_of
 from flower_dp.core import checks
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies
 

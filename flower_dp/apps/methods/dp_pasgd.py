@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flower_dp.apps.parts import Sizes, local_words, per_client
 from flower_dp.apps.settings import Settings
+from flower_dp.apps.strategy_arguments import Sizes, local_words, per_client
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flower_dp.apps.parts import Sizes, cohort_size_of, local_words, per_client
 from flower_dp.apps.settings import Settings
+from flower_dp.apps.strategy_arguments import Sizes, cohort_size_of, local_words, per_client
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
-from flower_dp.privacy.accounting import relation_of
+from flower_dp.privacy.accounting import parse_relation
 
 
 def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
     return {
         **local_words(settings, sizes),
         "cohort_size": size,
-        "relation": relation_of(own.relation),
+        "relation": parse_relation(own.relation),
         "num_replies": own.num_replies or max(1, -(-settings.num_rounds * size // settings.num_clients)),
         "epsilon": per_client(settings, "client-epsilons", own.client_epsilons, own.epsilon),
         "learning_rate": None if theory else settings.learning_rate,

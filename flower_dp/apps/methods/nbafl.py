@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flower_dp.apps.parts import Sizes, cohort_size_of, local_words
 from flower_dp.apps.settings import Settings, default_of
+from flower_dp.apps.strategy_arguments import Sizes, cohort_size_of, local_words
 from flower_dp.core import checks
 from flower_dp.planning.nbafl import best_proximal
 from flower_dp.planning.planner import Data, Inputs

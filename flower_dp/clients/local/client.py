@@ -10,26 +10,26 @@ from torch import Tensor, nn
 
 from flower_dp import wire
 from flower_dp.clients import answering
-from flower_dp.clients.account import LedgerPaths, account_of, agreed_terms, charged, ledger_files, ledger_of
-from flower_dp.clients.kept import kept_of
+from flower_dp.clients.account import LedgerPaths, account_of, charged, ledger_files, ledger_of, verify_terms
+from flower_dp.clients.client_vectors import load_vector
 from flower_dp.clients.local.evaluation import EvaluationRecipe, RecordMetrics, record_loss_and_accuracy
-from flower_dp.clients.local.recipe import ConditionsOnModel, LocalRecipe, MadeUp, Stateful
-from flower_dp.clients.node_client import NodeClient
+from flower_dp.clients.local.recipe import DryRunnable, LocalRecipe, ModelPreconditions, Stateful
+from flower_dp.clients.node_client import HostingClient
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import UNFIT, Declined
-from flower_dp.clients.reply.pipeline import Job, Pipeline
+from flower_dp.clients.refusal_messages import UNFIT, Declined
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline
 from flower_dp.clients.training import dry_run
-from flower_dp.clients.training.draws import batch_seed
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records, repeats_rows
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.clients.training.training_rng import batch_seed
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
-from flower_dp.wire import Ask, Instruction, Refusal
+from flower_dp.wire import Instruction, Refusal, ReleaseRequest
 
 __all__ = ["LocalDPClient", "LocalRecipe"]
 
 
-class LocalDPClient(NodeClient):
+class LocalDPClient(HostingClient):
     """A Flower client whose clients' replies are private one by one, before they are added up.
 
     Noise follows from each client's own terms. A client compares the server's version of its terms with its own. If they differ,
@@ -120,18 +120,18 @@ class LocalDPClient(NodeClient):
         """Names of the vectors that the recipe works with besides the model."""
         return self.recipe.vectors if isinstance(self.recipe, Stateful) else ()
 
-    def why_unable(self) -> str | None:
+    def unable_reason(self) -> str | None:
         """Return why none of the hosted clients can train, in fixed words; None if one can, or if only a record tells."""
-        why = super().why_unable()
+        why = super().unable_reason()
         if why is None:
             dry_run.log_private_kind(self.clients)
         return why
 
     def _why_unfit(self, records: Records) -> str | None:
-        why = self.recipe.why_unfit(self.model, records) if isinstance(self.recipe, MadeUp) else None
+        why = self.recipe.unfit_reason(self.model, records) if isinstance(self.recipe, DryRunnable) else None
         return None if why is None else f"{UNFIT}: {why}"
 
-    def _work(self, vector: Tensor, instruction: Instruction) -> answering.Work:
+    def _work(self, vector: Tensor, instruction: Instruction) -> answering.NodeWork:
         """Return the work whose rows are private one by one, each charged to its client's account."""
         ask, number, recipe = instruction.ask, instruction.server_round, self._recipe(instruction.ask)
         account = account_of(self.ledger, self.clients, self.context)
@@ -142,23 +142,23 @@ class LocalDPClient(NodeClient):
         recipes, kept = dict.fromkeys(agreed, recipe), {}
         if isinstance(recipe, Stateful) and self.context is not None:  # `account_of` has refused a client without one
             vectors = {name: torch.from_numpy(one.copy()).to(vector.device) for name, one in ask.vectors.items()}
-            found = {name: kept_of(self.context.state, name, vector.numel()) for name in agreed}
+            found = {name: load_vector(self.context.state, name, vector.numel()) for name in agreed}
             kept = {name: torch.from_numpy(one).to(vector.device) for name, one in found.items() if one is not None}
             recipes = {name: recipe.given(vectors, kept.get(name)) for name in agreed}
         if ask.metrics is None:  # a client that can't train pays nothing
             tried = {name: self._dry_run(name, records) for name, (_, records) in agreed.items()}
             refused |= {name: Refusal(reason=why) for name, why in tried.items() if why is not None}
         for name, own in recipes.items():
-            if isinstance(own, ConditionsOnModel) and (why := own.why_not(vector, model=self.model, server_round=number)):
+            if isinstance(own, ModelPreconditions) and (why := own.refusal_reason(vector, model=self.model, server_round=number)):
                 refused[name] = Refusal(reason=why)
         due = {name: terms for name, (terms, _) in agreed.items() if name not in refused}
         refused |= charged(account, due, instruction)
 
-        def groups() -> Iterator[tuple[Pipeline, list[Job]]]:
+        def groups() -> Iterator[tuple[Pipeline, list[ClientJob]]]:
             for name, (terms, records) in agreed.items():
                 if name in refused:
                     continue
-                job = Job(
+                job = ClientJob(
                     name=name,
                     records=records,
                     seed=batch_seed(self.seed, number, name),
@@ -169,9 +169,9 @@ class LocalDPClient(NodeClient):
                 yield recipes[name].pipeline(terms.release, model=self.model, server_round=number), [job]
 
         length = vector.numel() if ask.metrics is None else len(ask.metrics.bounds)
-        return answering.Work(groups=groups(), length=length, refused=dict(refused))
+        return answering.NodeWork(groups=groups(), length=length, refused=dict(refused))
 
-    def _recipe(self, ask: Ask) -> LocalRecipe:
+    def _recipe(self, ask: ReleaseRequest) -> LocalRecipe:
         """Return how replies to an ask are made.
 
         Raises:
@@ -189,12 +189,12 @@ class LocalDPClient(NodeClient):
 
     def _agreed(
         self, instruction: Instruction, recipe: LocalRecipe
-    ) -> tuple[dict[str, tuple[Terms, Records]], dict[str, Refusal]]:
+    ) -> tuple[dict[str, tuple[ClientTerms, Records]], dict[str, Refusal]]:
         """Return terms and records of the clients whose own terms equal the server's, and the reasons of the others."""
-        agreed: dict[str, tuple[Terms, Records]] = {}
+        agreed: dict[str, tuple[ClientTerms, Records]] = {}
         hosted, refused = self._hosted(instruction.clients)
         for name, records in hosted.items():
-            terms = agreed_terms(instruction, name, partial(recipe.terms, name, records), self.policy)
+            terms = verify_terms(instruction, name, partial(recipe.terms, name, records), self.policy)
             if isinstance(terms, Refusal):
                 refused[name] = terms
             elif terms.release.unit == "record" and repeats_rows(records):

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from flower_dp.clients.local.recipe import LocalRecipe
 from flower_dp.clients.local.row import evaluation_pipeline
-from flower_dp.clients.reasons import Declined, contained
-from flower_dp.clients.reply.pipeline import Job, Pipeline
+from flower_dp.clients.refusal_messages import Declined, contained
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline
 from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.batches import Inputs, num_rows, split
-from flower_dp.clients.training.draws import OwnDraws, draws_seed
-from flower_dp.clients.training.joins import one_alone
+from flower_dp.clients.training.isolated_records import map_isolated
 from flower_dp.clients.training.losses import Loss, record_cross_entropy
 from flower_dp.clients.training.per_record import keeps_records_apart
-from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel, outputs_of
+from flower_dp.clients.training.record_isolation import must_compute_alone
 from flower_dp.clients.training.records import Records
+from flower_dp.clients.training.training_rng import IsolatedRng, draws_seed
 from flower_dp.core.metric_bounds import MetricBounds
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.release import Release
 from flower_dp.wire import EVALUATION
@@ -83,13 +83,13 @@ class RecordContributions:
     release: Release
 
     @torch.no_grad()
-    def __call__(self, vector: Tensor, job: Job) -> np.ndarray:
+    def __call__(self, vector: Tensor, job: ClientJob) -> np.ndarray:
         """Return the contributions [n, dimension], float64, of the client's records, or of a secret choice of them."""
         model, release, rng = self.model, self.release, job.secret()
         positions = np.arange(len(job.records))
-        if release.unit == "record" and release.relation == "replace-one" and len(job.records) > release.num_clients:
+        if release.unit == "record" and release.relation == "replace-one" and len(job.records) > release.num_units:
             # Fewer are public, for example a batch. Under add-or-remove-one one record more could take another's place here.
-            positions = np.sort(rng.choice(len(job.records), release.num_clients, replace=False))
+            positions = np.sort(rng.choice(len(job.records), release.num_units, replace=False))
         # Under add-or-remove-one a record more moves the others to other places, and a place may matter to the last bits.
         together = _CHUNK if release.relation == "replace-one" and keeps_records_apart(model.module) else 1
         model.reset_buffers()
@@ -124,7 +124,7 @@ class EvaluationRecipe:
 
     method = EVALUATION
 
-    def terms(self, name: str, records: Records) -> Terms:
+    def terms(self, name: str, records: Records) -> ClientTerms:
         """Return one client's terms of evaluation.
 
         Raises:
@@ -155,7 +155,7 @@ def _outputs(
     model: FlatModel, records: Records, positions: Tensor, seed: int, size: int
 ) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """Yield the index in `positions` of every record that can be read and run, and its outputs and target [1, ...]."""
-    start, problems, draws = model.vector.clone(), set[str](), OwnDraws.of_data_sets(model.vector.device)
+    start, problems, draws = model.vector.clone(), set[str](), IsolatedRng.of_data_sets(model.vector.device)
 
     def passed(inputs: Inputs) -> Tensor:
         # Every forward pass begins with the same weights, buffers and draws, however many there were before it.
@@ -179,11 +179,11 @@ def _outputs(
         return passed(inputs)
 
     def outputs(inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if one_alone(model, inputs, targets, rows, "outputs"):
+        if must_compute_alone(model, inputs, targets, rows, "outputs"):
             return torch.cat([at_start(one) for one in split(inputs, 1)]), targets
         return at_start(inputs), targets
 
-    for first, places, (made, targets) in apart(
+    for first, places, (made, targets) in map_isolated(
         records, positions, outputs, size=size, device=model.device, seed=seed, problems=problems
     ):
         for place in places.tolist():

@@ -8,7 +8,7 @@ from torch import Tensor
 from flower_dp.clients.reply.pipeline import Pipeline
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.records import Records
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.release import Release
 
 
@@ -19,7 +19,7 @@ class LocalRecipe(Protocol):
     def method(self) -> str:
         """Name of the method."""
 
-    def terms(self, name: str, records: Records) -> Terms:
+    def terms(self, name: str, records: Records) -> ClientTerms:
         """Return the client's terms, from its own budget and data size alone."""
 
     def pipeline(self, release: Release, *, model: FlatModel, server_round: int) -> Pipeline:
@@ -44,10 +44,10 @@ class Stateful(Protocol):
 
 
 @runtime_checkable
-class ConditionsOnModel(Protocol):
+class ModelPreconditions(Protocol):
     """A recipe whose proof has conditions on what the server sends. Its clients check them before they pay and reply."""
 
-    def why_not(self, vector: Tensor, *, model: FlatModel, server_round: int) -> str | None:
+    def refusal_reason(self, vector: Tensor, *, model: FlatModel, server_round: int) -> str | None:
         """Return why a client must not reply to a model [d], in a text that the server may see; None if it may.
 
         Args:
@@ -58,11 +58,11 @@ class ConditionsOnModel(Protocol):
 
 
 @runtime_checkable
-class MadeUp(Protocol):
+class DryRunnable(Protocol):
     """A recipe that makes a dry run on records that nobody has."""
 
-    def why_unfit(self, model: FlatModel, records: Records) -> str | None:
+    def unfit_reason(self, model: FlatModel, records: Records) -> str | None:
         """Return why no record of the public shape and type of a client's can be trained on; None if one can, or nobody knows.
 
-        The text is one of `flower_dp.clients.reasons`; no record decides it.
+        The text is one of `flower_dp.clients.refusal_messages`; no record decides it.
         """

@@ -9,7 +9,7 @@ import numpy as np
 from array_api_compat import array_namespace, device
 
 from flower_dp.clients.reply.parts import FullNoise, RecordClip
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Trained, one_by_one
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Trained, one_by_one
 from flower_dp.clients.reply.sending import Lossless
 from flower_dp.core import noise
 from flower_dp.core.metric_bounds import FINER_LATTICE
@@ -17,7 +17,7 @@ from flower_dp.core.vectors import Array
 from flower_dp.privacy.release import Release
 
 # The global model and a client's job -> its contributions [n, dimension], each of L1 norm at most 1; a unit of privacy has one.
-ContributionsOf = Callable[[Array, Job], np.ndarray]
+ContributionsOf = Callable[[Array, ClientJob], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +32,15 @@ class Contributions:
     of: ContributionsOf
     record_clip: RecordClip
 
-    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Array, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's sum [dimension], float64, and 0 as the loss, or its error."""
         return one_by_one(jobs, partial(self._row, vector))
 
-    def _row(self, vector: Array, job: Job) -> tuple[Array, Array]:
+    def _row(self, vector: Array, job: ClientJob) -> tuple[Array, Array]:
         xp, contributions = array_namespace(vector), self.of(vector, job)
         if np.any(np.abs(contributions).sum(axis=1) > self.record_clip.clip_norm * (1 + 1e-9)):
             raise ValueError("a contribution has an L1 norm above 1")
-        total = noise.toward_zero(contributions, self.record_clip.step).sum(axis=0)
+        total = noise.round_toward_zero(contributions, self.record_clip.step).sum(axis=0)
         return xp.asarray(total, device=device(vector)), xp.zeros((), device=device(vector))
 
 
@@ -63,7 +63,7 @@ class ExactMean:
         Raises:
             ValueError: if the sum is not exact.
         """
-        if not noise.exact(noised, self.step):
+        if not noise.is_exact(noised, self.step):
             raise ValueError("the sum is too large to be exact")
         return noised / self.num_contributions
 
@@ -76,6 +76,6 @@ def evaluation_pipeline(release: Release, *, of: ContributionsOf, dimension: int
         train=Contributions(of=of, record_clip=clip),
         clip=clip,
         noise=FullNoise(release=release),
-        after_noise=ExactMean(num_contributions=release.expected_cohort, step=step),
+        after_noise=ExactMean(num_contributions=release.expected_cohort_size, step=step),
         encode=Lossless(),
     )

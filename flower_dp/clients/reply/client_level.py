@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from array_api_compat import array_namespace, device
 
 from flower_dp.clients.reply.parts import Clip, GaussianShare, IndicatorClip, Mask, Noise, NotPrivate, RowClip, ServerNoise
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Train, Trained, changed, rows_together
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Train, Trained, changed, rows_together
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, Lossless, RandK, TopK
 from flower_dp.core.noise import check_lattice
 from flower_dp.core.vectors import Array
 from flower_dp.methods import METHODS
-from flower_dp.wire import Ask
+from flower_dp.wire import ReleaseRequest
 
 # The methods that `DPClient` and `privacy_mod` run: whose clients have no terms of their own.
 CLIENT_LEVEL = tuple(name for name, method in METHODS.items() if not method.recipe)
@@ -32,12 +32,12 @@ class WithSlot:
         """As of the training."""
         return rows_together(self.train)
 
-    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Array, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's row [d + 1] and training loss, or its error, in order."""
         return changed(self.train.rows(vector, jobs), _with_zero)
 
 
-def pipeline(ask: Ask, *, train: Train, length: int) -> Pipeline:
+def pipeline(ask: ReleaseRequest, *, train: Train, length: int) -> Pipeline:
     """Return the pipeline of all clients of a round.
 
     All clients of the round, and the server, round to the same lattice, so that their sum is exact, here and on the server. A
@@ -77,7 +77,7 @@ def _with_zero(row: Array) -> Array:
     return xp.concat([row, xp.zeros((1,), dtype=row.dtype, device=device(row))])
 
 
-def _encoder(ask: Ask, mask: Mask | None, noise: Noise) -> Encoder:
+def _encoder(ask: ReleaseRequest, mask: Mask | None, noise: Noise) -> Encoder:
     if mask is not None:
         return RandK(mask=mask)
     if ask.quantization_levels:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.reply.pipeline import Job, Trained, one_by_one
+from flower_dp.clients.reply.pipeline import ClientJob, Trained, one_by_one
 from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.recipe import FlatModel, outputs_of
@@ -59,12 +59,12 @@ class MetricRows:
     metrics: Metrics
     bounds: MetricBounds
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Tensor, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's vector [metrics + 1], float64 and of norm at most 1, and 0 as the loss; or its error."""
         return one_by_one(jobs, partial(self._row, vector), reset=self.model.reset)
 
     @torch.no_grad()
-    def _row(self, vector: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+    def _row(self, vector: Tensor, job: ClientJob) -> tuple[Tensor, Tensor]:
         module = self.model.module
         self.model.vector.copy_(vector)
         with evaluating(module):

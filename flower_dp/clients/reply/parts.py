@@ -18,7 +18,7 @@ from flower_dp.core.vectors import Array
 from flower_dp.privacy.release import Release
 
 # Gives the generator of one reply's noise and secret choices, which no other reply uses.
-Secret = Callable[[], Generator]
+NoiseSource = Callable[[], Generator]
 
 
 @final
@@ -93,7 +93,7 @@ class RowClip:
         Raises:
             ValueError: if an entry is NaN or infinite.
         """
-        return noise.toward_zero(clip_l2(row, self.clip_norm), self.step)
+        return noise.round_toward_zero(clip_l2(row, self.clip_norm), self.step)
 
 
 @final
@@ -132,7 +132,7 @@ class IndicatorClip:
         update, asked = row[..., :-1], self.indicator
         clipped = clip_l2(update, asked.clip_norm)
         last = xp.astype(indicator(update, asked.clip_norm, asked.scale), clipped.dtype)[..., None]
-        return noise.toward_zero(xp.concat([clipped, last], axis=-1), self.step)
+        return noise.round_toward_zero(xp.concat([clipped, last], axis=-1), self.step)
 
 
 @final
@@ -165,7 +165,7 @@ class RecordClip:
     def records(self, rows: Array) -> Array:
         """Return the clipped contributions of records [n, d]."""
         clip = clip_l1 if self.norm == "l1" else clip_l2
-        return noise.toward_zero(clip(rows, self.clip_norm), self.step)
+        return noise.round_toward_zero(clip(rows, self.clip_norm), self.step)
 
     def __call__(self, row: Array) -> Array:
         """Return a sum of clipped contributions as it is."""
@@ -179,7 +179,7 @@ class NotPrivate:
 
     noise_std: ClassVar[float] = 0.0
 
-    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
+    def add(self, clipped: Array, step: float, rng: NoiseSource) -> Array:
         """Return the row as it is."""
         return clipped
 
@@ -191,7 +191,7 @@ class ServerNoise:
 
     noise_std: ClassVar[float] = 0.0
 
-    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
+    def add(self, clipped: Array, step: float, rng: NoiseSource) -> Array:
         """Return the row as it is."""
         return clipped
 
@@ -213,7 +213,7 @@ class GaussianShare:
     def __post_init__(self) -> None:
         checks.number("noise_std", self.noise_std, above=0)
 
-    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
+    def add(self, clipped: Array, step: float, rng: NoiseSource) -> Array:
         """Return the clipped row with its noise, in float64."""
         return clipped + noise.gaussian(clipped, self.noise_std, step, rng())
 
@@ -234,7 +234,7 @@ class FullNoise:
         """Scale of the noise on the clipped sum."""
         return self.release.noise_scale
 
-    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
+    def add(self, clipped: Array, step: float, rng: NoiseSource) -> Array:
         """Return the clipped sum with its noise, in float64."""
         return clipped + self.release.mechanism.noise(clipped, self.release.noise_scale, step, rng())
 
@@ -281,7 +281,7 @@ class StepNoise:
         """
         return total + self.release.mechanism.noise(total, self.release.noise_scale, step, rng)
 
-    def add(self, clipped: Array, step: float, rng: Secret) -> Array:
+    def add(self, clipped: Array, step: float, rng: NoiseSource) -> Array:
         """Return a row that is computed from noised sums, unchanged."""
         return clipped
 

@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeVar, get_args
 
 from array_api_compat import array_namespace
 
-from flower_dp.clients.reasons import SEE_LOG, TRAINING, UNFIT, Declined, UnfitModelError, contained, new_traceback_of, place_of
-from flower_dp.clients.reply.parts import Clip, Mask, Noise, RecordClip, Secret, ServerNoise, StepNoise
+from flower_dp.clients.refusal_messages import (
+    SEE_LOG,
+    TRAINING,
+    UNFIT,
+    Declined,
+    UnfitModelError,
+    contained,
+    new_traceback_of,
+    place_of,
+)
+from flower_dp.clients.reply.parts import Clip, Mask, Noise, NoiseSource, RecordClip, ServerNoise, StepNoise
 from flower_dp.clients.reply.sending import QSGD, Dense, Encoder, RandK, Selection, bytes_a_value, width_of_sum
 from flower_dp.core.clipping import NOT_FINITE, NotFiniteError, l2_norms
 from flower_dp.core.compression import Payload
@@ -35,7 +44,7 @@ _Work = TypeVar("_Work")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ClientJob:
     """One client's part in a round.
 
     Attributes:
@@ -51,7 +60,7 @@ class Job:
     name: str
     records: "Records"
     seed: int
-    secret: Secret
+    secret: NoiseSource
     weight: float = 1.0
     kept: Array | None = None
     measured: bool = False
@@ -67,7 +76,7 @@ class Train(Protocol):
     adds the noise of every step, it has an attribute `step_noise`, the same `StepNoise` object as the pipeline's.
     """
 
-    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Array, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's row [d] and training loss, or its error, in order; no row depends on another client."""
 
 
@@ -197,7 +206,7 @@ class Pipeline:
         """Return how many coordinates of a vector [length] are clipped, noised and added up."""
         return length if self.before_clip is None else len(self.before_clip.indices)
 
-    def replies(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Reply | Refusal]:
+    def replies(self, vector: Array, jobs: Sequence[ClientJob]) -> Iterator[Reply | Refusal]:
         """Yield every client's reply, or why there is none, in order.
 
         Args:
@@ -218,8 +227,8 @@ class Pipeline:
         return self.encode.encode(total if self.before_clip is None else self.before_clip.spread(total), width)
 
     def _clipped_together(
-        self, pairs: Iterator[tuple[Job, Trained]], size: int
-    ) -> Iterator[tuple[Job, Trained, _Clipped | None]]:
+        self, pairs: Iterator[tuple[ClientJob, Trained]], size: int
+    ) -> Iterator[tuple[ClientJob, Trained, _Clipped | None]]:
         """Yield every client's row with what clipping `size` rows at once makes of it; None: it is to be clipped alone."""
         if size == 1:
             yield from ((job, trained, None) for job, trained in pairs)
@@ -258,7 +267,7 @@ class Pipeline:
         except NotFiniteError:
             return None, norm
 
-    def _reply(self, trained: Trained, job: Job, made: _Clipped | None = None) -> Reply | Refusal:
+    def _reply(self, trained: Trained, job: ClientJob, made: _Clipped | None = None) -> Reply | Refusal:
         if isinstance(trained, Exception):
             raise trained
         row, loss = trained

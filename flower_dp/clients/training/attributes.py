@@ -21,7 +21,7 @@ class Attributes:
 
     Tensors and arrays are copied, and so are lists, tables and sets of them; parameters and all other objects are kept as they
     are. So a count, a list of past inputs or a tensor that is no buffer can be restored, but not what an object of another class
-    holds: `flower_dp.clients.training.joins` finds out whether anything is left.
+    holds: `flower_dp.clients.training.record_isolation` finds out whether anything is left.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_dp.clients.training.devices import is_accelerator
-from flower_dp.clients.training.draws import OwnDraws
+from flower_dp.clients.training.training_rng import IsolatedRng
 
 # Inputs and targets of a batch -> the gradient of its loss, in the shapes of the parameters.
 Gradients = Callable[[Tensor, Tensor], list[Tensor]]
@@ -53,7 +53,7 @@ class Convolutions:
 
     def _tried(self, inputs: Tensor, targets: Tensor, gradients: Gradients) -> bool:
         made_up = torch.rand(2, *inputs.shape[1:], generator=torch.Generator().manual_seed(0)).to(inputs.dtype)
-        labels, draws = targets.new_zeros(2, *targets.shape[1:]), OwnDraws.of_data_sets(self._device)
+        labels, draws = targets.new_zeros(2, *targets.shape[1:]), IsolatedRng.of_data_sets(self._device)
         try:
             with draws:
                 draws.restart(0)

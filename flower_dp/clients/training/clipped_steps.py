@@ -6,7 +6,7 @@ eta <= 2 / smoothness is non-expansive, for any mixture of records. For three cl
 gradient to a norm can change its direction so that a step increases the distance between two models.
 
 A server chooses where steps begin, and with SCAFFOLD a vector that is added to all of them. Where weights are so long that
-rounding could undo the proof, a client does not reply (`why_not`; the bound is `FedPAQSteps.longest_weights`).
+rounding could undo the proof, a client does not reply (`refusal_reason`; the bound is `FedPAQSteps.longest_weights`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.reasons import UnfitModelError
+from flower_dp.clients.refusal_messages import UnfitModelError
 from flower_dp.clients.reply.parts import RecordClip
-from flower_dp.clients.reply.pipeline import Job, Trained, one_by_one
+from flower_dp.clients.reply.pipeline import ClientJob, Trained, one_by_one
 from flower_dp.clients.training.batches import Inputs
-from flower_dp.clients.training.draws import draws_seed
+from flower_dp.clients.training.isolated_records import map_isolated
 from flower_dp.clients.training.losses import Loss
-from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
 from flower_dp.clients.training.record_clipping import clipped_sum
 from flower_dp.clients.training.records import Records
+from flower_dp.clients.training.training_rng import draws_seed
 from flower_dp.core import checks
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, block_of
 
@@ -61,16 +61,16 @@ class ClippedSteps:
     loss: Loss
     drift: Tensor | None = None
 
-    def rows(self, vector: Tensor, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Tensor, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's sum [d], float64, and the mean loss of the records that count, or its error."""
         convex = ConvexModel.of(self.model, self.loss, self.steps) if self.steps.sensitivity == "convex-glm" else None
         return one_by_one(jobs, partial(self._row, vector, convex), reset=self.model.reset)
 
-    def _row(self, vector: Tensor, convex: "ConvexModel | None", job: Job) -> tuple[Tensor, Tensor]:
+    def _row(self, vector: Tensor, convex: "ConvexModel | None", job: ClientJob) -> tuple[Tensor, Tensor]:
         rng, steps = job.secret(), self.steps
         chosen = torch.from_numpy(rng.permutation(len(job.records))[: steps.num_records])
         here = vector.to(torch.float64)
-        if convex is not None and (reason := convex.why_not(vector, steps, step_size=self.step_size, drift=self.drift)):
+        if convex is not None and (reason := convex.refusal_reason(vector, steps, step_size=self.step_size, drift=self.drift)):
             raise UnfitModelError(reason)
         total, losses = torch.zeros_like(here), []
         for batch in torch.split(chosen, steps.batch_size):
@@ -137,7 +137,7 @@ class ConvexModel:
             raise checks.bad("smoothness", steps.smoothness, f"above {curvature * outputs:g}: the bias alone is less smooth")
         return cls(model=model, linear=linear, loss=loss, clip_norm=steps.clip_norm, largest_input=square**0.5)
 
-    def why_not(self, vector: Tensor, steps: FedPAQSteps, *, step_size: float, drift: Tensor | None) -> str | None:
+    def refusal_reason(self, vector: Tensor, steps: FedPAQSteps, *, step_size: float, drift: Tensor | None) -> str | None:
         """Return why the sensitivity is not proved for the server's model [d] and its drift [d]; None if it is.
 
         It is a function of public numbers, so the server may see it.
@@ -188,7 +188,7 @@ class ConvexModel:
     def _read(self, records: Records, positions: Tensor, seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Return features [n, f] and targets [n] of the records that can be read and fit the model, in float64."""
         size = max(1, len(positions))
-        read = apart(records, positions, self.fitting, size=size, device=device, seed=seed, problems=set())
+        read = map_isolated(records, positions, self.fitting, size=size, device=device, seed=seed, problems=set())
         return [(features[places], labels[places]) for _, places, (features, labels) in read]
 
     def fitting(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """A dry run: whether a client can train at all, found out on records that nobody has, before anything is asked of it.
 
-What is reported is one of the texts of `flower_dp.clients.reasons`. It follows from the model, the recipe, and shapes and types
-of records. Where single records are protected, these are the public ones alone (`made_up`); where the client is, those of its
-first record serve as well, for the server learns of a client that fails anyway. No value of a record matters.
+The report is one of the texts of `flower_dp.clients.refusal_messages`. It follows from the model, the recipe, and shapes and
+types of records. Where single records are protected, these are the public ones alone (`made_up`). Where the client is protected, the
+shapes of its first record serve as well: the server learns of a client that fails anyway. No value of a record matters.
 
 Doubt counts for the client: it can't train only if no made-up batch works, and a loss of the user's own is not judged, since
 nobody knows which targets it takes.
@@ -19,20 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients import reasons
-from flower_dp.clients.reasons import place_of, traceback_of
+from flower_dp.clients import refusal_messages
+from flower_dp.clients.refusal_messages import place_of, traceback_of
 from flower_dp.clients.training import batches
 from flower_dp.clients.training.batches import Batch
 from flower_dp.clients.training.clipped_steps import ConvexModel
 from flower_dp.clients.training.devices import is_accelerator
-from flower_dp.clients.training.draws import OwnDraws
+from flower_dp.clients.training.dry_run_cache import findings_of
 from flower_dp.clients.training.engines import local_updates
-from flower_dp.clients.training.findings import findings_of
-from flower_dp.clients.training.joins import KeepsError, Watch, differs
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.recipe import FlatModel, Training, outputs_of
 from flower_dp.clients.training.record_clipping import check_model
+from flower_dp.clients.training.record_isolation import KeepsError, Watch, differs
 from flower_dp.clients.training.records import DatasetRecords, Records, TensorRecords, made_up
+from flower_dp.clients.training.training_rng import IsolatedRng
 from flower_dp.core import checks
 from flower_dp.core.root_logger import SHOWN
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
@@ -62,12 +62,12 @@ def of_training(model: FlatModel, records: Records, training: Training, *, publi
         training: the recipe.
         public: whether only public shapes and types may be looked at.
     """
-    with OwnDraws.of_data_sets(model.vector.device):
+    with IsolatedRng.of_data_sets(model.vector.device):
         example = _example(records, model.device, public=public)
         if not isinstance(example, tuple):
             return example
         key, findings = ("trained", training, batches.kind_of(*example)), findings_of(model)
-        why = None if key in findings else _Trial(model, training).why_not(example)
+        why = None if key in findings else _Trial(model, training).refusal_reason(example)
         if why is None:
             findings[key] = True
         return why
@@ -75,15 +75,17 @@ def of_training(model: FlatModel, records: Records, training: Training, *, publi
 
 def of_records(model: FlatModel, records: Records, loss: Loss) -> str | None:
     """Return why the gradient of a single record of public shape and type can't be computed, None if it can or nobody knows."""
-    with OwnDraws.of_data_sets(model.vector.device):
+    with IsolatedRng.of_data_sets(model.vector.device):
         try:
             check_model(model, records, loss)
-        except reasons.UnfitModelError as error:
+        except refusal_messages.UnfitModelError as error:
             cause = error.__cause__ or error
             _log_cause("the gradient of a single record", cause)
             if isinstance(cause, KeepsError):
-                return reasons.KEEPS
-            return str(cause) if isinstance(cause, reasons.UnfitLossError) else _why_no_record(model, records, loss, cause)
+                return refusal_messages.KEEPS
+            return (
+                str(cause) if isinstance(cause, refusal_messages.UnfitLossError) else _why_no_record(model, records, loss, cause)
+            )
         return None
 
 
@@ -97,7 +99,7 @@ def of_convex(model: FlatModel, records: Records, loss: Loss, steps: FedPAQSteps
         convex.fitting(*example)
     except Exception as error:
         _log_cause("convex-glm", error)
-        return reasons.CONVEX
+        return refusal_messages.CONVEX
     return None
 
 
@@ -106,7 +108,7 @@ def log_private_kind(clients: Mapping[str, Records]) -> None:
     try:
         name, records = next(iter(clients.items()))
         if isinstance(records, DatasetRecords) and records.example is None and not _is_pair(records.dataset[0]):
-            log.error("client %s can't train: %s (only this log says so)", name, reasons.ROWS, extra=SHOWN)
+            log.error("client %s can't train: %s (only this log says so)", name, refusal_messages.ROWS, extra=SHOWN)
     except Exception as error:
         _log_unread(error)
 
@@ -123,7 +125,7 @@ def _why_no_record(model: FlatModel, records: Records, loss: Loss, error: BaseEx
     trial = _Trial(model, Training(learning_rate=1.0, batch_size=1, loss=loss))
     if (why := trial.why_no_outputs(record)) is not None:
         return why
-    return reasons.LOSS if trial.fails(trial.loss, record) else _why_no_function(model.module, str(error))
+    return refusal_messages.LOSS if trial.fails(trial.loss, record) else _why_no_function(model.module, str(error))
 
 
 def _why_no_function(module: nn.Module, text: str) -> str:
@@ -131,13 +133,13 @@ def _why_no_function(module: nn.Module, text: str) -> str:
     layers = list(module.modules())
     tables = [layer for layer in layers if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
     found = {
-        reasons.RECURRENT: any(type(layer) in (nn.GRU, nn.RNN) for layer in layers),
-        reasons.SPARSE: any(table.sparse for table in tables),
-        reasons.MAX_NORM: any(table.max_norm for table in tables),
-        reasons.CHECKPOINTING: "saved tensor hooks" in text,
-        reasons.OLD_FUNCTION: "setup_context" in text,
+        refusal_messages.RECURRENT: any(type(layer) in (nn.GRU, nn.RNN) for layer in layers),
+        refusal_messages.SPARSE: any(table.sparse for table in tables),
+        refusal_messages.MAX_NORM: any(table.max_norm for table in tables),
+        refusal_messages.CHECKPOINTING: "saved tensor hooks" in text,
+        refusal_messages.OLD_FUNCTION: "setup_context" in text,
     }
-    return next((why for why, holds in found.items() if holds), reasons.SINGLE_RECORD)
+    return next((why for why, holds in found.items() if holds), refusal_messages.SINGLE_RECORD)
 
 
 class _Trial:
@@ -148,20 +150,20 @@ class _Trial:
         # On a GPU an index out of range makes it unusable for the process.
         self._safe = not is_accelerator(model.device)
 
-    def why_not(self, example: Batch) -> str | None:
+    def refusal_reason(self, example: Batch) -> str | None:
         """Return why there is no step on any batch that looks like this record [1, ...]; None if there is one."""
         row: Any = None
         for batch in self._batches(example):
             row = self._tried(self._row, batch)
             if isinstance(row, Tensor):
-                return reasons.KEEPS if self._keeps(batch, row) else self._why_broadcast()
+                return refusal_messages.KEEPS if self._keeps(batch, row) else self._why_broadcast()
         _log_cause("a step of training", row)
-        if isinstance(row, reasons.UnfitLossError):
+        if isinstance(row, refusal_messages.UnfitLossError):
             return str(row)
         if (why := self.why_no_outputs(example)) is not None:
             return why
         if self.fails(self.loss, example):  # a loss of the user's own may take other targets than these
-            return reasons.LOSS if _is_torchs(self._training.loss) else None
+            return refusal_messages.LOSS if _is_torchs(self._training.loss) else None
         return self._why_no_gradient(example)
 
     def _why_no_gradient(self, example: Batch) -> str:
@@ -170,9 +172,13 @@ class _Trial:
             warnings.simplefilter("always")
             found = [self._tried(self._gradients, batch) for batch in self._batches(example)]
         if not all(isinstance(one, Exception) for one in found):
-            return reasons.STEP
+            return refusal_messages.STEP
         texts = [*map(str, found), *(str(one.message) for one in told)]
-        return reasons.REENTRANT if any(sign in text for sign in _REENTRANT for text in texts) else reasons.GRADIENT
+        return (
+            refusal_messages.REENTRANT
+            if any(sign in text for sign in _REENTRANT for text in texts)
+            else refusal_messages.GRADIENT
+        )
 
     def _keeps(self, batch: Batch, row: Tensor) -> bool:
         """Return whether the row of a batch is another one after a step on another batch."""
@@ -185,14 +191,14 @@ class _Trial:
         if self._shapes.found is None:
             return None
         _log_cause("the loss", ValueError(self._shapes.found))
-        return reasons.BROADCAST
+        return refusal_messages.BROADCAST
 
     def why_no_outputs(self, example: Batch) -> str | None:
         """Return why the model has no outputs, None if it has."""
         if not self.fails(self._outputs, example):
             return None
         floats = batches.each(example[0], lambda tensor: tensor if tensor.is_floating_point() else tensor.float())
-        return reasons.MODEL if self.fails(self._outputs, (floats, example[1])) else reasons.WHOLE_NUMBERS
+        return refusal_messages.MODEL if self.fails(self._outputs, (floats, example[1])) else refusal_messages.WHOLE_NUMBERS
 
     def fails(self, function: Callable[[Batch], object], example: Batch) -> bool:
         """Tell whether a function fails on every made-up batch."""
@@ -255,7 +261,7 @@ def _example(records: Records, device: torch.device, *, public: bool) -> Batch |
         made = made_up(records, device)
     except Exception as error:
         _log_cause("the transform of a record of zeros", error)
-        return reasons.TRANSFORM
+        return refusal_messages.TRANSFORM
     if made is not None or public:
         return made
     try:
@@ -263,7 +269,7 @@ def _example(records: Records, device: torch.device, *, public: bool) -> Batch |
             return None
         if isinstance(records, DatasetRecords) and not _is_pair(row := records.dataset[0]):
             _log_once(logging.WARNING, f"dry run: a row of the data set is a {type(row).__name__}")
-            return reasons.ROWS
+            return refusal_messages.ROWS
         inputs, targets = records.batch(torch.tensor([0]), device)
         return inputs, targets
     except Exception as error:

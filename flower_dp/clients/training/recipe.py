@@ -13,14 +13,14 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
-from flower_dp.clients import reasons
+from flower_dp.clients import refusal_messages
 from flower_dp.clients.training.attributes import Attributes, base_hash, fingerprint
 from flower_dp.clients.training.batches import Inputs, split
 from flower_dp.clients.training.channels_last import Convolutions
-from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.losses import Loss, checked
 from flower_dp.clients.training.records import Records
 from flower_dp.clients.training.regularizers import LUS, Regularizer
+from flower_dp.clients.training.training_rng import IsolatedRng, draws_seed
 from flower_dp.core import checks
 from flower_dp.core.vectors import Layout
 
@@ -93,7 +93,7 @@ class FlatModel:
         """
         self.reset_buffers()
         if not torch.equal(self._base, fingerprint(self._frozen)):
-            raise reasons.ChangedBaseError(
+            raise refusal_messages.ChangedBaseError(
                 "training has changed frozen parameters (requires_grad=False): keep what changes in buffers"
             )
 
@@ -179,7 +179,7 @@ class Training:
 
         `rng` shuffles the records. Draws of model and data set from torch's process-wide generators follow from its seed, too.
         """
-        with OwnDraws(model.vector.device, draws_seed(rng.initial_seed())):
+        with IsolatedRng(model.vector.device, draws_seed(rng.initial_seed())):
             return self._train(model, records, server_round, rng)
 
     def num_steps(self, num_records: int) -> int:
@@ -261,7 +261,7 @@ class Training:
     def _gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
         loss = checked(self.loss)(outputs_of(model.module, inputs), targets)
         if loss.ndim:
-            raise reasons.UnfitLossError(reasons.LOSS_SHAPE)
+            raise refusal_messages.UnfitLossError(refusal_messages.LOSS_SHAPE)
         return loss.detach(), list(torch.autograd.grad(loss, model.parameters, materialize_grads=True))
 
     def _sam_gradients(self, model: FlatModel, inputs: Inputs, targets: Tensor, gradients: list[Tensor]) -> list[Tensor]:
@@ -318,7 +318,7 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
             advice += " or track_running_stats=False"
         else:  # whose own code nobody knows, such as FrozenBatchNorm2d of torchvision
             advice += ", or its scale and shift alone if its statistics never change"
-        raise reasons.BatchStatisticsError(
+        raise refusal_messages.BatchStatisticsError(
             f"layer {name!r} ({type(layer).__name__}) mixes or keeps statistics of private records: {advice}"
         )
 
@@ -326,11 +326,11 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
 def _refuse_halves(module: nn.Module) -> None:
     for name, value in module.named_parameters():
         if value.requires_grad and value.dtype in _HALVES:
-            raise reasons.HalfPrecisionError(f"parameter {name!r} is of {value.dtype}: {reasons.HALVES}")
+            raise refusal_messages.HalfPrecisionError(f"parameter {name!r} is of {value.dtype}: {refusal_messages.HALVES}")
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
     for layer in module.modules():
         hooks = [getattr(hook, "func", hook) for kind in _HOOKS for hook in getattr(layer, kind).values()]
         if any(str(getattr(made, "__module__", "")).startswith(_OPACUS) for made in (*type(layer).__mro__, *hooks)):
-            raise reasons.WrappedModelError(reasons.OPACUS)
+            raise refusal_messages.WrappedModelError(refusal_messages.OPACUS)

@@ -7,18 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_dp.clients.reasons import LOSS_OF_WEIGHTS, LOSS_SHAPE, LOSS_UNEVEN, UnfitLossError, UnfitModelError
+from flower_dp.clients.refusal_messages import LOSS_OF_WEIGHTS, LOSS_SHAPE, LOSS_UNEVEN, UnfitLossError, UnfitModelError
 from flower_dp.clients.reply.parts import RecordClip
 from flower_dp.clients.training.batches import Inputs, canonical, kind_of, mapped, repeated, split
 from flower_dp.clients.training.devices import exact_device, is_accelerator
-from flower_dp.clients.training.draws import OwnDraws, draws_seed
-from flower_dp.clients.training.findings import findings_of
-from flower_dp.clients.training.joins import one_alone
+from flower_dp.clients.training.dry_run_cache import findings_of
+from flower_dp.clients.training.isolated_records import map_isolated
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.per_record import record_gradients
-from flower_dp.clients.training.reading import apart
 from flower_dp.clients.training.recipe import FlatModel
+from flower_dp.clients.training.record_isolation import must_compute_alone
 from flower_dp.clients.training.records import Records, made_up
+from flower_dp.clients.training.training_rng import IsolatedRng, draws_seed
 from flower_dp.privacy.events import Relation
 
 log = logging.getLogger("flwr")
@@ -75,7 +75,9 @@ def clipped_sum(
     problems: set[str] = set()
     size = _chunk(model) if relation == "replace-one" else 1
     gradients = _Gradients(model, loss, seed)
-    computed = apart(records, positions, gradients, size=size, device=model.device, seed=draws_seed(seed), problems=problems)
+    computed = map_isolated(
+        records, positions, gradients, size=size, device=model.device, seed=draws_seed(seed), problems=problems
+    )
     for _, places, (made, values) in computed:
         finite = made.isfinite().all(dim=1) & values.isfinite()
         # All rows of the part are clipped, whichever of its records could be read: on a GPU the last bits of a norm may depend on
@@ -175,11 +177,11 @@ class _Gradients:
         self._model, self._loss, self._seed = model, loss, seed
         self._checked = None if loss is nn.functional.cross_entropy else RecordLoss(model, loss)
         self._start = model.vector.clone()
-        self._draws = OwnDraws.of_data_sets(model.vector.device)
+        self._draws = IsolatedRng.of_data_sets(model.vector.device)
 
     def __call__(self, inputs: Inputs, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return gradients [size, d] and losses [size] of inputs [size, ...] and targets [size, ...]."""
-        if not one_alone(self._model, inputs, targets, self._rows, ("gradients", self._loss)):
+        if not must_compute_alone(self._model, inputs, targets, self._rows, ("gradients", self._loss)):
             return self._together(inputs, targets)
         alone = zip(split(inputs, 1), torch.split(targets, 1), strict=True)
         rows, losses = zip(*(self._together(*one, engine="torch.func") for one in alone), strict=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from flower_dp.clients.reasons import TABLE, Declined
+from flower_dp.clients.refusal_messages import TABLE, Declined
 from flower_dp.clients.training.batches import Batch, Inputs, mapped, split, stacked
 from flower_dp.clients.training.devices import free_memory, is_accelerator, select_rows
 

@@ -13,9 +13,9 @@ from flwr.serverapp import Grid
 
 from flower_dp import wire
 from flower_dp.core import clipping
-from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected, StockReply, collect
+from flower_dp.strategies.releases.limits import ReplyLimits
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies, StockReply, collect
 
 # Sends the messages of a further stage, with the time that the round has left, and yields the replies as they arrive.
 More = Callable[[Iterable[Message]], Iterator[Message]]
@@ -37,7 +37,7 @@ class Letter:
     config: Mapping[str, Any]
     fields: Mapping[str, Any] = field(default_factory=dict)
 
-    def to(self, node: int, names: tuple[str, ...], now: Round) -> Message:
+    def to(self, node: int, names: tuple[str, ...], now: RoundRequest) -> Message:
         """Return the message that asks a node for the rows of some clients."""
         make = wire.train_message if now.ask.metrics is None else wire.evaluate_message
         told = {"server_round": now.server_round, "method": now.method, **self.fields}
@@ -46,7 +46,7 @@ class Letter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PendingRound:
     """A round whose messages are out.
 
     Attributes:
@@ -58,8 +58,8 @@ class Asked:
         grid: through which they are sent.
     """
 
-    now: Round
-    limits: Limits
+    now: RoundRequest
+    limits: ReplyLimits
     sent: tuple[Metadata, ...]
     number: int
     letter: Letter
@@ -73,10 +73,10 @@ class Exchange(Protocol):
     stages need of one another is kept within `total`, or by the exchange for the round: nothing of a round is in the run's state.
     """
 
-    def messages(self, now: Round, letter: Letter) -> Iterable[Message]:
+    def messages(self, now: RoundRequest, letter: Letter) -> Iterable[Message]:
         """Return the messages of the first stage, one a node."""
 
-    def total(self, asked: Asked, replies: Iterable[Message], more: More, *, seeded: bool) -> Collected:
+    def total(self, asked: PendingRound, replies: Iterable[Message], more: More, *, seeded: bool) -> CollectedReplies:
         """Check replies and return their sum; an invalid one is left out, as if its clients had sent zeros.
 
         Args:
@@ -86,7 +86,7 @@ class Exchange(Protocol):
             seeded: whether the server's own noise is from a fixed seed: see `Collected`.
 
         Raises:
-            RoundLeftOut: if the stages give no sum.
+            RoundDiscarded: if the stages give no sum.
         """
 
 
@@ -94,18 +94,18 @@ class Exchange(Protocol):
 class PlainExchange:
     """One message to every node, and one back with the sum of its clients' rows."""
 
-    def messages(self, now: Round, letter: Letter) -> list[Message]:
+    def messages(self, now: RoundRequest, letter: Letter) -> list[Message]:
         """Return one message for every node."""
         letter = replace(letter, arrays=wire.with_vectors(letter.arrays, now.ask.vectors))  # one copy for all nodes
         return [letter.to(node, names, now) for node, names in now.asked.items()]
 
-    def total(self, asked: Asked, replies: Iterable[Message], more: More, *, seeded: bool) -> Collected:
+    def total(self, asked: PendingRound, replies: Iterable[Message], more: More, *, seeded: bool) -> CollectedReplies:
         """Check the replies and add them up."""
         now, stock = asked.now, _stock(asked.now) if asked.now.stock else None
         return collect(replies, asked=now.asked, sent=asked.sent, limits=asked.limits, stock=stock, seeded=seeded)
 
 
-def _stock(now: Round) -> StockReply:
+def _stock(now: RoundRequest) -> StockReply:
     """Return how the reply of a stock client is read."""
     model, bounds, indicator = now.model, now.ask.metrics, now.ask.indicator
     if bounds is not None:

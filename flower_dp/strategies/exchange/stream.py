@@ -7,7 +7,7 @@ from typing import Any
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from flower_dp.strategies.population.pulled import Pulls, pulls_replies
+from flower_dp.strategies.population.grid_replies import Pulls, pulls_replies
 
 # As long as a round of Flower's own `start`: for stages after the first one in a loop of one's own.
 _TIMEOUT = 3600.0

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 from flower_dp.core.root_logger import SHOWN
 from flower_dp.strategies.population.client_query import ClientQuery, is_simulation
-from flower_dp.wire import MESSAGE_API, Hosted, RecordNames
+from flower_dp.wire import MESSAGE_API, HostedClients, RecordNames
 
 log = logging.getLogger("flwr")
 
@@ -32,7 +32,7 @@ _NO_CHANCE = 10**9
 # Seconds that such a round takes at most to look for answers.
 _LOOK_SECONDS = 1.0
 # Of a node that can't take part.
-_NOBODY = Hosted(names=(), methods=frozenset())
+_NOBODY = HostedClients(names=(), methods=frozenset())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +86,8 @@ class ClientManager:
         timeout: seconds to wait for them.
         newcomers: whether more clients than `num_clients` may take part. If not, exactly `num_clients` do: those of the start.
         unfit: why a node that runs these methods can't take part, None if it can.
-        most_clients_per_node: see `Options`.
-        most_newcomers: see `Options`.
+        max_clients_per_node: see `Options`.
+        max_new_clients: see `Options`.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class ClientManager:
         timeout: float,
         newcomers: bool,
         unfit: Callable[[frozenset[str]], str | None] = lambda _: None,
-        most_clients_per_node: int | None = None,
-        most_newcomers: int | None = None,
+        max_clients_per_node: int | None = None,
+        max_new_clients: int | None = None,
     ) -> None:
         self._num_clients, self._timeout, self._newcomers, self._unfit = num_clients, timeout, newcomers, unfit
-        self._most_clients = num_clients + (num_clients if most_newcomers is None else most_newcomers) * newcomers
-        self._most_per_node = most_clients_per_node
+        self._most_clients = num_clients + (num_clients if max_new_clients is None else max_new_clients) * newcomers
+        self._most_per_node = max_clients_per_node
         self._query = ClientQuery()
         # The answers of nodes, in the order in which they registered.
-        self._hosted: dict[int, Hosted] = {}
+        self._hosted: dict[int, HostedClients] = {}
         self._there: set[int] = set()
         # When a round may wait for new nodes again.
         self._waits_from = 0.0
@@ -206,9 +206,9 @@ class ClientManager:
         reasons = [self._reason(one) for one in answer]
         if self._query.silent or None in reasons or sum(len(one.names) for one in answer) < self._num_clients:
             return None
-        return self._reason(Hosted(names=(), methods=frozenset.intersection(*(one.methods for one in answer))))
+        return self._reason(HostedClients(names=(), methods=frozenset.intersection(*(one.methods for one in answer))))
 
-    def _reason(self, answer: Hosted) -> str | None:
+    def _reason(self, answer: HostedClients) -> str | None:
         """Return why a node can't take part, None if it can."""
         return self._unfit(answer.methods) if self._query.hosting else None
 
@@ -303,7 +303,7 @@ class ClientManager:
 
     # Both
 
-    def _note(self, answers: dict[int, Hosted]) -> None:
+    def _note(self, answers: dict[int, HostedClients]) -> None:
         """Keep answers of nodes; log which of them can't train.
 
         Their clients stay in the population, and a cohort is drawn and paid for as if they could: what one node says changes
@@ -324,7 +324,7 @@ class ClientManager:
                 names |= dict.fromkeys(new)
             elif node not in self._left_out:
                 self._left_out.add(node)
-                limit = f"{self._most_clients} (num_clients{' and most_newcomers' * self._newcomers})"
+                limit = f"{self._most_clients} (num_clients{' and max_new_clients' * self._newcomers})"
                 text = "%s clients of node %s are not asked: %s; with them there would be more than %s"
                 log.warning(text, len(new), node, _few(new)[1], limit)
         return list(names)

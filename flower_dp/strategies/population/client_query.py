@@ -20,10 +20,10 @@ from flwr.serverapp import Grid
 
 from flower_dp import wire
 from flower_dp.core import checks
-from flower_dp.privacy.charges import EVERY_CLIENT
-from flower_dp.strategies.population.pulled import Pulls
+from flower_dp.privacy.charges import ALL_CLIENTS
+from flower_dp.strategies.population.grid_replies import Pulls
 from flower_dp.strategies.releases.replies import APP_RAISED, MOST_REASON
-from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, Hosted, RecordNames
+from flower_dp.wire import MESSAGE_API, NUMPY_CLIENT, HostedClients, RecordNames
 
 log = logging.getLogger("flwr")
 
@@ -140,7 +140,7 @@ class ClientQuery:
 
     def ask(
         self, grid: Grid, nodes: Iterable[int], *, most_names: int, until: float = math.inf, late: bool = False
-    ) -> dict[int, Hosted]:
+    ) -> dict[int, HostedClients]:
         """Ask these nodes, those that can be asked now, and return the answers that have arrived since they were asked.
 
         A node whose answer is malformed counts as one that can't answer.
@@ -157,7 +157,7 @@ class ClientQuery:
             self._pulls = Pulls(grid)
         self._open = {node: question for node, question in self._open.items() if node in wanted}
         self._sent = {sent: (node, question) for sent, (node, question) in self._sent.items() if node in wanted}
-        hosted: dict[int, Hosted] = {}
+        hosted: dict[int, HostedClients] = {}
         if late:  # a vote that arrives now counts no more
             for _, question in self._sent.values():
                 question.votes = False
@@ -172,7 +172,7 @@ class ClientQuery:
             return {}  # one node alone does not decide that the app is a stock one
         if step is None:
             self.failures.clear()  # all nodes run the same app
-            return {node: Hosted(names=(f"node-{node}",), methods=frozenset()) for node in wanted}
+            return {node: HostedClients(names=(f"node-{node}",), methods=frozenset()) for node in wanted}
         self._push(grid, self._due(wanted - set(hosted)), step=step, votes=False)
         return hosted | self._pull(grid, most_names, until)
 
@@ -195,18 +195,18 @@ class ClientQuery:
         rested = [node for node in sorted(nodes) if self._pauses.get(node, (0.0, 0.0))[1] <= now]
         return [node for node in rested if node not in self._open or now > self._open[node].since + self._open[node].patience]
 
-    def _vote(self, grid: Grid, nodes: set[int], most_names: int, until: float) -> dict[int, Hosted]:
+    def _vote(self, grid: Grid, nodes: set[int], most_names: int, until: float) -> dict[int, HostedClients]:
         """Ask `_VOTERS` nodes what their app is, others in place of silent ones; return the clients that some have named."""
         if nodes and not self._pauses and not self._votes and not self._open:
             log.info(
                 "Asking nodes for their clients; a stock client does not know this question, and its SuperNode may log an error"
             )
-        hosted: dict[int, Hosted] = {}
+        hosted: dict[int, HostedClients] = {}
         # In a simulation errors of nodes are logged in this process: they are held back until it is clear what they mean.
         simulation, begun = is_simulation(grid), time.monotonic()
         end = min(until, begun + _SILENT_IN_SIMULATION_SECONDS) if simulation else begun
         self._strange = False
-        with HeldErrors() as held:
+        with DeferredErrors() as held:
             while True:
                 self._ask_voters(grid, nodes, patience=math.inf if simulation else _VOTE_SECONDS)
                 hosted |= self._pull(grid, most_names, until)
@@ -256,9 +256,9 @@ class ClientQuery:
                 self._sent[sent] = node, self._open[node]
                 self._open[node].ids.append(sent)
 
-    def _pull(self, grid: Grid, most_names: int, until: float) -> dict[int, Hosted]:
+    def _pull(self, grid: Grid, most_names: int, until: float) -> dict[int, HostedClients]:
         """Return the answers that have arrived; nodes that vote get their next question."""
-        hosted: dict[int, Hosted] = {}
+        hosted: dict[int, HostedClients] = {}
         pulls = self._pulls or Pulls(grid)
         while self._sent and (replies := list(pulls.pull(self._sent, until - time.monotonic()))):
             for reply in replies:
@@ -287,7 +287,7 @@ class ClientQuery:
         for sent in self._open.pop(node).ids:
             self._sent.pop(sent, None)
 
-    def _next(self, node: int, question: _Open, reply: Message, most_names: int) -> Hosted | None:
+    def _next(self, node: int, question: _Open, reply: Message, most_names: int) -> HostedClients | None:
         """Return whom a node hosts; None if it has voted for a stock app, or its next question is due.
 
         Raises:
@@ -296,11 +296,11 @@ class ClientQuery:
         record_names = _QUESTIONS[question.step][1]
         answer = None if reply.has_error() else _told(reply, most_names)
         if not question.votes:
-            if not isinstance(answer, Hosted):
+            if not isinstance(answer, HostedClients):
                 why = _reason(reply) if answer is None else answer.reason
                 raise _NoAnswerError(why or "it does not say which clients it hosts")
             return answer
-        if isinstance(answer, Hosted):
+        if isinstance(answer, HostedClients):
             self._votes[node] = question.step, record_names
             return answer
         if answer is not None:  # of a client of this package, which may have an answer to another question
@@ -334,14 +334,14 @@ class ClientQuery:
         question.errors.append((unknown, reason))
 
 
-class HeldErrors(logging.Filter):
+class DeferredErrors(logging.Filter):
     """Within this context errors on Flower's logger are held back; on leaving they are logged, except those that were dropped.
 
     A simulation logs every error of a ClientApp in the process of the ServerApp.
 
     Example:
-        >>> from flower_dp.strategies.population.client_query import HeldErrors, log
-        >>> with HeldErrors() as held:
+        >>> from flower_dp.strategies.population.client_query import DeferredErrors, log
+        >>> with DeferredErrors() as held:
         ...     log.error("No query function registered")
         ...     held.drop()
     """
@@ -380,13 +380,13 @@ def _unknown(reason: str) -> str | None:
     return next((what for words, what in _UNKNOWN.items() if words in reason), None)
 
 
-def _told(reply: Message, most_names: int) -> Hosted | wire.Refusal | None:
+def _told(reply: Message, most_names: int) -> HostedClients | wire.Refusal | None:
     try:
         if (refusal := wire.refusal_of(reply.content)) is not None:
             return refusal
         hosted = wire.hosted_of(reply.content, most_names=most_names)
-        if hosted is not None and EVERY_CLIENT in hosted.names:
-            raise ValueError(f"it has no clients: {EVERY_CLIENT!r} is no name of one, it stands for all in ledgers")
+        if hosted is not None and ALL_CLIENTS in hosted.names:
+            raise ValueError(f"it has no clients: {ALL_CLIENTS!r} is no name of one, it stands for all in ledgers")
         return hosted
     except Exception as error:  # a forged answer may raise any error, and must not end the run
         raise _NoAnswerError(str(error)) from None

@@ -46,17 +46,17 @@ class AdaptiveClip:
         0.1
     """
 
-    initial: float
+    initial_clip_norm: float
     target_quantile: float = 0.5
     learning_rate: float = 0.2
     count_noise_std: float | None = None
-    smallest: float
-    largest: float
+    min_clip_norm: float
+    max_clip_norm: float
 
     def __post_init__(self) -> None:
-        checks.number("smallest", self.smallest, above=0)
-        checks.number("largest", self.largest, at_least=self.smallest)
-        checks.number("initial", self.initial, at_least=self.smallest, at_most=self.largest)
+        checks.number("smallest", self.min_clip_norm, above=0)
+        checks.number("largest", self.max_clip_norm, at_least=self.min_clip_norm)
+        checks.number("initial", self.initial_clip_norm, at_least=self.min_clip_norm, at_most=self.max_clip_norm)
         checks.number("target_quantile", self.target_quantile, above=0, below=1)
         checks.number("learning_rate", self.learning_rate, above=0)
         if self.count_noise_std is not None:
@@ -64,13 +64,13 @@ class AdaptiveClip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MovingClip:
+class ClipController:
     """An adaptive clip under the noise of one release.
 
     Attributes:
         of: what the user asks for.
         noise_multiplier: z, of the release: noise std / joint norm of update and indicator.
-        expected_cohort: by which the noised number of clients within the clip norm is divided.
+        expected_cohort_size: by which the noised number of clients within the clip norm is divided.
 
     Raises:
         ValueError: if `count_noise_std` is not more than half of the noise multiplier.
@@ -78,7 +78,7 @@ class MovingClip:
 
     of: AdaptiveClip
     noise_multiplier: float
-    expected_cohort: float
+    expected_cohort_size: float
 
     def __post_init__(self) -> None:
         least = self.noise_multiplier / 2
@@ -94,7 +94,7 @@ class MovingClip:
         """Std of the noise on the number of clients within the clip norm (paper: sigma_b)."""
         if self.of.count_noise_std is not None:
             return self.of.count_noise_std
-        return max(self.expected_cohort / _COHORT_PART, self.noise_multiplier)
+        return max(self.expected_cohort_size / _COHORT_PART, self.noise_multiplier)
 
     def indicator(self, clip_norm: float) -> Indicator:
         """Return what clients send beside updates with this clip norm.
@@ -108,7 +108,7 @@ class MovingClip:
         z_delta = z / math.sqrt(1 - (z / (2 * sigma_b)) ** 2)
         return Indicator(clip_norm=clip_norm, scale=z_delta * clip_norm / sigma_b)
 
-    def moved(self, indicator: Indicator, mean: float) -> float:
+    def next_clip_norm(self, indicator: Indicator, mean: float) -> float:
         """Return the clip norm of the next round: C exp(-eta_C (b - gamma)), within its limits.
 
         Args:
@@ -117,5 +117,5 @@ class MovingClip:
         """
         within = 0.5 + mean / indicator.scale
         log = math.log(indicator.clip_norm) - self.of.learning_rate * (within - self.of.target_quantile)
-        limits = self.of.smallest, self.of.largest
+        limits = self.of.min_clip_norm, self.of.max_clip_norm
         return min(max(math.exp(min(max(log, math.log(limits[0])), math.log(limits[1]))), limits[0]), limits[1])

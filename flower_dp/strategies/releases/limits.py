@@ -15,7 +15,7 @@ _BLOCK = 2**15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ReplyLimits:
     """The limits of the replies to one ask.
 
     Attributes:
@@ -55,9 +55,9 @@ class Limits:
         for start in range(0, self.length, _BLOCK):
             block = slice(start, start + _BLOCK)
             if self.clip_norm is not None:
-                part = noise.toward_zero(vector[block], self.step)
+                part = noise.round_toward_zero(vector[block], self.step)
             else:
-                part = noise.nearest(np.asarray(vector[block], np.float64), self.step)
+                part = noise.round_to_nearest(np.asarray(vector[block], np.float64), self.step)
             if rest is not None:
                 rest[block] += _lost(total[block], np.asarray(part, np.float64))
             total[block] += part

@@ -14,19 +14,19 @@ from flower_dp.core import checks, compression, noise
 from flower_dp.core.metric_bounds import FINER_LATTICE, MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, Sampler
-from flower_dp.core.stored import stored
+from flower_dp.core.serialization import serializable
 from flower_dp.privacy import release as releases
-from flower_dp.privacy.charges import EVERY_CLIENT, Charge, Charges, History, Scope
+from flower_dp.privacy.charges import ALL_CLIENTS, Charge, Charges, CostScope, History
 from flower_dp.privacy.events import Relation
-from flower_dp.strategies.releases.adaptive_clip import MovingClip
-from flower_dp.strategies.releases.left_out import RoundLeftOut
-from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.adaptive_clip import ClipController
+from flower_dp.strategies.releases.left_out import RoundDiscarded
+from flower_dp.strategies.releases.limits import ReplyLimits
 from flower_dp.strategies.releases.masks import Masks
-from flower_dp.strategies.releases.release import Round
-from flower_dp.strategies.releases.replies import Collected
+from flower_dp.strategies.releases.release import RoundRequest
+from flower_dp.strategies.releases.replies import CollectedReplies
 from flower_dp.strategies.releases.shared_noise import Noise
 from flower_dp.strategies.run_state import RunState
-from flower_dp.wire import Ask, Indicator, Promise
+from flower_dp.wire import Indicator, Promise, ReleaseRequest
 
 # More standard deviations above its mean than the norm of a Gaussian vector ever is: e^-50 is 2e-22.
 _NORM_DEVIATIONS = 10.0
@@ -37,7 +37,7 @@ _WITHOUT_ORDER = (FullSampling, PoissonSampling, FixedSizeSampling)
 OUTSIDERS = "outsiders"
 
 
-@stored
+@serializable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SumState:
     """What the next round of a noised sum follows from, besides its charges.
@@ -75,7 +75,7 @@ class NoisedSum:
     keep_ratio: float = 1.0
     quantization_levels: int = 0
     masks: Masks | None = None
-    clip: MovingClip | None = None
+    clip: ClipController | None = None
     metrics: MetricBounds | None = None
 
     @property
@@ -89,22 +89,22 @@ class NoisedSum:
         return self.release.sampler
 
     @property
-    def scope(self) -> Scope:
+    def scope(self) -> CostScope:
         """What its charges add up for."""
-        return Scope(unit=self.release.unit, relation=self.release.relation)
+        return CostScope(unit=self.release.unit, relation=self.release.relation)
 
     @property
-    def in_order(self) -> bool:
+    def has_fixed_order(self) -> bool:
         """Whether its cohorts and charges follow from whose turn it is."""
         return type(self.sampling) not in _WITHOUT_ORDER
 
     @property
-    def secret_cohort(self) -> bool:
+    def cohort_is_secret(self) -> bool:
         """Whether the epsilon counts on nobody knowing who takes part in a round."""
-        return self.noise.secret_cohort
+        return self.noise.cohort_is_secret
 
     @property
-    def open_population(self) -> bool:
+    def accepts_new_clients(self) -> bool:
         """Whether more clients than `release.num_clients` may take part.
 
         They may only if neither draws, charges nor shares of noise depend on the number of clients: the server adds all noise,
@@ -131,13 +131,13 @@ class NoisedSum:
             ValueError: if their number is not that of the accounting, or the order is another one than before: then clients could
                 have more turns than they are charged for.
         """
-        own, number, expected = self.state_in(state), state.charges.number(self.name), self.release.num_clients
-        if len(names) < expected or (len(names) > expected and not self.open_population):
+        own, number, expected = self.state_in(state), state.charges.number(self.name), self.release.num_units
+        if len(names) < expected or (len(names) > expected and not self.accepts_new_clients):
             raise ValueError(
                 f"clients: there are {len(names)}, and {self.sampling} with placement={self.noise.placement!r} is accounted for "
                 f"num_clients={expected}; set num_clients={len(names)}"
             )
-        if self.in_order:
+        if self.has_fixed_order:
             order = hashlib.sha256(repr(list(names)).encode()).hexdigest()
             if order != own.order and (own.order or number):
                 raise ValueError(
@@ -145,7 +145,7 @@ class NoisedSum:
                     "them would have more turns than they are charged for"
                 )
             own = replace(own, order=order)
-        return self.sampling.choose(number + 1, len(names), rng), own
+        return self.sampling.sample(number + 1, len(names), rng), own
 
     def charge(self, charges: Charges, server_round: int, names: Sequence[str]) -> Charge:
         """Return what the next release costs every client, as the shares of its noise are computed for this cohort.
@@ -159,9 +159,9 @@ class NoisedSum:
             release=self.name,
             number=number,
             server_round=server_round,
-            kind=repr(self.noise),
+            fingerprint=repr(self.noise),
             scope=self.scope,
-            owners=(EVERY_CLIENT,),
+            owners=(ALL_CLIENTS,),
             events=(events[""],),
             views={view: (event,) for view, event in events.items() if view},
         )
@@ -178,7 +178,7 @@ class NoisedSum:
 
     def indicator(self, state: SumState) -> Indicator | None:
         """Return what clients send beside their updates in the next round; None with a fixed clip norm."""
-        return None if self.clip is None else self.clip.indicator(state.clip_norm or self.clip.of.initial)
+        return None if self.clip is None else self.clip.indicator(state.clip_norm or self.clip.of.initial_clip_norm)
 
     def clip_norm(self, state: SumState) -> float:
         """Return the L2 bound of one client's update in the next round."""
@@ -188,16 +188,16 @@ class NoisedSum:
     def next_noise(self, state: SumState) -> Noise:
         """Return the noise of the next round, around its own clip norm."""
         indicator = self.indicator(state)
-        return self.noise if indicator is None else self.noise.at(indicator.joint_norm)
+        return self.noise if indicator is None else self.noise.with_clip_norm(indicator.joint_norm)
 
-    def ask(self, state: RunState, size: int, names: Sequence[str], rng: Generator) -> tuple[Ask, Any, SumState]:
+    def ask(self, state: RunState, size: int, names: Sequence[str], rng: Generator) -> tuple[ReleaseRequest, Any, SumState]:
         """Return what is asked of the clients of a round, noise that is drawn ahead for it, and the next state.
 
         A mask is made anew.
         """
         own, distributed = self.state_in(state), self.noise.placement == "distributed"
         indicator, drawn, length = self.indicator(own), self.next_noise(own), size + self.num_beside
-        share, clip_norm = drawn.share(len(names)), drawn.release.clip_norm
+        share, clip_norm = drawn.share_std(len(names)), drawn.release.clip_norm
         mask = None if self.masks is None else self.masks.mask(size, own.released)
         scale = share if distributed else drawn.release.noise_scale
         step = noise.lattice_step(scale, clip_norm=clip_norm, dimension=self.num_kept(length))
@@ -206,7 +206,7 @@ class NoisedSum:
         if self.metrics is not None:
             step /= FINER_LATTICE
         begun, kept = drawn.begin(own.noise, state.charges.number(self.name) + 1, self.num_kept(length), rng)
-        asked = Ask(
+        asked = ReleaseRequest(
             promise=Promise(clip_norm=clip_norm, noise_multiplier=self.release.mechanism.noise_multiplier),
             placement=self.noise.placement,
             step=step,
@@ -219,7 +219,7 @@ class NoisedSum:
         )
         return asked, begun, replace(own, noise=kept)
 
-    def limits(self, now: Round) -> Limits:
+    def limits(self, now: RoundRequest) -> ReplyLimits:
         """Return the limits of the replies, from what was asked alone: clip norm and lattice, or the longest honest sum."""
         ask, length = now.ask, now.length
         clip_norm, indicator = ask.promise.clip_norm, ask.indicator
@@ -239,7 +239,7 @@ class NoisedSum:
             return len(names) * scale / 2 + math.sqrt(len(names)) * _NORM_DEVIATIONS * ask.noise_std
 
         clipped = clip_norm if indicator is None else indicator.clip_norm
-        return Limits(
+        return ReplyLimits(
             length=length,
             mask=mask,
             clip_norm=clipped if ask.placement == "central" else None,
@@ -248,7 +248,9 @@ class NoisedSum:
             honest_norm=honest_norm,
         )
 
-    def noised(self, state: RunState, now: Round, collected: Collected, rng: Generator) -> tuple[np.ndarray, SumState]:
+    def noised(
+        self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator
+    ) -> tuple[np.ndarray, SumState]:
         """Return the noised mean of the updates: the sum with the server's part of the noise, over the *expected* cohort.
 
         Noise of the same std is on every coordinate of the row. An adaptive clip norm moves by the last one, the indicators'. The
@@ -261,23 +263,23 @@ class NoisedSum:
             rng: fresh, for this release alone.
 
         Raises:
-            RoundLeftOut: with too few replies for the noise that was charged, or a sum that is not exact.
+            RoundDiscarded: with too few replies for the noise that was charged, or a sum that is not exact.
         """
         ask, total, own = now.ask, collected.total, self.state_in(state)
         kept = _kept(ask, total.size)
         part = total if kept is None else total[kept]
         # Of the clip norm that was asked, not of one that has moved since. Exact sums of multiples of the step: what is released
         # is post-processing of the ideal mechanism.
-        self.noise.at(ask.promise.clip_norm).add(
+        self.noise.with_clip_norm(ask.promise.clip_norm).add(
             part, now.begun, step=ask.step, num_replies=len(collected.clients), cohort_size=now.cohort_size, rng=rng
         )
         if kept is not None:
             total[kept] = part
-        if not noise.exact(total, ask.step):
-            raise RoundLeftOut("the replies' sum is too large to be exact")
-        mean = np.divide(total, self.release.expected_cohort, out=total)
+        if not noise.is_exact(total, ask.step):
+            raise RoundDiscarded("the replies' sum is too large to be exact")
+        mean = np.divide(total, self.release.expected_cohort_size, out=total)
         if self.clip is not None and ask.indicator is not None:
-            own = replace(own, clip_norm=self.clip.moved(ask.indicator, float(mean[-1])))
+            own = replace(own, clip_norm=self.clip.next_clip_norm(ask.indicator, float(mean[-1])))
             mean = mean[:-1]
         if self.keep_ratio < 1 and self.noise.placement == "central":
             mean = compression.decode(compression.top_k(mean.astype(np.float32), self.keep_ratio), mean.size)
@@ -286,7 +288,7 @@ class NoisedSum:
         return np.asarray(mean), own
 
 
-def _kept(ask: Ask, length: int) -> np.ndarray | None:
+def _kept(ask: ReleaseRequest, length: int) -> np.ndarray | None:
     """Return the coordinates of a row [length] that the ask keeps: its mask is of the update alone; None for all."""
     if ask.mask is None:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.privacy import accounting
 from flower_dp.privacy.charges import History
 from flower_dp.privacy.events import Relation
@@ -15,7 +15,7 @@ from flower_dp.privacy.events import Relation
 _FIRST_HORIZON = 64
 
 
-class PlannedCost:
+class EpsilonPlan:
     """The cost of a run's rounds, by a plan that is made before the first of them.
 
     Attributes:
@@ -29,7 +29,7 @@ class PlannedCost:
     """
 
     def __init__(
-        self, events: Callable[[int], dp.DpEvent], *, target_epsilon: float | None, delta: float, relation: Relation
+        self, events: Callable[[int], dp_events.DpEvent], *, target_epsilon: float | None, delta: float, relation: Relation
     ) -> None:
         self._events = events
         self._target, self._delta, self._relation = target_epsilon, delta, relation
@@ -63,7 +63,7 @@ class PlannedCost:
         # All that were planned fit the target, as computed exactly; the bounds by round are on a coarser grid.
         return bound if self._target is None else min(bound, self._target)
 
-    def allows(self, number: int, *, ledger: Callable[[], History], event: dp.DpEvent, as_planned: bool) -> bool:
+    def allows(self, number: int, *, ledger: Callable[[], History], event: dp_events.DpEvent, as_planned: bool) -> bool:
         """Return whether the target allows one more round.
 
         Args:
@@ -82,14 +82,14 @@ class PlannedCost:
         charged = ledger()
         key = (*charged.lines(), event)
         if key != self._asked:  # a run that has to end is often asked again
-            ahead = dp.ComposedDpEvent([charged.event, event])
+            ahead = dp_events.ComposedDpEvent([charged.event, event])
             cost = accounting.epsilon(ahead, delta=self._delta, relation=self._relation).epsilon
             self._asked, self._pays = key, cost <= self._target
         return self._pays
 
     def _count_affordable(self, num_rounds: int, target: float) -> None:
         """Find out how many rounds in order the target allows, up to a number."""
-        self._affordable = accounting.affordable(
+        self._affordable = accounting.max_repetitions(
             self._events, epsilon=target, delta=self._delta, relation=self._relation, limit=num_rounds
         )
         self._all_affordable = self._affordable == num_rounds

@@ -10,13 +10,13 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
 from flower_dp.core.vectors import Layout
 from flower_dp.privacy.charges import Charge, Charges
-from flower_dp.strategies.releases.limits import Limits
+from flower_dp.strategies.releases.limits import ReplyLimits
 from flower_dp.strategies.run_state import RunState
-from flower_dp.wire import Ask, Model
+from flower_dp.wire import Model, ReleaseRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class RoundRequest:
     """What a release has asked in the current round: of whom, and with which model.
 
     Attributes:
@@ -34,7 +34,7 @@ class Round:
 
     server_round: int
     method: str
-    ask: Ask
+    ask: ReleaseRequest
     length: int
     model: Model
     asked: dict[int, tuple[str, ...]]
@@ -70,8 +70,8 @@ class Release(Protocol):
     Attributes:
         name: of the release on the wire: the method's, or that of private evaluations.
         sampling: who takes part in a round.
-        secret_cohort: whether the epsilon holds only if nobody knows who takes part in a round.
-        open_population: whether more clients than are accounted for may take part.
+        cohort_is_secret: whether the epsilon holds only if nobody knows who takes part in a round.
+        accepts_new_clients: whether more clients than are accounted for may take part.
     """
 
     @property
@@ -79,9 +79,9 @@ class Release(Protocol):
     @property
     def sampling(self) -> Sampler: ...  # noqa: D102
     @property
-    def secret_cohort(self) -> bool: ...  # noqa: D102
+    def cohort_is_secret(self) -> bool: ...  # noqa: D102
     @property
-    def open_population(self) -> bool: ...  # noqa: D102
+    def accepts_new_clients(self) -> bool: ...  # noqa: D102
 
     def cohort(self, state: RunState, names: tuple[str, ...], rng: Generator) -> tuple[np.ndarray, Any]:
         """Return the indices of the clients that are asked next, those drawn whose budget covers it, and its next state."""
@@ -89,7 +89,7 @@ class Release(Protocol):
     def charge(self, charges: Charges, server_round: int, names: Sequence[str]) -> Charge:
         """Return what the next round of this release costs if this cohort is asked: it follows from what was charged."""
 
-    def ask(self, state: RunState, size: int, names: Sequence[str], rng: Generator) -> tuple[Ask, Any, Any]:
+    def ask(self, state: RunState, size: int, names: Sequence[str], rng: Generator) -> tuple[ReleaseRequest, Any, Any]:
         """Return what is asked of these clients, what is kept for the round in this process alone, and the next state.
 
         Args:
@@ -99,5 +99,5 @@ class Release(Protocol):
             rng: fresh, for noise that is drawn before the replies.
         """
 
-    def limits(self, now: Round) -> Limits:
+    def limits(self, now: RoundRequest) -> ReplyLimits:
         """Return the limits that the server enforces on the replies: they follow from what was asked, and with which model."""

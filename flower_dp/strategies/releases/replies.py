@@ -12,8 +12,8 @@ from flwr.app import ArrayRecord, Message, Metadata, RecordDict
 
 from flower_dp import wire
 from flower_dp.core import checks, compression
-from flower_dp.core.stored import stored
-from flower_dp.strategies.releases.limits import Limits
+from flower_dp.core.serialization import serializable
+from flower_dp.strategies.releases.limits import ReplyLimits
 
 log = logging.getLogger("flwr")
 
@@ -25,9 +25,9 @@ MOST_REASON = 500
 _MOST_ENTRIES = 1000
 
 
-@stored
+@serializable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Missing:
+class MissingReplies:
     """The number of requested updates that do not count, by reason.
 
     Attributes:
@@ -37,7 +37,7 @@ class Missing:
         rejected: the server refused the reply: it was malformed, not finite, or larger than any honest one.
     """
 
-    silent: int = 0
+    no_reply: int = 0
     failed: int = 0
     declined: int = 0
     rejected: int = 0
@@ -47,12 +47,12 @@ class Missing:
         """The number for all reasons together."""
         return sum(asdict(self).values())
 
-    def __add__(self, other: "Missing") -> "Missing":
-        return Missing(**{name: count + getattr(other, name) for name, count in asdict(self).items()})
+    def __add__(self, other: "MissingReplies") -> "MissingReplies":
+        return MissingReplies(**{name: count + getattr(other, name) for name, count in asdict(self).items()})
 
     def __str__(self) -> str:
         counts = {
-            "from nodes that did not reply": self.silent,
+            "from nodes that did not reply": self.no_reply,
             "whose training failed or diverged": self.failed,
             "declined by clients": self.declined,
             "refused by the server": self.rejected,
@@ -61,7 +61,7 @@ class Missing:
 
 
 @dataclass(slots=True, kw_only=True)
-class Collected:
+class CollectedReplies:
     """The sum of a round's accepted updates, and the clients whose updates are in it.
 
     Attributes:
@@ -75,7 +75,7 @@ class Collected:
     total: np.ndarray
     clients: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    missing: Missing = field(default_factory=Missing)
+    missing: MissingReplies = field(default_factory=MissingReplies)
     metrics: dict[str, float] = field(default_factory=dict)
     num_bytes: int = 0
     payload_bytes: int = 0
@@ -94,7 +94,7 @@ class Collected:
             self.seeded_clients = True
             raise ValueError("its noise is from a fixed seed (noise_seed), which is for tests only")
 
-    def leave_out(self, node: int, names: tuple[str, ...], reason: str, missing: Missing) -> None:
+    def leave_out(self, node: int, names: tuple[str, ...], reason: str, missing: MissingReplies) -> None:
         """Record why a node's clients do not count."""
         reason = checks.one_line(reason, most=MOST_REASON)
         log.warning("node %s: %s", node, reason)
@@ -116,7 +116,7 @@ class Collected:
         """Record the clients that a node itself has left out."""
         self.refused |= {name: checks.one_line(one.reason, most=MOST_REASON) for name, one in refused.items()}
         codes = [one.code for one in refused.values()]
-        self.missing += Missing(failed=codes.count(wire.FAILED), declined=len(codes) - codes.count(wire.FAILED))
+        self.missing += MissingReplies(failed=codes.count(wire.FAILED), declined=len(codes) - codes.count(wire.FAILED))
         self.repeated |= wire.REPEATED in codes
 
 
@@ -140,10 +140,10 @@ def collect(
     *,
     asked: Mapping[int, tuple[str, ...]],
     sent: Sequence[Metadata],
-    limits: Limits,
+    limits: ReplyLimits,
     stock: StockReply | None,
     seeded: bool = False,
-) -> Collected:
+) -> CollectedReplies:
     """Add up the replies of a round as they arrive, and keep none. The result is the same in whatever order they arrive.
 
     On a lattice the sum is exact. Without one it is as if summed in twice the precision of float64, and rounded once.
@@ -160,9 +160,9 @@ def collect(
             sender has not followed the instruction and may have added no noise.
         seeded: whether the server's own noise is from a fixed seed: see `Collected`.
     """
-    collected = Collected(total=np.zeros(limits.length, np.float64), seeded=seeded)
+    collected = CollectedReplies(total=np.zeros(limits.length, np.float64), seeded=seeded)
     rest = None if limits.step else np.zeros(limits.length, np.float64)
-    open_nodes, left_out = _OpenNodes(asked, sent), dict[int, tuple[str, Missing]]()
+    open_nodes, left_out = _OpenNodes(asked, sent), dict[int, tuple[str, MissingReplies]]()
     read: dict[int, _Read | wire.Refusal] = {}
     for reply in replies:
         node, names = open_nodes.closed_by(reply)
@@ -174,7 +174,7 @@ def collect(
             try:
                 read[node] = _add(collected, reply, names, limits, stock, rest)
             except Exception as error:  # a forged reply may raise any error, and must not end the run
-                left_out[node] = f"reply refused: {error}", Missing(rejected=len(names))
+                left_out[node] = f"reply refused: {error}", MissingReplies(rejected=len(names))
         del reply  # before the next one arrives
     if rest is not None:
         collected.total += rest
@@ -187,7 +187,7 @@ def collect(
         elif node in left_out:
             collected.leave_out(node, names, *left_out[node])
     for node, names in open_nodes.left.items():
-        collected.leave_out(node, names, "no reply", Missing(silent=len(names)))
+        collected.leave_out(node, names, "no reply", MissingReplies(no_reply=len(names)))
     return collected
 
 
@@ -198,7 +198,7 @@ class _Read:
     clients: tuple[str, ...]
     num_bytes: int
     payload_bytes: int
-    answer: wire.Answer | None
+    answer: wire.ReplyHeader | None
 
 
 class _OpenNodes:
@@ -223,19 +223,19 @@ class _OpenNodes:
         return node, self.left.pop(node, None) if number == answers else None
 
 
-def _of_error(reply: Message, num_clients: int) -> tuple[str, Missing]:
+def _of_error(reply: Message, num_clients: int) -> tuple[str, MissingReplies]:
     """Return why the clients of an error reply do not count."""
     counts = _end_of(reply.error.reason)
     if reply.error.code not in APP_RAISED:
-        return f"no reply: {counts}", Missing(silent=num_clients)
-    return f"error reply: {counts}", Missing(failed=num_clients)
+        return f"no reply: {counts}", MissingReplies(no_reply=num_clients)
+    return f"error reply: {counts}", MissingReplies(failed=num_clients)
 
 
 def _add(
-    collected: Collected,
+    collected: CollectedReplies,
     reply: Message,
     names: tuple[str, ...],
-    limits: Limits,
+    limits: ReplyLimits,
     stock: StockReply | None,
     rest: np.ndarray | None,
 ) -> _Read | wire.Refusal:

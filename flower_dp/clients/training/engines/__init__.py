@@ -21,11 +21,11 @@ from flower_dp.clients.training.records import Records
 from flower_dp.clients.training.regularizers import LUS
 from flower_dp.core import checks
 
-__all__ = ["ENGINES", "local_updates", "num_slots", "quicker_engine"]
+__all__ = ["ENGINES", "choose_engine", "local_updates", "num_slots"]
 ENGINES = ("one_by_one", "batched")
 
 
-def quicker_engine(module: nn.Module, device: torch.device) -> str:
+def choose_engine(module: nn.Module, device: torch.device) -> str:
     """Return the engine that trains many clients of a simulation in less time: by layers and device, never by data.
 
     Convolutions on a processor gain nothing from groups, and clients of a group wait for the one with the most records.

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flower_dp.clients.reasons import contained
+from flower_dp.clients.refusal_messages import contained
 from flower_dp.clients.reply.pipeline import Trained
 from flower_dp.clients.training.devices import is_accelerator, is_out_of_memory, release_memory, total_memory
 from flower_dp.clients.training.engines.feed import Feed, Kind, MixedRecordsError

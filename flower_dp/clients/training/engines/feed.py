@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from flower_dp.clients.training.batches import Inputs, each, num_rows
-from flower_dp.clients.training.draws import OwnDraws, draws_seed
 from flower_dp.clients.training.recipe import Training
 from flower_dp.clients.training.records import Records
+from flower_dp.clients.training.training_rng import IsolatedRng, draws_seed
 
 # Inputs and targets of a step, [records, ...] each.
 Batch = tuple[Any, Tensor]
@@ -65,7 +65,7 @@ class Feed:
 
     def __init__(self, records: Records, training: Training, device: torch.device, seed: int) -> None:
         self._records, self._device, self._batch_size = records, device, training.batch_size
-        self._draws = OwnDraws(device, draws_seed(seed))
+        self._draws = IsolatedRng(device, draws_seed(seed))
         self._positions = training.positions(len(records), torch.Generator().manual_seed(seed))
         self.first = next(self._positions)
 

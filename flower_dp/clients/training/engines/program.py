@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
-from flower_dp.clients.reasons import contained
+from flower_dp.clients.refusal_messages import contained
 from flower_dp.clients.reply.pipeline import Trained
 from flower_dp.clients.training.devices import is_accelerator, is_out_of_memory, reproducible
 from flower_dp.clients.training.engines.feed import Batch, Kind

@@ -11,8 +11,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp.typing import ClientAppCallable
 
 from flower_dp import wire
-from flower_dp.clients.reasons import contained
-from flower_dp.clients.reply.pipeline import Job, Train, Trained, changed, one_by_one
+from flower_dp.clients.refusal_messages import contained
+from flower_dp.clients.reply.pipeline import ClientJob, Train, Trained, changed, one_by_one
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.vectors import Array
 from flower_dp.wire import Model, RecordNames
@@ -73,7 +73,7 @@ class AppTraining:
     model: Model
     metrics: dict[str, float] = field(default_factory=dict, init=False)
 
-    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Array, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield the trained weights [d], float32, and 0 as the loss, or the app's error."""
         return one_by_one(jobs, lambda _: (self._train(), np.zeros(())))
 
@@ -95,7 +95,7 @@ class AppUpdates:
 
     train: Train
 
-    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Array, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield every client's update [d] and training loss, or its error."""
 
         @np.errstate(over="ignore", invalid="ignore")  # the clip refuses values that are not finite
@@ -130,7 +130,7 @@ class AppMetrics:
     app: AppCall
     bounds: MetricBounds
 
-    def rows(self, vector: Array, jobs: Sequence[Job]) -> Iterator[Trained]:
+    def rows(self, vector: Array, jobs: Sequence[ClientJob]) -> Iterator[Trained]:
         """Yield the client's vector [metrics + 1], float64 and of norm at most 1, and 0 as the loss; or the app's error."""
         return one_by_one(jobs, lambda _: (self.bounds.counted(metrics_of(self.app)), np.zeros(())))
 
@@ -145,7 +145,7 @@ class AppContribution:
     app: AppCall
     bounds: MetricBounds
 
-    def __call__(self, vector: Array, job: Job) -> np.ndarray:
+    def __call__(self, vector: Array, job: ClientJob) -> np.ndarray:
         """Return the contribution [1, dimension], float64."""
         try:
             with contained():

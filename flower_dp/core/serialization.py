@@ -21,7 +21,7 @@ _LONGEST_LINE = 80
 _MOST_INT = 2**63
 
 
-def stored(kind: type[T]) -> type[T]:
+def serializable(kind: type[T]) -> type[T]:
     """Mark a frozen dataclass as one that can be stored; two of them are equal if all their fields are, arrays included.
 
     Raises:
@@ -30,7 +30,7 @@ def stored(kind: type[T]) -> type[T]:
     Example:
         >>> from dataclasses import dataclass
         >>> import numpy as np
-        >>> from flower_dp.core.stored import packed, stored, unpacked
+        >>> from flower_dp.core.serialization import packed, serializable, unpacked
         >>> @stored
         ... @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
         ... class Clip:
@@ -39,13 +39,13 @@ def stored(kind: type[T]) -> type[T]:
         >>> unpacked(packed(Clip(norm=0.5, past=np.zeros(2)))) == Clip(norm=0.5, past=np.zeros(2))
         True
     """
-    stored_as(kind)
+    register_serializable(kind)
     setattr(kind, "__eq__", same)  # noqa: B010
     setattr(kind, "__hash__", None)  # noqa: B010
     return kind
 
 
-def stored_as(
+def register_serializable(
     kind: type[T],
     parts: Callable[[T], Mapping[str, Any]] | None = None,
     of_parts: Callable[[Mapping[str, Any]], T] | None = None,
@@ -70,7 +70,7 @@ def parts_of(value: Any) -> dict[str, Any]:
     return {part.name: getattr(value, part.name) for part in fields(value)}
 
 
-def packed(value: Any) -> bytes:
+def dump_bytes(value: Any) -> bytes:
     """Return a value as the content of a file: a line with the number of the format, one with a SHA-256, and msgpack.
 
     Raises:
@@ -78,7 +78,7 @@ def packed(value: Any) -> bytes:
             text, truth value, None.
 
     Example:
-        >>> from flower_dp.core.stored import packed, unpacked
+        >>> from flower_dp.core.serialization import packed, unpacked
         >>> unpacked(packed({"rounds": 3}))
         {'rounds': 3}
     """
@@ -86,7 +86,7 @@ def packed(value: Any) -> bytes:
     return b"%s%d\n%s\n%s" % (_MAGIC, FORMAT, hashlib.sha256(body).hexdigest().encode(), body)
 
 
-def unpacked(content: bytes) -> Any:
+def load_bytes(content: bytes) -> Any:
     """Return the value of such a file.
 
     Raises:

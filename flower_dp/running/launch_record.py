@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flower_dp.privacy.private_file import why_not_own
+from flower_dp.privacy.private_file import ownership_error
 from flower_dp.running.apps import App, Target, own_app, read_app
 from flower_dp.running.run_folder import CHECKPOINT, CONFIG, write_whole
 from flower_dp.running.values import Value
@@ -14,7 +14,7 @@ _FILE = "launch.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class LaunchRecord:
     """A run as `flower-dp run` has begun it.
 
     Attributes:
@@ -36,14 +36,14 @@ class Launched:
     ray_address: str = ""
 
     @classmethod
-    def read(cls, folder: Path) -> "Launched":
+    def read(cls, folder: Path) -> "LaunchRecord":
         """Return how the run in a folder was begun.
 
         Raises:
             ValueError: `flower-dp run` has not begun it, or somebody else could have written which app it runs.
         """
         place = folder / CHECKPOINT
-        if place.is_dir() and (why := why_not_own(place.stat())):
+        if place.is_dir() and (why := ownership_error(place.stat())):
             raise ValueError(f"{place}: {why}; it says which app runs")
         try:
             return cls(**json.loads((folder / CHECKPOINT / _FILE).read_text(encoding="utf-8")))

@@ -29,7 +29,7 @@ def with_method(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
     The sampling stays if the method can account for it, the step size if the method trains as the preset's does.
 
     Example:
-        >>> from flower_dp.apps.unread import with_method
+        >>> from flower_dp.apps.unread_settings import with_method
         >>> preset = {"method": "dp-fedavg", "task": "mnist", "momentum": 0.9, "batch-size": 8, "dp-fedavg.clip-norm": 1.0}
         >>> with_method(preset, "dp-fedpaq")
         {'method': 'dp-fedpaq', 'task': 'mnist', 'batch-size': 8}
@@ -50,7 +50,7 @@ def made_unread(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]
     An app's file may have the tables of several methods.
 
     Example:
-        >>> from flower_dp.apps.unread import made_unread
+        >>> from flower_dp.apps.unread_settings import made_unread
         >>> before = {"method": "dp-fedavg", "blur-strength": 3.0, "blur-bound": 0.5}
         >>> made_unread(before, before | {"blur-strength": 0.0})
         {'blur-bound'}

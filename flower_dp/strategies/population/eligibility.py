@@ -6,16 +6,16 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from flower_dp.strategies.population.client_manager import ClientManager, KnownClients
-from flower_dp.strategies.releases.own_replies import OwnReplies
-from flower_dp.strategies.rules import Rules
+from flower_dp.strategies.releases.local_releases import LocalReleases
+from flower_dp.strategies.rules import MethodRules
 from flower_dp.wire import EVALUATION
 
 # A grid in this process answers at once; the default of 0.1 s would be most of a simulated round.
 _PULL_SECONDS = 0.002
 
 
-def first_query(
-    grid: Grid, rules: Rules, *, timeout: float, on_shared_ledger: bool, **most: Any
+def query_clients(
+    grid: Grid, rules: MethodRules, *, timeout: float, on_shared_ledger: bool, **most: Any
 ) -> tuple[ClientManager, KnownClients]:
     """Ask nodes for their clients before the first round.
 
@@ -34,14 +34,14 @@ def first_query(
         setattr(grid, "pull_interval", _PULL_SECONDS)  # noqa: B010
     if hasattr(grid, "patience"):  # of this package: a worker that hangs is replaced, and its node asked a second time
         setattr(grid, "patience", timeout / 2)  # noqa: B010
-    newcomers = all(release.open_population for release in rules.releases)
+    newcomers = all(release.accepts_new_clients for release in rules.releases)
     manager = ClientManager(
-        rules.about.num_clients, timeout=timeout, newcomers=newcomers, unfit=partial(why_unfit, rules), **most
+        rules.about.num_clients, timeout=timeout, newcomers=newcomers, unfit=partial(unfit_reason, rules), **most
     )
     known_clients = manager.known_clients(grid)
     if not known_clients.hosting and rules.about.stock_refusal:
         raise ValueError(f"{rules.about.title}: {rules.about.stock_refusal}")
-    if known_clients.hosting and (reason := why_unfit(rules, known_clients.methods)):
+    if known_clients.hosting and (reason := unfit_reason(rules, known_clients.methods)):
         raise ValueError(reason)
     if on_shared_ledger and (name := next(iter(changing_names(rules, known_clients)), None)):
         raise ValueError(
@@ -51,12 +51,12 @@ def first_query(
     return manager, known_clients
 
 
-def changing_names(rules: Rules, known_clients: KnownClients) -> tuple[str, ...]:
+def changing_names(rules: MethodRules, known_clients: KnownClients) -> tuple[str, ...]:
     """Return the clients by whose names charges are counted, and whose names may be others in the next run."""
-    return known_clients.named_by_node if isinstance(rules.releases[0], OwnReplies) else ()
+    return known_clients.named_by_node if isinstance(rules.releases[0], LocalReleases) else ()
 
 
-def why_unfit(rules: Rules, methods: frozenset[str]) -> str | None:
+def unfit_reason(rules: MethodRules, methods: frozenset[str]) -> str | None:
     """Return why clients that run these methods can't take part, None if they can."""
     if (name := rules.releases[0].name) not in methods:
         runs = ", ".join(sorted(methods)) or "no common method"

@@ -55,7 +55,7 @@ def watched(
     """
     watch = Watch()
     token, lines = WATCH.set(watch), run_folder.ON_LINE.set(on_line)
-    observers = journal.OBSERVERS.set(partial(unasked, config, name))
+    observers = journal.OBSERVERS.set(partial(default_observers, config, name))
     try:
         yield watch
     finally:
@@ -65,7 +65,7 @@ def watched(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class RunRecorder:
     """An observer that writes a run folder.
 
     Attributes:
@@ -85,7 +85,7 @@ class Recording:
     @classmethod
     def begin(
         cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any], name: str, *, resume: bool = False, **fields: Any
-    ) -> "Recording":
+    ) -> "RunRecorder":
         """Create the folder, see `RunFolder.create`; or take that of a run that goes on.
 
         Raises:
@@ -94,18 +94,18 @@ class Recording:
         launched = os.environ.pop(environment.RESUME, "") if path is None else ""  # an app's second run is a new one
         resume = resume or bool(launched)
         again = bool(launched) or (resume and path is not None and (Path(path).expanduser() / run_folder.CONFIG).is_file())
-        folder = run_folder.RunFolder.again(path, config) if again else run_folder.RunFolder.create(path, config, name)
+        folder = run_folder.RunFolder.reopen(path, config) if again else run_folder.RunFolder.create(path, config, name)
         log.info("The run's folder is %s", folder.path)
         watch = WATCH.get() or Watch()
         watch.folder = folder.path
         where = writer.CheckpointPlace(
-            folder=folder.path / run_folder.CHECKPOINT, resume=resume, only_state=launched == environment.STATED
+            folder=folder.path / run_folder.CHECKPOINT, resume=resume, statement_only=launched == environment.STATED
         )
         return cls(folder=folder, watch=watch, checkpoints=where, **fields)
 
-    def go_on(self, last: int) -> None:
+    def resume(self, last: int) -> None:
         """Forget the lines of rounds after `last`."""
-        self.watch.rounds[:] = self.folder.cut(last)
+        self.watch.rounds[:] = self.folder.truncate(last)
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Write a line of `metrics.jsonl`."""
@@ -118,14 +118,14 @@ class Recording:
         self.folder.state(whole.to_dict(), str(whole))
         self.watch.statement = whole
         if result is not None:
-            self.folder.finish(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY), self.others)
+            self.folder.write_results(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY), self.others)
             self.watch.result = result
             return
         kept, stuck = checkpoint.CheckpointFolder(self.checkpoints.folder), ""
         if not kept.is_empty:
             found = kept.read()
-            stuck = found.why_stuck
-            self.folder.finish(found.arrays, self.others, unfinished=f"after round {found.server_round}")
+            stuck = found.resume_blocker
+            self.folder.write_results(found.arrays, self.others, unfinished=f"after round {found.server_round}")
         goes_on = f"It can't go on: {stuck}" if stuck else f"It goes on with resume=True and this folder: {self.folder.path}"
         log.info("The run did not end. %s", goes_on)
 
@@ -163,8 +163,8 @@ def record_run(
         not_covered: what the app's guarantee does not cover, in words; added to the statement in the folder.
         on_round: called with every line, as the strategies' argument of this name.
         model: the whole torch module, where the run trains a part of it, as with LoRA: the folder then has the hashes of the
-            rest, and `RunFolder.model_into` takes no other base. Messages name the SHA-256 of the frozen base, and clients of
-            this package that have another one refuse.
+            rest, and `RunFolder.load_model_into` takes no other base. Messages name the SHA-256 of the frozen base; clients
+            of this package refuse another base.
         resume: go on with the run in the folder `path`, from its last checkpoint; if there is no run, a new one begins there.
         arguments: further arguments of `strategy.start`.
 
@@ -181,7 +181,7 @@ def record_run(
     others = {} if model is None else trained_model.rest_of(model)
     if model is not None:
         arguments |= _naming_the_base(model, strategy, arguments)
-    recording = Recording.begin(path, config, name, not_covered=tuple(not_covered), others=others, resume=resume)
+    recording = RunRecorder.begin(path, config, name, not_covered=tuple(not_covered), others=others, resume=resume)
     observers = (recording,) if on_round is None else (recording, journal.tracker(on_round))
     token = journal.OBSERVERS.set(lambda: observers)
     try:
@@ -201,7 +201,7 @@ def _naming_the_base(model: "nn.Module", strategy: DPStrategy, arguments: Mappin
     return {kind: ConfigRecord({**(arguments.get(kind) or {}), BASE: base}) for kind in kinds}
 
 
-def unasked(config: Mapping[str, Any], name: str) -> tuple[journal.Observer, ...]:
+def default_observers(config: Mapping[str, Any], name: str) -> tuple[journal.Observer, ...]:
     """Return what records a run of an app that calls `strategy.start` itself.
 
     Nothing, if the folder can't be used, as where another run of the app has it; the log then says why. No error of the folder
@@ -215,10 +215,10 @@ def unasked(config: Mapping[str, Any], name: str) -> tuple[journal.Observer, ...
         SettingsError: the run is to go on, and had other settings.
     """
     try:
-        recording = Recording.begin(None, config, name)
+        recording = RunRecorder.begin(None, config, name)
     except checks.SettingsError:
         raise
     except Exception as error:
         log.warning("this run has no run folder: %s", error)
         return ()
-    return (journal.Unfailing(observer=recording, name="the run folder"),)
+    return (journal.SafeObserver(observer=recording, name="the run folder"),)

@@ -182,7 +182,7 @@ def why_no_client(error: BaseException) -> str:
 
 
 @contextmanager
-def reading() -> Iterator[None]:
+def decline_invalid() -> Iterator[None]:
     """Turn errors of this package's checks into `Declined`; for code that sees the server's message alone, never a record."""
     try:
         yield
@@ -193,7 +193,7 @@ def reading() -> Iterator[None]:
 
 
 @contextmanager
-def in_own_words(what: str) -> Iterator[None]:
+def redact_errors(what: str) -> Iterator[None]:
     """Let no error out but `Declined` and `Failed`, which has one line about all others.
 
     Args:
@@ -216,7 +216,7 @@ def in_own_words(what: str) -> Iterator[None]:
 
 
 def replied(message: Message, what: str, make: Callable[[], Message]) -> Message:
-    """Return the reply that is made, or in place of any error a refusal in this package's words: see `in_own_words`."""
+    """Return the reply that is made, or in place of any error a refusal in this package's words: see `redact_errors`."""
     reply = made_or_refused(what, make)
     return wire.refusal_reply(message, reply) if isinstance(reply, wire.Refusal) else reply
 
@@ -224,7 +224,7 @@ def replied(message: Message, what: str, make: Callable[[], Message]) -> Message
 def made_or_refused(what: str, make: Callable[[], Made]) -> Made | wire.Refusal:
     """Return what is made, or what the server learns where a client does not reply; the node's own log has it too."""
     try:
-        with in_own_words(what):
+        with redact_errors(what):
             return make()
     except (Declined, Failed) as error:
         log.warning("no reply: %s", error)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from flower_dp.core import checks, dp
+from flower_dp.core import checks, dp_events
 from flower_dp.privacy import accounting
-from flower_dp.privacy.accounting import Cost
+from flower_dp.privacy.accounting import PrivacyCost
 from flower_dp.privacy.charges import History
-from flower_dp.privacy.client_terms import Terms, per_client, values_in
+from flower_dp.privacy.client_terms import ClientTerms, per_client, values_in
 from flower_dp.privacy.events import Relation, UnsupportedEventError
-from flower_dp.privacy.worst_client import WorstClient
+from flower_dp.privacy.worst_client import MaxClientEpsilon
 
 AGGREGATIONS = ("data-size", "uniform")
 PerClient = Sequence[float] | Mapping[str, float]
@@ -23,7 +23,7 @@ _GRID = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class ClientFacts:
     """The public facts about one client: the fields of `Population`."""
 
     num_records: int
@@ -32,8 +32,8 @@ class Member:
     batch_size: int
 
 
-_FACTS = tuple(field.name for field in fields(Member))
-TermsOf = Callable[[Member], Terms]
+_FACTS = tuple(field.name for field in fields(ClientFacts))
+TermsOf = Callable[[ClientFacts], ClientTerms]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Population:
             for one in [] if value is None or field == "epsilon" else values_in(value):
                 checks.integer(field, one, at_least=1)
 
-    def members(self, names: Sequence[str]) -> dict[str, Member]:
+    def members(self, names: Sequence[str]) -> dict[str, ClientFacts]:
         """Return the facts about every client of these names.
 
         Raises:
@@ -79,10 +79,10 @@ class Population:
         """
         known = self if self.num_records is not None else replace(self, num_records=self.batch_size)
         facts = {field: per_client(field, getattr(known, field), names) for field in _FACTS}
-        return {name: Member(**{field: values[name] for field, values in facts.items()}) for name in names}
+        return {name: ClientFacts(**{field: values[name] for field, values in facts.items()}) for name in names}
 
 
-class ClientBooks:
+class ClientLedgers:
     """Terms of clients who add their own noise in full, each under its own budget, and what their charges cost them.
 
     The client keeps its own account, and refuses replies that the account does not cover. The statement is computed from the
@@ -115,17 +115,17 @@ class ClientBooks:
         most_replies: Callable[[int], int] | None = None,
     ) -> None:
         self.population = population
-        self.relation = accounting.relation_of(relation)
+        self.relation = accounting.parse_relation(relation)
         self.delta = checks.number("delta", delta, at_least=0, below=1)
         self._terms_of, self._most_replies = terms_of, most_replies
-        self.terms: Mapping[str, Terms] = {}
+        self.terms: Mapping[str, ClientTerms] = {}
         self.num_records: Mapping[str, int] = {}
         self.planned_rounds: int | None = None
         self._all_records = 0
-        self._costs: dict[tuple[str, ...], Cost] = {}
-        self._worst: WorstClient | None = None
+        self._costs: dict[tuple[str, ...], PrivacyCost] = {}
+        self._worst: MaxClientEpsilon | None = None
 
-    def opened(self, names: tuple[str, ...], num_rounds: int | None) -> ClientBooks:
+    def with_clients(self, names: tuple[str, ...], num_rounds: int | None) -> ClientLedgers:
         """Return the books of a run of these clients: each has its terms. Without names they are not known yet.
 
         Raises:
@@ -157,14 +157,14 @@ class ClientBooks:
 
     # The cost
 
-    def cost(self, ledger: History) -> Cost:
+    def cost(self, ledger: History) -> PrivacyCost:
         """Return the cost of a ledger; equal ledgers are accounted once."""
         key = (ledger.relation, *ledger.lines())
         if key not in self._costs:
             self._costs[key] = accounting.epsilon(ledger.event, delta=self.delta, relation=ledger.relation, grid=_GRID)
         return self._costs[key]
 
-    def total(self, ledger: History, evaluated: History) -> Cost:
+    def total(self, ledger: History, evaluated: History) -> PrivacyCost:
         """Return the cost of what a client was charged, for example for training, and of its private evaluations together.
 
         It is the least bound that can be proved. The sum always holds: (e1, delta) and (e2, 0) compose to (e1 + e2, delta).
@@ -177,15 +177,15 @@ class ClientBooks:
             self._costs[key] = self._together(training, ledger, evaluated)
         return self._costs[key]
 
-    def _together(self, training: Cost, ledger: History, evaluated: History) -> Cost:
-        total = Cost(
+    def _together(self, training: PrivacyCost, ledger: History, evaluated: History) -> PrivacyCost:
+        total = PrivacyCost(
             epsilon=training.epsilon + evaluated.cost(0.0).epsilon,
             delta=training.delta,
             relation=training.relation,
             accountant=f"{training.accountant} + pure",
         )
         try:
-            whole = dp.ComposedDpEvent([ledger.event, evaluated.event])
+            whole = dp_events.ComposedDpEvent([ledger.event, evaluated.event])
             exact = accounting.epsilon(whole, delta=self.delta, relation=self.relation, grid=_GRID)
         except UnsupportedEventError:
             return total
@@ -201,5 +201,5 @@ class ClientBooks:
         if not self.terms:
             return 0.0
         if self._worst is None:
-            self._worst = WorstClient(self.terms, relation=self.relation, delta=self.delta)
+            self._worst = MaxClientEpsilon(self.terms, relation=self.relation, delta=self.delta)
         return self._worst.epsilon(replies, pure)

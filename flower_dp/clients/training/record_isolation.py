@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flower_dp.clients.reasons import UnfitModelError
+from flower_dp.clients.refusal_messages import UnfitModelError
 from flower_dp.clients.training.batches import Batch, Inputs, each, kind_of
-from flower_dp.clients.training.draws import OwnDraws
-from flower_dp.clients.training.findings import findings_of
+from flower_dp.clients.training.dry_run_cache import findings_of
 from flower_dp.clients.training.recipe import FlatModel, parts
+from flower_dp.clients.training.training_rng import IsolatedRng
 
 log = logging.getLogger("flwr")
 
@@ -41,7 +41,7 @@ class KeepsError(UnfitModelError):
     """What is computed of a record depends on what was computed before."""
 
 
-def one_alone(model: FlatModel, inputs: Inputs, targets: Tensor, compute: Compute, key: object) -> bool:
+def must_compute_alone(model: FlatModel, inputs: Inputs, targets: Tensor, compute: Compute, key: object) -> bool:
     """Return whether records must be computed one at a time, because those that are computed together may not stay apart.
 
     The answer is kept (`findings_of`), for a key and for names, shapes and types of records.
@@ -61,7 +61,7 @@ def one_alone(model: FlatModel, inputs: Inputs, targets: Tensor, compute: Comput
     if known not in findings:
         start = model.vector.clone()
         try:
-            with OwnDraws.of_data_sets(model.device):
+            with IsolatedRng.of_data_sets(model.device):
                 findings[known] = _Trials(model, inputs, targets, compute).found()
         finally:
             model.vector.copy_(start)

@@ -49,7 +49,7 @@ def default_generators(device: torch.device) -> list[torch.Generator | Functions
     return [torch.default_generator, own]
 
 
-class OwnDraws:
+class IsolatedRng:
     """A context in which torch's process-wide generators follow from one seed, for dropout for example.
 
     Entering again resumes the random sequence where it stopped. On leaving, the generators are as they were before.
@@ -61,7 +61,7 @@ class OwnDraws:
         self._kept: list[Any] = []
 
     @classmethod
-    def of_data_sets(cls, device: torch.device) -> "OwnDraws":
+    def of_data_sets(cls, device: torch.device) -> "IsolatedRng":
         """Return a context for whatever a data set may draw from, NumPy and Python included; call `restart` for every record."""
         draws = cls(device, 0)
         draws._lent += [_NUMPY, _PYTHON]

@@ -14,19 +14,19 @@ from torch import nn
 
 from flower_dp.apps.app_functions import named
 from flower_dp.apps.client_parts import training_of
-from flower_dp.apps.device import hosted, own_settings, sets_anything
-from flower_dp.apps.kept import Kept, kept_of
-from flower_dp.apps.methods import Run, defaults
+from flower_dp.apps.device_settings import hosted, own_settings, sets_anything
+from flower_dp.apps.methods import ParsedRunConfig, defaults
 from flower_dp.apps.records import config_of
 from flower_dp.apps.settings import FUNCTIONS, Settings
+from flower_dp.apps.vector_store import Kept, kept_of
 from flower_dp.clients import FlatModel, Records, as_records, client_app, model_arrays
-from flower_dp.clients.node_client import NodeClient
+from flower_dp.clients.node_client import HostingClient
 from flower_dp.clients.training.attributes import evaluating
 from flower_dp.clients.training.devices import default_device
 from flower_dp.clients.training.losses import Loss
 from flower_dp.clients.training.records import OnDevice
 from flower_dp.running.modules import BUILT
-from flower_dp.running.recorded import record_run
+from flower_dp.running.run_recorder import record_run
 from flower_dp.strategies import DPStrategy
 from flower_dp.strategies.rules import OnRound
 
@@ -127,7 +127,7 @@ def app(
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        run, functions = Run.of(context.run_config, own_model=True), _found(given, context.run_config, {})
+        run, functions = ParsedRunConfig.of(context.run_config, own_model=True), _found(given, context.run_config, {})
         settings = run.settings
         training_of(settings)
         clients = _Clients(functions["data-fn"], settings.client_names(), settings.client_names())
@@ -151,7 +151,7 @@ def app(
     return Apps(server=server, client=client_app(partial(client_of, model_fn, data_fn, loss)))
 
 
-def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, context: Context) -> NodeClient:
+def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, context: Context) -> HostingClient:
     """Return a node's client; made once a process, and kept between messages of a run.
 
     Raises:
@@ -162,11 +162,11 @@ def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, cont
     return kept.once(config_of(context.node_config), lambda: _client(kept, model_fn, data_fn, loss, context))
 
 
-def _client(kept: Kept, model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, context: Context) -> NodeClient:
+def _client(kept: Kept, model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, context: Context) -> HostingClient:
     node = dict(context.node_config)
     part, parts = hosted(node)
     config = own_settings({**defaults(), **context.run_config}, node)
-    run = Run.of(config, own_model=True)
+    run = ParsedRunConfig.of(config, own_model=True)
     functions = _found({"model-fn": model_fn, "data-fn": data_fn}, config, node)  # the evaluation is the server's alone
     names = run.settings.client_names()
     if part >= len(names):

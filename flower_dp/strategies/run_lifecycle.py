@@ -19,7 +19,7 @@ log = logging.getLogger("flwr")
 Start = TypeVar("Start", bound=Callable[..., Any])
 
 
-class Stated(SystemExit):
+class StatementOnlyExit(SystemExit):
     """The statement of a run was made from its folder; its ServerApp ends there."""
 
 
@@ -33,7 +33,7 @@ def _place(given: Mapping[str, Any], own: CheckpointPlace | None) -> CheckpointP
     return own
 
 
-def followed(start: Start) -> Start:
+def with_run_lifecycle(start: Start) -> Start:
     """Return a strategy's `start` that keeps a journal of its run, and what outlives its process.
 
     The outermost `start` of a class does so, since a subclass may choose another final model, or have a loop of its own. A run
@@ -75,23 +75,23 @@ def followed(start: Start) -> Start:
                 session.journal = None
                 if writer is not None and writer.has_run:
                     writer.close(result, session.state, failed=failed)
-                    session.unfinished()
+                    session.charge_interrupted()
                     if session.knows_clients:  # before anybody is asked there is nothing to state
                         diagnostics.log_statement(self.statement)
 
             session.writer = writer = Writer(_place(given, place_of(observers)))
             found = writer.found
-            if found is None or not (found.ended or writer.only_state):
+            if found is None or not (found.ended or writer.statement_only):
                 result = start(*bound.args, **bound.kwargs)
                 failed = False
             else:
                 session.begin()
-                session.go_on(found)
+                session.resume(found)
                 if found.ended:
                     log.info("the run in %s has ended: no round is run, and its result is returned", writer.folder.path)
                     result, failed = found.result, False
-        if writer.only_state:
-            raise Stated
+        if writer.statement_only:
+            raise StatementOnlyExit
         return result
 
     return cast(Start, run)

@@ -9,12 +9,12 @@ _DIGITS = 400
 _DECIMALS = 4
 
 
-def epsilon_in_words(epsilon: float | None, *, decimals: int = _DECIMALS) -> str:
+def format_epsilon(epsilon: float | None, *, decimals: int = _DECIMALS) -> str:
     """Return an epsilon with so many decimals, rounded up; `infinite` for one that is not finite, or None.
 
     Example:
-        >>> from flower_dp.core.words import epsilon_in_words
-        >>> epsilon_in_words(1.23401), epsilon_in_words(2.0), epsilon_in_words(float("inf"))
+        >>> from flower_dp.core.formatting import format_epsilon
+        >>> format_epsilon(1.23401), format_epsilon(2.0), format_epsilon(float("inf"))
         ('1.2341', '2.0000', 'infinite')
     """
     if epsilon is None or not math.isfinite(epsilon):
@@ -24,34 +24,34 @@ def epsilon_in_words(epsilon: float | None, *, decimals: int = _DECIMALS) -> str
     return f"{Decimal(repr(float(epsilon))).quantize(Decimal(1).scaleb(-decimals), context=up):f}"
 
 
-def delta_in_words(delta: float) -> str:
+def format_delta(delta: float) -> str:
     """Return a delta with three significant digits, rounded up.
 
     Example:
-        >>> from flower_dp.core.words import delta_in_words
-        >>> delta_in_words(1e-5), delta_in_words(0.00123401)
+        >>> from flower_dp.core.formatting import format_delta
+        >>> format_delta(1e-5), format_delta(0.00123401)
         ('1e-05', '0.00124')
     """
-    return digits_in_words(delta, 3)
+    return format_rounded_up(delta, 3)
 
 
-def digits_in_words(number: float, digits: int) -> str:
+def format_rounded_up(number: float, digits: int) -> str:
     """Return a number with so many significant digits, rounded up.
 
     Example:
-        >>> from flower_dp.core.words import digits_in_words
-        >>> digits_in_words(12.3401, 4)
+        >>> from flower_dp.core.formatting import format_rounded_up
+        >>> format_rounded_up(12.3401, 4)
         '12.35'
     """
     return f"{float(Context(prec=digits, rounding=ROUND_CEILING).plus(Decimal(repr(float(number))))):.{digits}g}"
 
 
-def beyond_in_words(claimed: float, largest: float) -> str:
+def format_audit_limit(claimed: float, largest: float) -> str:
     """Return why an audit could not refute a claim: `largest` is the bound that it would have shown without any error.
 
     Example:
-        >>> from flower_dp.core.words import beyond_in_words
-        >>> beyond_in_words(8.0, 4.5678)
+        >>> from flower_dp.core.formatting import format_audit_limit
+        >>> format_audit_limit(8.0, 4.5678)
         'without any error they would prove epsilon >= 4.568 and no more: not enough to refute a claim of 8'
     """
     return (
@@ -59,9 +59,9 @@ def beyond_in_words(claimed: float, largest: float) -> str:
     )
 
 
-def spent_in_words(epsilon: float | None, delta: float) -> str:
+def format_epsilon_at_delta(epsilon: float | None, delta: float) -> str:
     """Return `epsilon 1.2341 at delta 1e-05`, both rounded up."""
-    return f"epsilon {epsilon_in_words(epsilon)} at delta {delta_in_words(delta)}"
+    return f"epsilon {format_epsilon(epsilon)} at delta {format_delta(delta)}"
 
 
 def finite_or_none(value: Any) -> Any:

@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from flower_dp.core import dp
+from flower_dp.core import dp_events
 from flower_dp.core.metric_bounds import MetricBounds
 from flower_dp.core.noise import Generator
 from flower_dp.core.sampling import Sampler
-from flower_dp.privacy.charges import Charge, Charges, History, Scope, frozen
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.charges import Charge, Charges, CostScope, History, frozen
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.events import Relation
-from flower_dp.strategies.releases.limits import Limits
-from flower_dp.strategies.releases.release import Round
+from flower_dp.strategies.releases.limits import ReplyLimits
+from flower_dp.strategies.releases.release import RoundRequest
 from flower_dp.strategies.run_state import RunState
-from flower_dp.wire import Ask, OwnAsk, Promise
+from flower_dp.wire import LocalRequest, Promise, ReleaseRequest
 
 # What was asked in a round -> a client's name -> a norm that its honest row all but never exceeds, before its weight.
-Longest = Callable[[Round], Callable[[str], float]]
+Longest = Callable[[RoundRequest], Callable[[str], float]]
 # What the method keeps, and the length of a row -> the vectors that are sent with the model, by their names.
 VectorsOf = Callable[[Any, int], Mapping[str, np.ndarray]]
 
@@ -30,7 +30,7 @@ _AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnReplies:
+class LocalReleases:
     """One reply a round of every client that is asked, each with noise by the client's own terms.
 
     The server charges a client when it asks the client. It no longer asks a client that has sent as many replies as its budget
@@ -57,24 +57,24 @@ class OwnReplies:
     longest: Longest
     vectors_of: VectorsOf = lambda own, length: {}
     metrics: MetricBounds | None = None
-    terms: Mapping[str, Terms] = field(default_factory=dict)
-    secret_cohort: bool = False
-    open_population: bool = False
-    kind: str = field(default="", init=False, repr=False)
+    terms: Mapping[str, ClientTerms] = field(default_factory=dict)
+    cohort_is_secret: bool = False
+    accepts_new_clients: bool = False
+    fingerprint: str = field(default="", init=False, repr=False)
     # The different events of a reply, and the place of each client's.
-    _events: tuple[dp.DpEvent, ...] = field(default=(), init=False, repr=False)
+    _events: tuple[dp_events.DpEvent, ...] = field(default=(), init=False, repr=False)
     _kinds: Mapping[str, int] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        events: dict[dp.DpEvent, int] = {}
+        events: dict[dp_events.DpEvent, int] = {}
         kinds = {name: events.setdefault(frozen(own.event), len(events)) for name, own in self.terms.items()}
         for field_name, value in {"kind": _digest(self.terms), "_events": tuple(events), "_kinds": kinds}.items():
             object.__setattr__(self, field_name, value)
 
     @property
-    def scope(self) -> Scope:
+    def scope(self) -> CostScope:
         """What its charges add up for."""
-        return Scope(unit=next(iter(self.terms.values())).release.unit if self.terms else "record", relation=self.relation)
+        return CostScope(unit=next(iter(self.terms.values())).release.unit if self.terms else "record", relation=self.relation)
 
     def replies(self, charges: Charges, names: Sequence[str]) -> np.ndarray:
         """Return how many replies were charged to each of these clients."""
@@ -109,7 +109,7 @@ class OwnReplies:
 
         Whose turn it is follows from the number of rounds that were charged: by another number some clients might never have one.
         """
-        chosen = self.sampling.choose(state.charges.number(self.name) + 1, len(names), rng)
+        chosen = self.sampling.sample(state.charges.number(self.name) + 1, len(names), rng)
         paying = chosen[self.paying(state.charges, [names[index] for index in chosen])]
         return paying, state.releases.get(self.name, 0) + len(chosen) - len(paying)
 
@@ -123,20 +123,20 @@ class OwnReplies:
             release=self.name,
             number=charges.number(self.name) + 1,
             server_round=server_round,
-            kind=self.kind,
+            fingerprint=self.fingerprint,
             scope=self.scope,
         )
 
-    def ask(self, state: RunState, size: int, names: Sequence[str], rng: Generator) -> tuple[Ask, Any, int]:
+    def ask(self, state: RunState, size: int, names: Sequence[str], rng: Generator) -> tuple[ReleaseRequest, Any, int]:
         """Return what is asked of clients: by their own terms, and with the weight of each in the sum.
 
         It is for their next charge: the number of the reply counts it already.
         """
         replies = self.replies(state.charges, names).tolist()
         own = {
-            name: OwnAsk(
+            name: LocalRequest(
                 weight=self.weight_of(name),
-                terms=self.terms[name].kind,
+                terms=self.terms[name].fingerprint,
                 noise_multiplier=self.terms[name].release.mechanism.noise_multiplier,
                 number=number + 1,
             )
@@ -145,22 +145,24 @@ class OwnReplies:
         # Of all of them together; every client compares what is asked of it alone with its own terms.
         least = min((one.noise_multiplier for one in own.values()), default=0.0)
         promise = Promise(clip_norm=self.clip_norm, noise_multiplier=least)
-        ask = Ask(promise=promise, placement="local", own=own, metrics=self.metrics, vectors=self.vectors_of(state.own, size))
+        ask = ReleaseRequest(
+            promise=promise, placement="local", own=own, metrics=self.metrics, vectors=self.vectors_of(state.own, size)
+        )
         return ask, None, state.releases.get(self.name, 0)
 
-    def limits(self, now: Round) -> Limits:
+    def limits(self, now: RoundRequest) -> ReplyLimits:
         """Return a bound on the norm of an honest sum of rows; the server does not clip rows that carry their own noise."""
         longest = self.longest(now)
 
         def honest_norm(names: Sequence[str]) -> float:
             return sum(now.ask.own[name].weight * longest(name) for name in names)
 
-        return Limits(length=now.length, honest_norm=honest_norm)
+        return ReplyLimits(length=now.length, honest_norm=honest_norm)
 
 
-def _digest(terms: Mapping[str, Terms]) -> str:
+def _digest(terms: Mapping[str, ClientTerms]) -> str:
     """Return a digest of the clients' names and terms; noise is compared to six digits, for a calibration may change its last."""
     digest = hashlib.sha256()
     for name, own in terms.items():
-        digest.update(f"{name!r}: {own.kind}, {own.release.mechanism.noise_multiplier:.6g}\n".encode())
+        digest.update(f"{name!r}: {own.fingerprint}, {own.release.mechanism.noise_multiplier:.6g}\n".encode())
     return digest.hexdigest()

@@ -12,24 +12,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flower_dp.core import columns, dp
-from flower_dp.core.words import epsilon_in_words, spent_in_words
+from flower_dp.core import dp_events, metric_columns
+from flower_dp.core.formatting import format_epsilon, format_epsilon_at_delta
 from flower_dp.privacy import selection
-from flower_dp.privacy.accounting import Cost
-from flower_dp.privacy.selection import NumberOfRuns, Poisson
+from flower_dp.privacy.accounting import PrivacyCost
+from flower_dp.privacy.selection import PoissonRunCount, RunCountLaw
 from flower_dp.privacy.statement import Adversary, PrivacyStatement
-from flower_dp.reporting.past_run import PastRun, read_past_run
-from flower_dp.running.plugins import outside_of
+from flower_dp.reporting.past_run import RunContents, read_past_run
+from flower_dp.running.plugins import event_against_outsiders
 from flower_dp.running.preflight import default_workers
 from flower_dp.running.run_folder import STATEMENT_JSON, RunFolder, is_finished, write_whole
 from flower_dp.running.signals import Signals
 from flower_dp.sweeps import plan
-from flower_dp.sweeps.drawn import MARK, Drawn, Mark, Trial, publish, same_times
-from flower_dp.sweeps.file import Choice, SweepFile, read
+from flower_dp.sweeps.file import SelectionRule, SweepFile, read
 from flower_dp.sweeps.folder import FILE, RUNS, SweepFolder
-from flower_dp.sweeps.plan import PlannedRun
+from flower_dp.sweeps.plan import SweepRun
 from flower_dp.sweeps.pool import Pool
 from flower_dp.sweeps.sweep import Tell
+from flower_dp.sweeps.trials import MARK, SelectionMark, SelectionTrials, Trial, equalize_mtimes, publish
 
 # Runs that are not to be seen, and the run that is shown.
 PRIVATE, CHOSEN = "private", "chosen"
@@ -55,8 +55,8 @@ class Candidate:
         statement: of such a run.
     """
 
-    run: PlannedRun
-    event: dp.DpEvent
+    run: SweepRun
+    event: dp_events.DpEvent
     statement: PrivacyStatement
 
     @property
@@ -66,7 +66,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrivateSweep:
+class PrivateSelection:
     """A choice among the points of a sweep's file.
 
     Attributes:
@@ -81,12 +81,12 @@ class PrivateSweep:
     path: Path
     file: SweepFile
     candidates: tuple[Candidate, ...]
-    choice: Choice
-    number: NumberOfRuns
-    cost: Cost
+    choice: SelectionRule
+    number: RunCountLaw
+    cost: PrivacyCost
 
     @classmethod
-    def read(cls, path: Path) -> "PrivateSweep":
+    def read(cls, path: Path) -> "PrivateSelection":
         """Read a sweep's file, and account the choice.
 
         Raises:
@@ -97,12 +97,12 @@ class PrivateSweep:
         workers = file.workers or max(1, default_workers() // math.ceil(number.mean))
         # Neither workers nor anything else that a run shows depends on K.
         file = replace(file, workers=workers)
-        candidates, findings = [], plan.Findings(len(file.points))
+        candidates, findings = [], plan.PointErrors(len(file.points))
         for run in plan.planned(file, workers):
             with findings.of(run.label):
                 if run.config.get("server-ledger"):
                     raise ValueError("server-ledger: would tell how many runs there were; leave it out")
-                event, statement = outside_of(run.target)
+                event, statement = event_against_outsiders(run.target)
                 candidates.append(Candidate(run=run, event=event, statement=statement))
         findings.refuse()
         first = candidates[0].statement
@@ -121,8 +121,8 @@ class PrivateSweep:
         most = max(one.outsiders.epsilon for one in self.candidates)
         return (
             f"The best of K runs by {self.choice.metric} ({self.choice.mode}), each with one of {points}, drawn anew; K is "
-            f"{law_in_words(self.number)}. It costs {spent_in_words(self.cost.epsilon, self.cost.delta)} "
-            f"({self.cost.relation}), against those who see the chosen run alone; one run costs at most {epsilon_in_words(most)}."
+            f"{law_in_words(self.number)}. It costs {format_epsilon_at_delta(self.cost.epsilon, self.cost.delta)} "
+            f"({self.cost.relation}), against those who see the chosen run alone; one run costs at most {format_epsilon(most)}."
         )
 
     def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> None:
@@ -138,7 +138,7 @@ class PrivateSweep:
         """
         with folder.locked() as lock:
             content, kept = self.path.read_bytes(), folder.path / FILE
-            place, mark = Drawn(folder.path / PRIVATE), Mark(folder.path / MARK)
+            place, mark = SelectionTrials(folder.path / PRIVATE), SelectionMark(folder.path / MARK)
             if kept.is_file() and kept.read_bytes() != content:
                 raise ValueError(f"{folder.path}: was made with another {FILE}; put that back, or take another folder")
             if mark.is_shown:
@@ -163,21 +163,21 @@ class PrivateSweep:
             mark.show()
             self._clear(folder, place)
 
-    def _make(self, left: Sequence[tuple[PlannedRun, Path, bool]], lock: Path, at_once: int | None, place: Drawn) -> None:
+    def _make(self, left: Sequence[tuple[SweepRun, Path, bool]], lock: Path, at_once: int | None, place: SelectionTrials) -> None:
         with Signals() as signals, Pool([run for run, _, _ in left], at_once, lock, signals) as pool:
             pool.make(left, place.ended)
 
-    def _run(self, trial: Trial) -> PlannedRun:
+    def _run(self, trial: Trial) -> SweepRun:
         one = replace(self.file, points=(self.candidates[trial.point].run.point,), seeds=(trial.seed,))
         return replace(plan.planned(one, 1)[0], name=trial.name)
 
-    def _best(self, trials: Sequence[Trial], place: Drawn) -> str | None:
+    def _best(self, trials: Sequence[Trial], place: SelectionTrials) -> str | None:
         """Return the name of the run with the best score; None if none may be shown."""
         scores = {trial.name: self.score(place.path / RUNS / trial.name, trial, place) for trial in trials}
         best = max(scores, key=lambda name: scores[name], default=None)
         return None if best is None or scores[best] == -math.inf else best
 
-    def _show(self, folder: SweepFolder, place: Drawn, best: Trial | None) -> None:
+    def _show(self, folder: SweepFolder, place: SelectionTrials, best: Trial | None) -> None:
         """Leave the chosen run and its statement; after an interruption the same ones again."""
         shutil.rmtree(folder.path / RUNS, ignore_errors=True)
         if best is None:
@@ -189,14 +189,14 @@ class PrivateSweep:
             publish(run, statement, folder.path / RUNS / CHOSEN)
         RunFolder(folder.path).state(statement.to_dict(), str(statement))
 
-    def _clear(self, folder: SweepFolder, place: Drawn) -> None:
+    def _clear(self, folder: SweepFolder, place: SelectionTrials) -> None:
         """Delete all that was not chosen, and what tells when it was made."""
-        same_times(folder.path, PRIVATE)
+        equalize_mtimes(folder.path, PRIVATE)
         if place.path.exists():
             shutil.rmtree(place.path)
-        same_times(folder.path, PRIVATE)
+        equalize_mtimes(folder.path, PRIVATE)
 
-    def score(self, folder: Path, trial: Trial, place: Drawn) -> float:
+    def score(self, folder: Path, trial: Trial, place: SelectionTrials) -> float:
         """Return a run's score, the more the better; -inf: it must not be shown."""
         if place.failed(trial.name) or not is_finished(folder):
             return -math.inf
@@ -207,7 +207,7 @@ class PrivateSweep:
             return -math.inf
         return value if self.choice.mode == "max" else -value
 
-    def _as_planned(self, run: PastRun, candidate: Candidate) -> bool:
+    def _as_planned(self, run: RunContents, candidate: Candidate) -> bool:
         """Return whether a run has cost no more than its plan, for the same unit, relation and delta."""
         told, most = run.statement, candidate.outsiders.epsilon * (1 + _ROUNDING)
         epsilon = next((one["epsilon"] for one in told.get("adversaries", ()) if one["name"] == "outsiders"), None)
@@ -217,15 +217,15 @@ class PrivateSweep:
     def _statement(self, candidate: Candidate, run: Mapping[str, Any], *, chosen: bool) -> PrivacyStatement:
         """Return the statement of the choice: of the run's plan, with what happened in the run."""
         planned, outsiders = candidate.statement, candidate.outsiders
-        sees = f"of the chosen run {outsiders.sees}; nothing of any other run, nor how many there were"
+        view = f"of the chosen run {outsiders.view}; nothing of any other run, nor how many there were"
         return replace(
             planned,
             method=f"{planned.method}, the best of K runs" if chosen else "The best of K runs: nothing was released",
-            adversary="outsiders, who see the chosen run alone",
+            protected_against="outsiders, who see the chosen run alone",
             epsilon=self.cost.epsilon,
             accountant=self.cost.accountant,
-            paper=None,
-            num_rounds=run.get("num_rounds", 0),
+            paper_epsilon=None,
+            num_charged_rounds=run.get("num_rounds", 0),
             assumptions=(
                 *planned.assumptions,
                 f"K is {law_in_words(self.number)}, drawn in secret; every run draws one of {len(self.candidates)} points "
@@ -239,16 +239,18 @@ class PrivateSweep:
                 *_NOT_COVERED,
             ),
             incidents=tuple(run.get("incidents", ())),
-            adversaries=(replace(outsiders, sees=sees, epsilon=self.cost.epsilon, accountant=self.cost.accountant, paper=None),),
-            parts={},
+            adversaries=(
+                replace(outsiders, view=view, epsilon=self.cost.epsilon, accountant=self.cost.accountant, paper_epsilon=None),
+            ),
+            epsilon_by_release={},
             clients=None,
             joint=None,
         )
 
 
-def law_in_words(number: NumberOfRuns) -> str:
+def law_in_words(number: RunCountLaw) -> str:
     """Return the law of K in words."""
-    if isinstance(number, Poisson):
+    if isinstance(number, PoissonRunCount):
         return f"Poisson with mean {number.mean:g}"
     if number.shape in (0, 1):
         return f"{'geometric' if number.shape else 'logarithmic'} with mean {number.mean:g}"
@@ -260,7 +262,7 @@ def columns_private(metric: str) -> bool:
     return metric.startswith("private-")
 
 
-def _checked(file: SweepFile) -> tuple[Choice, NumberOfRuns]:
+def _checked(file: SweepFile) -> tuple[SelectionRule, RunCountLaw]:
     """Return how the choice is made, and the law of the number of runs.
 
     Raises:
@@ -274,7 +276,7 @@ def _checked(file: SweepFile) -> tuple[Choice, NumberOfRuns]:
     if len(file.seeds) > 1:
         raise ValueError("seeds: with --private-selection every run has a seed of its own; leave them out")
     private_metric = columns_private(choice.metric)
-    if columns.own(choice.metric) and not private_metric:
+    if metric_columns.is_reserved(choice.metric) and not private_metric:
         raise ValueError(f"select.metric={choice.metric}: is no result that a run may be chosen by")
     if not (private_metric or private.public_test_data):
         public = "say private-selection.public-test-data = true if these records are public"

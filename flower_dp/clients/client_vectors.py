@@ -17,7 +17,7 @@ log = logging.getLogger("flwr")
 KEY = "flower-dp.kept"
 
 
-def kept_of(state: RecordDict, name: str, size: int) -> np.ndarray | None:
+def load_vector(state: RecordDict, name: str, size: int) -> np.ndarray | None:
     """Return the vector [size], float32, that a client has kept; None if the state has none that fits."""
     record = state.array_records.get(KEY)
     if record is None or name not in record:
@@ -32,7 +32,7 @@ def kept_of(state: RecordDict, name: str, size: int) -> np.ndarray | None:
     return np.array(kept)
 
 
-def keep(state: RecordDict, vectors: Mapping[str, np.ndarray]) -> None:
+def store_vectors(state: RecordDict, vectors: Mapping[str, np.ndarray]) -> None:
     """Store vectors, float32, for their clients' next round, all or none of them."""
     if vectors:
         record = dict(state.array_records.get(KEY, ArrayRecord()).items())

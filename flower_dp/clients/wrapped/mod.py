@@ -12,19 +12,19 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_dp import wire
 from flower_dp.clients import answering
-from flower_dp.clients.account import account_of, agreed_terms, charged, keeping_account, refuse_ledger
-from flower_dp.clients.answering import NOT_HOSTED, Work
-from flower_dp.clients.foreign import calls
+from flower_dp.clients.account import account_of, charged, keeping_account, refuse_ledger, verify_terms
+from flower_dp.clients.answering import NOT_HOSTED, NodeWork
 from flower_dp.clients.local.row import evaluation_pipeline
 from flower_dp.clients.policy import ClientPolicy
-from flower_dp.clients.reasons import SEE_LOG, Declined, contained, reading, replied
+from flower_dp.clients.refusal_messages import SEE_LOG, Declined, contained, decline_invalid, replied
 from flower_dp.clients.reply.client_level import CLIENT_LEVEL
-from flower_dp.clients.reply.pipeline import Job, Pipeline, Train
+from flower_dp.clients.reply.pipeline import ClientJob, Pipeline, Train
+from flower_dp.clients.wrapped import calls
 from flower_dp.core import checks
-from flower_dp.privacy.client_terms import Terms
+from flower_dp.privacy.client_terms import ClientTerms
 from flower_dp.privacy.evaluation_budget import EvaluationBudget
 from flower_dp.privacy.release import Release
-from flower_dp.wire import Hosted, Instruction, Model, RecordNames, Refusal
+from flower_dp.wire import HostedClients, Instruction, Model, RecordNames, Refusal
 
 log = logging.getLogger("flwr")
 
@@ -39,7 +39,7 @@ class OwnTerms(Protocol):
     def method(self) -> str:
         """Name of the method."""
 
-    def terms(self) -> Terms:
+    def terms(self) -> ClientTerms:
         """Return the client's terms, from its own budget and data size alone."""
 
     def pipeline(self, release: Release, *, train: Train, length: int) -> Pipeline:
@@ -68,7 +68,7 @@ class AppClient:
         methods = CLIENT_LEVEL if self.terms is None else (self.terms.method,)
         return methods if self.terms is not None and self.evaluation is None else (*methods, wire.EVALUATION)
 
-    def work(self, instruction: Instruction, app: calls.AppCall, train: calls.AppTraining | None) -> Work:
+    def work(self, instruction: Instruction, app: calls.AppCall, train: calls.AppTraining | None) -> NodeWork:
         """Return what this client does; its account is charged when this returns, and the app is not called yet.
 
         Args:
@@ -80,7 +80,7 @@ class AppClient:
         work = self._shared(instruction, app, train) if self.terms is None else self._own(instruction, app, train, self.terms)
         return replace(work, refused=refused | work.refused)
 
-    def _shared(self, instruction: Instruction, app: calls.AppCall, train: calls.AppTraining | None) -> Work:
+    def _shared(self, instruction: Instruction, app: calls.AppCall, train: calls.AppTraining | None) -> NodeWork:
         """Return the work whose row is clipped, with its share of the noise."""
         refuse_ledger(app.context)
         rows: Train = calls.AppMetrics(app=app, bounds=instruction.bounds) if train is None else calls.AppUpdates(train=train)
@@ -88,23 +88,25 @@ class AppClient:
         jobs = [self._job(instruction)] if self.name in instruction.clients else []
         return answering.shared_work(instruction, train=rows, length=length, jobs=jobs, refused={})
 
-    def _own(self, instruction: Instruction, app: calls.AppCall, train: calls.AppTraining | None, own_terms: OwnTerms) -> Work:
+    def _own(
+        self, instruction: Instruction, app: calls.AppCall, train: calls.AppTraining | None, own_terms: OwnTerms
+    ) -> NodeWork:
         """Return the work whose row is private on the client's own terms, which were charged for it."""
         length = train.model.layout.size if train is not None else len(instruction.bounds.bounds)
         terms_of = partial(self._evaluation_terms, own_terms) if train is None else own_terms.terms
-        terms = agreed_terms(instruction, self.name, terms_of, self.policy)
+        terms = verify_terms(instruction, self.name, terms_of, self.policy)
         if isinstance(terms, Refusal):
-            return Work(groups=[], length=length, refused={self.name: terms})
+            return NodeWork(groups=[], length=length, refused={self.name: terms})
         if unpaid := charged(account_of(None, [self.name], app.context), {self.name: terms}, instruction):
-            return Work(groups=[], length=length, refused=unpaid)
+            return NodeWork(groups=[], length=length, refused=unpaid)
         if train is None:
             of = calls.AppContribution(app=app, bounds=instruction.bounds)
             pipeline = evaluation_pipeline(terms.release, of=of, dimension=length)
         else:
             pipeline = own_terms.pipeline(terms.release, train=train, length=length)
-        return Work(groups=[(pipeline, [self._job(instruction)])], length=length, refused={})
+        return NodeWork(groups=[(pipeline, [self._job(instruction)])], length=length, refused={})
 
-    def _evaluation_terms(self, own_terms: OwnTerms) -> Terms:
+    def _evaluation_terms(self, own_terms: OwnTerms) -> ClientTerms:
         if self.evaluation is None:
             raise Declined("evaluation=None: this client has no budget of private evaluations")
         terms = self.evaluation.terms(self.name, own_terms.terms())
@@ -112,11 +114,11 @@ class AppClient:
             raise Declined("an app's metrics are means over records, and one record moves them by nobody knows how much")
         return terms
 
-    def _job(self, instruction: Instruction) -> Job:
+    def _job(self, instruction: Instruction) -> ClientJob:
         own = instruction.ask.own.get(self.name)
         # A function, not a generator: every draw takes new entropy from the operating system.
         secret = partial(answering.generator, self, instruction, self.name)
-        return Job(name=self.name, records=_UNSEEN, seed=0, secret=secret, weight=1.0 if own is None else own.weight)
+        return ClientJob(name=self.name, records=_UNSEEN, seed=0, secret=secret, weight=1.0 if own is None else own.weight)
 
 
 def privacy_mod(
@@ -212,8 +214,8 @@ class _PrivacyMod:
         try:
             client = self._client(context)
         except Declined as error:
-            return Hosted(names=(), methods=frozenset(), error=error.reason).to_json()
-        return Hosted(names=(client.name,), methods=frozenset(client.methods)).to_json()
+            return HostedClients(names=(), methods=frozenset(), error=error.reason).to_json()
+        return HostedClients(names=(client.name,), methods=frozenset(client.methods)).to_json()
 
     def _client(self, context: Context) -> AppClient:
         """Return this node's client; of an error nothing is told, because its text and its class may contain data."""
@@ -231,7 +233,7 @@ class _PrivacyMod:
     ) -> Message:
         """Return the reply to an instruction to train, or to evaluate; then the payload is inside the answer."""
         client, evaluates = self._client(context), to_evaluate is not None
-        with reading():
+        with decline_invalid():
             record_names = to_evaluate or calls.record_names_of(message.content)
             instruction = wire.instruction_of(message.content.config_records[record_names.config])
         answering.check(client, instruction, evaluates=evaluates)
@@ -239,7 +241,7 @@ class _PrivacyMod:
         app = calls.AppCall(call=call_next, message=message, context=context, record_names=record_names, status=status)
         train = None
         if not evaluates:
-            with reading():
+            with decline_invalid():
                 train = calls.AppTraining(app=app, model=_model(wire.arrays_of(message.content), instruction))
         vector = np.zeros(0) if train is None else train.model.vector
         work = client.work(instruction, app, train)

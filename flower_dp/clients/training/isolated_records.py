@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flower_dp.clients.reasons import contained
+from flower_dp.clients.refusal_messages import contained
 from flower_dp.clients.training import batches
 from flower_dp.clients.training.batches import Inputs
-from flower_dp.clients.training.draws import OwnDraws, record_seed
-from flower_dp.clients.training.joins import Watch, looks_up
+from flower_dp.clients.training.record_isolation import Watch, looks_up
 from flower_dp.clients.training.records import Records, TensorRecords
+from flower_dp.clients.training.training_rng import IsolatedRng, record_seed
 
 Made = TypeVar("Made")
 Transform = Callable[[Any], Inputs]
@@ -46,7 +46,7 @@ class Batch:
         return batches.mapped(lambda tensor: tensor.index_select(0, order), self.inputs, self.targets)
 
 
-def apart(
+def map_isolated(
     records: Records,
     positions: Tensor,
     compute: Callable[[Inputs, Tensor], Made],
@@ -74,7 +74,7 @@ def apart(
     Yields:
         The part's first index in `positions`, the places [k] in the part for which the result counts, and the result.
     """
-    draws = OwnDraws.of_data_sets(device)
+    draws = IsolatedRng.of_data_sets(device)
     own = records.transform if type(records) is TensorRecords else None
     transform = None if own is None else _transform(own, records, device)  # type: ignore[arg-type]
     for number, part in enumerate(torch.split(positions, size)):
@@ -98,7 +98,7 @@ def _computed(
 
 
 def _read(
-    records: Records, positions: Tensor, device: torch.device, draws: OwnDraws, seed: int, problems: set[str]
+    records: Records, positions: Tensor, device: torch.device, draws: IsolatedRng, seed: int, problems: set[str]
 ) -> Iterator[Batch]:
     """Yield the records that can be read, those of one kind together."""
     if type(records) is TensorRecords:  # whose rows can't mix; a subclass may do anything
@@ -182,7 +182,7 @@ def _transform(
         return batches.stacked(made)
 
     try:
-        with contained(), OwnDraws.of_data_sets(device), Watch(looks_up) as watch:
+        with contained(), IsolatedRng.of_data_sets(device), Watch(looks_up) as watch:
             together(records.zeros(device)[0], lambda _: None)
     except Exception:
         return one_by_one

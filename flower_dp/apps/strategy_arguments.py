@@ -79,12 +79,12 @@ def clip_norm_of(own: Any) -> float | AdaptiveClip:
                 raise refusal(key_of(name), value, "is read with clip-quantile > 0 only, where the clip norm is adaptive")
         return float(own.clip_norm)
     return AdaptiveClip(
-        initial=own.clip_norm,
+        initial_clip_norm=own.clip_norm,
         target_quantile=own.clip_quantile,
         learning_rate=own.clip_learning_rate,
         count_noise_std=own.clip_count_noise_std or None,
-        smallest=own.smallest_clip_norm or own.clip_norm / _CLIP_RANGE,
-        largest=own.largest_clip_norm or own.clip_norm * _CLIP_RANGE,
+        min_clip_norm=own.smallest_clip_norm or own.clip_norm / _CLIP_RANGE,
+        max_clip_norm=own.largest_clip_norm or own.clip_norm * _CLIP_RANGE,
     )
 
 

@@ -42,7 +42,7 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
             device may decide, naming it.
 
     Example:
-        >>> from flower_dp.apps.device import own_settings
+        >>> from flower_dp.apps.device_settings import own_settings
         >>> run_config = {"method": "nbafl", "nbafl.paper-epsilon": 50.0, "nbafl.delta": 0.9}
         >>> own = own_settings(run_config, {"partition-id": 0, "nbafl.paper-epsilon": 2.0})
         >>> own["nbafl.paper-epsilon"], own["nbafl.delta"]

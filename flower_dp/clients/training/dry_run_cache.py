@@ -21,7 +21,7 @@ _FOR_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backw
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Findings(dict[Any, Any]):
+class DryRunCache(dict[Any, Any]):
     """Answers by question, so many at most; a copy has none, for it may belong to a model that is changed."""
 
     def __setitem__(self, question: Any, answer: Any) -> None:
@@ -30,22 +30,22 @@ class Findings(dict[Any, Any]):
         super().__setitem__(question, answer)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Findings, ()
+        return DryRunCache, ()
 
 
-def findings_of(model: FlatModel) -> Findings:
+def findings_of(model: FlatModel) -> DryRunCache:
     """Return what is known of a model, to be asked and added to: the same for all that are alike, as far as that can be told."""
     alike = _alike(model)  # anew each time: a hook, or another option, makes it another model
     if alike is not None:
         return _shared(alike)
-    model.findings = own = Findings() if model.findings is None else model.findings
+    model.findings = own = DryRunCache() if model.findings is None else model.findings
     return own
 
 
 @lru_cache(maxsize=_MOST_MODELS)
-def _shared(alike: tuple[Any, ...]) -> Findings:
+def _shared(alike: tuple[Any, ...]) -> DryRunCache:
     """Return the findings of all models of which `_alike` says the same."""
-    return Findings()
+    return DryRunCache()
 
 
 def _alike(model: FlatModel) -> tuple[Any, ...] | None:

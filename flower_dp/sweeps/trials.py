@@ -16,14 +16,14 @@ from typing import Any
 from flower_dp.core import checks
 from flower_dp.core.noise import noise_generator
 from flower_dp.privacy.private_file import sync_folder
-from flower_dp.privacy.selection import NumberOfRuns
+from flower_dp.privacy.selection import RunCountLaw
 from flower_dp.privacy.statement import PrivacyStatement
-from flower_dp.reporting.past_run import PastRun
+from flower_dp.reporting.past_run import RunContents
 from flower_dp.running.run_folder import CONFIG, METRICS, MODEL, MODEL_JSON, RunFolder, is_finished, write_whole
 from flower_dp.sweeps.cost import has_charges
 from flower_dp.sweeps.folder import RUNS, SweepFolder
-from flower_dp.sweeps.plan import PlannedRun
-from flower_dp.sweeps.pool import Ended, LaunchError
+from flower_dp.sweeps.plan import SweepRun
+from flower_dp.sweeps.pool import LaunchError, RunOutcome
 
 _FILE = "drawn.json"
 MARK = "choice.json"
@@ -41,7 +41,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class SelectionMark:
     """The mark of a choice, one file: the choice is open, then made, and in the end shown.
 
     From the moment it is made nothing is drawn, run or compared again. Only this file says so: a statement, a folder that is
@@ -93,7 +93,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SelectionTrials:
     """The folder of a choice that is not made yet: the runs that were drawn, and which of them have failed.
 
     Attributes:
@@ -107,7 +107,7 @@ class Drawn:
         """Whether the runs were drawn."""
         return (self.path / _FILE).is_file()
 
-    def draw(self, number: NumberOfRuns, num_points: int) -> list[Trial]:
+    def draw(self, number: RunCountLaw, num_points: int) -> list[Trial]:
         """Draw the number of runs, and a point and a seed of each, with fresh entropy, and keep them before a run is made."""
         rng = noise_generator()
         trials = [
@@ -124,7 +124,7 @@ class Drawn:
         """Return what was drawn."""
         return [Trial(**one) for one in json.loads((self.path / _FILE).read_text(encoding="utf-8"))]
 
-    def left(self, runs: Sequence[PlannedRun]) -> list[tuple[PlannedRun, Path, bool]]:
+    def left(self, runs: Sequence[SweepRun]) -> list[tuple[SweepRun, Path, bool]]:
         """Return the runs that have neither finished nor failed, as `SweepFolder.left` does; all of them begin anew.
 
         A run that went on would show that it was interrupted, and so which one of them it was. Nobody sees what it has released.
@@ -134,7 +134,7 @@ class Drawn:
             shutil.rmtree(self.path / RUNS / run.name, ignore_errors=True)
         return SweepFolder(self.path).left(left)
 
-    def ended(self, ended: Ended) -> None:
+    def ended(self, ended: RunOutcome) -> None:
         """Keep it if a run has failed: it is not tried again. Nobody is told.
 
         Raises:
@@ -151,7 +151,7 @@ class Drawn:
         return (self.path / f"{name}.failed").exists()
 
 
-def publish(run: PastRun, statement: PrivacyStatement, folder: Path) -> None:
+def publish(run: RunContents, statement: PrivacyStatement, folder: Path) -> None:
     """Copy what a run may show: neither its log nor its ledger, which have times; nor its own epsilons, which are too small."""
     folder.mkdir(mode=0o700, parents=True)
     for name in (MODEL, MODEL_JSON):
@@ -164,7 +164,7 @@ def publish(run: PastRun, statement: PrivacyStatement, folder: Path) -> None:
     RunFolder(folder).state(statement.to_dict(), str(statement))
 
 
-def same_times(folder: Path, but: str) -> None:
+def equalize_mtimes(folder: Path, but: str) -> None:
     """Give all in a folder one time, except what is in `but`: when a run was made tells how many came before and after it."""
     now = time.time()
     for place in [*folder.rglob("*"), folder]:

@@ -3,19 +3,19 @@
 from collections.abc import Mapping
 
 from flower_dp.privacy.charges import Charges
-from flower_dp.strategies.releases.replies import Missing
-from flower_dp.strategies.rules import Rules
+from flower_dp.strategies.releases.replies import MissingReplies
+from flower_dp.strategies.rules import MethodRules
 from flower_dp.strategies.run_state import RoundReport
 from flower_dp.strategies.session import Session
 
 
-class RunFigures:
+class RunView:
     """The figures of the run of a strategy, which is this class with all that makes a run."""
 
     _session: Session
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> MethodRules:
         """The method's rules, of this run's clients and rounds as far as they are known."""
         return self._session.rules
 
@@ -50,7 +50,7 @@ class RunFigures:
         return self._session.record.incidents
 
     @property
-    def missing(self) -> Missing:
+    def missing(self) -> MissingReplies:
         """The number of requested updates that did not count, by reason."""
         return self._session.record.missing
 
@@ -65,9 +65,9 @@ class RunFigures:
         return self._session.record.evaluations
 
     @property
-    def secret_cohort(self) -> bool:
+    def cohort_is_secret(self) -> bool:
         """Whether an epsilon holds only if nobody knows who trains, or evaluates, in a round."""
-        return self._session.secret_cohort
+        return self._session.cohort_is_secret
 
     @property
     def seeded_noise(self) -> bool:

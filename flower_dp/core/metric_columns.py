@@ -15,14 +15,14 @@ PREFIXES = ("private-", "client-")
 _ERROR = "-standard-error"
 
 
-def own(name: str) -> bool:
+def is_reserved(name: str) -> bool:
     """Return whether a column of this name can only be the run's own."""
     return name in OWN or name.startswith(PREFIXES)
 
 
 def metrics(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of `evaluate_fn` in one line: loss and accuracy, then the others as they stand there."""
-    found = {name: float(value) for name, value in row.items() if not own(name) and number(value)}
+    found = {name: float(value) for name, value in row.items() if not is_reserved(name) and number(value)}
     return {name: found[name] for name in sorted(found, key=lambda name: name not in ("loss", "accuracy"))}
 
 
