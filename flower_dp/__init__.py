@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
     if name == "app":
         from flower_dp.running.apps import own_module  # noqa: PLC0415
 
-        return own_module("own_model").app
+        return own_module("user_app").app
     if name == "RunFolder":
         from flower_dp.running.run_folder import RunFolder  # noqa: PLC0415
 

@@ -48,7 +48,7 @@ def charge_each(events: Mapping[str, dp_events.DpEvent], **fields: Any) -> Charg
 def one_charge(number: int, event: dp_events.DpEvent, owners: tuple[str, ...] = (ALL_CLIENTS,), **changes: Any) -> Charge:
     """A charge of one event for all its owners."""
     scope = CostScope(unit="client", relation=changes.pop("relation", "add-or-remove-one"))
-    words = {"release": "r", "number": number, "server_round": number, "kind": "k", "scope": scope}
+    words = {"release": "r", "number": number, "server_round": number, "fingerprint": "k", "scope": scope}
     return Charge(**words | {"owners": owners, "events": (event,)} | changes)
 
 

@@ -306,7 +306,7 @@ def test_clients_that_do_not_run_the_method_are_not_asked(method):
         with pytest.raises(ValueError, match=method.name if other.client else "stock clients"):
             start(strategy, grid, arguments)
         assert not grid.train_messages
-        assert strategy.statement.num_rounds == 0
+        assert strategy.statement.num_charged_rounds == 0
 
 
 def methods_of(method: Method) -> list[str]:
@@ -418,7 +418,7 @@ def test_a_run_in_which_every_reply_is_missing_fails_and_leaves_its_statement(me
     rounds = len(grid.train_messages) // 4
     assert 1 <= rounds < 5
     statement = strategy.statement
-    assert statement.num_rounds == rounds
+    assert statement.num_charged_rounds == rounds
     assert statement.private
     assert statement.epsilon >= 0.999 * uplink_epsilon(method, arguments, rounds)
     assert sum(line.startswith(f"{4 * rounds} ") for line in statement.incidents) == 1
@@ -504,7 +504,7 @@ def test_the_statement_says_what_the_settings_say(method):
     assert statement.epsilon == pytest.approx(max(one.epsilon for one in statement.adversaries if not one.trusted))
     against = {one.name: one for one in statement.adversaries}
     assert against["the server"].lowest_noise_std == pytest.approx(method.message_noise(arguments), rel=2e-3)
-    assert text.count("Against ") == len({replace(one, name="", sees="") for one in statement.adversaries})
+    assert text.count("Against ") == len({replace(one, name="", view="") for one in statement.adversaries})
     assert f"Not covered: {OTHER_RUNS}" in text
     assert statement.private
     assert not statement.incidents
@@ -583,7 +583,7 @@ def test_a_second_run_starts_with_an_empty_ledger_and_fresh_noise(method):
     second = start(strategy, grid, arguments, STILL)
     assert [set(counts) for counts in charged] == [{1}, {2}]
     assert_charged(method, strategy, arguments, 2)
-    assert strategy.statement.num_rounds == len(strategy.rounds) == 2
+    assert strategy.statement.num_charged_rounds == len(strategy.rounds) == 2
     assert not strategy.statement.incidents
     assert strategy.statement.epsilon == pytest.approx(before.epsilon)
     assert_unlike(np.concatenate([increments(method, first), increments(method, second)]))
@@ -671,7 +671,7 @@ def test_a_first_round_that_cannot_be_paid_for_is_not_run(method):
     assert not grid.train_messages
     assert not strategy.rounds
     statement = strategy.statement
-    assert (statement.num_rounds, statement.epsilon) == (0, 0.0)
+    assert (statement.num_charged_rounds, statement.epsilon) == (0, 0.0)
     assert [line for line in statement.incidents if line.startswith("ended before round 1: ")]
 
 

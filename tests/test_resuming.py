@@ -164,7 +164,7 @@ def test_a_round_that_was_charged_and_not_finished_stays_charged_and_is_not_rele
     case.grid.dies = ("train", at, when)
     first = case.start(resume=False)
     incident = f"round {at} was charged and not finished"
-    assert first.statement.num_rounds == at
+    assert first.statement.num_charged_rounds == at
     assert first.statement.epsilon == pytest.approx(method.epsilon(arguments, at), rel=1e-3)
     assert incident in first.statement.incidents
     again = case.start()
@@ -308,7 +308,7 @@ def test_a_folder_with_a_run_is_refused_and_keeps_it(tmp_path):
     with pytest.raises(CheckpointError, match=r"already holds a run; resume=True goes on with it"):
         case.start(resume=False)
     assert {file.name: file.read_bytes() for file in case.folder.iterdir()} == before
-    assert case.start().statement.num_rounds == 4
+    assert case.start().statement.num_charged_rounds == 4
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_run_goes_on_as_it_began(words, what, tmp_path):
     other = stock_case(case.folder, **words)
     with pytest.raises(ValueError, match=what):
         other.start()
-    assert case.start().statement.num_rounds == 4
+    assert case.start().statement.num_charged_rounds == 4
 
 
 def stopped(folder: Path, fails: int = 2, **words: Any) -> Case:
@@ -357,7 +357,7 @@ def test_a_damaged_checkpoint_is_never_taken_for_none(tmp_path, caplog):
             case.start()
     newest.unlink()
     previous.write_bytes(whole)  # killed between two renames
-    assert case.start().statement.num_rounds == 4
+    assert case.start().statement.num_charged_rounds == 4
 
 
 def test_a_checkpoint_is_its_owners_alone_and_one_that_others_could_have_written_is_not_taken(tmp_path):
@@ -370,7 +370,7 @@ def test_a_checkpoint_is_its_owners_alone_and_one_that_others_could_have_written
         with pytest.raises(CheckpointError, match="others can write to it"):
             case.start()
         place.chmod(mode)
-    assert case.start().statement.num_rounds == 4
+    assert case.start().statement.num_charged_rounds == 4
     owned = os.stat_result((0o700, 0, 0, 1, os.geteuid() + 1, 0, 0, 0, 0, 0))
     assert f"belongs to user {os.geteuid() + 1}" in str(ownership_error(owned))
 
@@ -410,9 +410,9 @@ def test_two_copies_of_one_run_pay_for_each_other_on_a_shared_ledger(tmp_path):
     one = stopped(tmp_path / "one", ledger=ledger)
     copy = stock_case(tmp_path / "copy", ledger=ledger)
     shutil.copytree(one.folder, copy.folder)
-    assert one.start().statement.num_rounds == 4
+    assert one.start().statement.num_charged_rounds == 4
     again = copy.start()
-    assert again.statement.num_rounds == 4
+    assert again.statement.num_charged_rounds == 4
     assert "rounds 3 to 4 were charged and not finished" in again.incidents
     assert [report.server_round for report in again.rounds] == [1, 2]
 
@@ -434,7 +434,7 @@ def test_a_full_disk_loses_no_run_and_one_without_a_first_checkpoint_charges_nob
             case.start()
         assert not any(asks_to_train(message) for message in case.grid.sent)
         return
-    assert case.start().statement.num_rounds == 4
+    assert case.start().statement.num_charged_rounds == 4
     assert "No space left on device; the one before it stays" in caplog.text
     assert not list(case.folder.glob(".*"))
 

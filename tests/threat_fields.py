@@ -293,7 +293,7 @@ def ledger_told() -> set[str]:
         path = Path(folder) / "ledger.sqlite"
         Store.create(path)
         with Store(path) as ledger:
-            words = {"release": "r", "number": 1, "server_round": 1, "kind": "k"}
+            words = {"release": "r", "number": 1, "server_round": 1, "fingerprint": "k"}
             scope, event = CostScope(unit="client", relation="add-or-remove-one"), GaussianDpEvent(noise_multiplier=1.0)
             for name in ("a", ALL_CLIENTS):
                 run = ledger.begin(method="m", delta=1e-5)

@@ -155,7 +155,7 @@ class CanaryClient(DPClient):
     """
 
     def __init__(self, like: DPClient, canaries: Mapping[str, np.ndarray | None]) -> None:
-        same = ("clients", "training", "policy", "seed", "engine", "group_size", "metrics")
+        same = ("clients", "training", "policy", "seed", "training_engine", "group_size", "metrics")
         own = {name: getattr(like, name) for name in same}
         super().__init__(model=like.model.module, device=like.model.device, **own)
         self._canaries = dict(canaries)

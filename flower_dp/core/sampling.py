@@ -47,7 +47,7 @@ class FullSampling:
     Example:
         >>> import numpy as np
         >>> from flower_dp.core.sampling import FullSampling
-        >>> FullSampling().choose(1, 4, np.random.default_rng()).tolist()
+        >>> FullSampling().sample(1, 4, np.random.default_rng()).tolist()
         [0, 1, 2, 3]
     """
 
@@ -139,7 +139,7 @@ class FixedSizeSampling(_OfOneSize):
     Example:
         >>> import numpy as np
         >>> from flower_dp.core.sampling import FixedSizeSampling
-        >>> len(FixedSizeSampling(cohort_size=3).choose(1, 10, np.random.default_rng()))
+        >>> len(FixedSizeSampling(cohort_size=3).sample(1, 10, np.random.default_rng()))
         3
     """
 
@@ -163,7 +163,7 @@ class RoundRobinSampling(_OfOneSize):
         >>> import numpy as np
         >>> from flower_dp.core.sampling import RoundRobinSampling
         >>> sampling = RoundRobinSampling(cohort_size=2)
-        >>> [sampling.choose(server_round, 4, np.random.default_rng()).tolist() for server_round in (1, 2, 3)]
+        >>> [sampling.sample(server_round, 4, np.random.default_rng()).tolist() for server_round in (1, 2, 3)]
         [[0, 1], [2, 3], [0, 1]]
         >>> sampling.participations(num_rounds=3, num_clients=4)
         2
@@ -193,7 +193,7 @@ def check_sampler(sampling: Sampler) -> None:
     """
     if not all(
         hasattr(sampling, word)
-        for word in ("choose", "event", "expected_cohort_size", "max_cohort_size", "cohort_size_is_secret")
+        for word in ("sample", "event", "expected_cohort_size", "max_cohort_size", "cohort_size_is_secret")
     ):
         raise checks.bad("sampling", sampling, "a sampler of flower_dp.core.sampling, such as PoissonSampling")
 

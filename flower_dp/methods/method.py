@@ -17,7 +17,7 @@ TRAINING = (
     "blur_bound",
     "update_keep_ratio",
     "optimizer",
-    "engine",
+    "training_engine",
 )
 
 

@@ -62,7 +62,7 @@ class Charge:
     Example:
         >>> from dp_accounting import GaussianDpEvent
         >>> from flower_dp.privacy.charges import Charge, Scope
-        >>> words = {"release": "dp-pasgd", "number": 1, "server_round": 1, "kind": "by the clients' terms"}
+        >>> words = {"release": "dp-pasgd", "number": 1, "server_round": 1, "fingerprint": "by the clients' terms"}
         >>> scope = Scope(unit="record", relation="replace-one")
         >>> charge = Charge(owners=("a", "b"), events=(GaussianDpEvent(2.0),), scope=scope, **words)
         >>> charge.by_owner["b"]
@@ -234,7 +234,7 @@ class Charges:
         >>> from dp_accounting import GaussianDpEvent
         >>> from flower_dp.privacy.charges import ALL_CLIENTS, Charge, Charges, Scope
         >>> scope = Scope(unit="client", relation="add-or-remove-one")
-        >>> words = {"release": "dp-fedavg", "kind": "z = 2", "scope": scope}
+        >>> words = {"release": "dp-fedavg", "fingerprint": "z = 2", "scope": scope}
         >>> charges = Charges()
         >>> for number in (1, 2):
         ...     words |= {"number": number, "server_round": number}

@@ -185,7 +185,7 @@ def own_release(what: str, mechanism: Mechanism, sampler: Sampler, *, clip_norm:
         num_units: how many the sampler draws from.
         words: unit and relation, where they are others.
     """
-    shared = {"seen_by": _SEEN_BY, "unit": "record", "relation": "replace-one", "mechanism": mechanism, "sampler": sampler}
+    shared = {"visible_to": _SEEN_BY, "unit": "record", "relation": "replace-one", "mechanism": mechanism, "sampler": sampler}
     return Release(**shared | words, description=what, clip_norm=clip_norm, num_units=num_units)  # type: ignore[arg-type]
 
 

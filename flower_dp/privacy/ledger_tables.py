@@ -37,7 +37,7 @@ SCHEMA = tuple(f"CREATE TABLE {table} ({columns})" for table, columns in TABLES.
     for change in ("UPDATE", "DELETE")
 )
 # What the file says of a charge as it is, and where a charge has it.
-_SAID = {"release": "release", "number": "number", "round": "server_round", "kind": "kind"}
+_SAID = {"release": "release", "number": "number", "round": "server_round", "fingerprint": "fingerprint"}
 # For which to wait for another process that creates the same ledger, and for one that reads or commits.
 _CREATE_SECONDS = 2.0
 _BUSY_SECONDS = 60.0

@@ -39,8 +39,8 @@ class Release:
         >>> from flower_dp.privacy.mechanisms import Gaussian
         >>> from flower_dp.privacy.release import Release
         >>> release = Release(
-        ...     what="the noised sum of clipped updates",
-        ...     seen_by="everyone who sees global models",
+        ...     description="the noised sum of clipped updates",
+        ...     visible_to="everyone who sees global models",
         ...     unit="client",
         ...     relation="add-or-remove-one",
         ...     clip_norm=0.5,

@@ -72,7 +72,7 @@ class Store:
         ...     release="dp-fedavg",
         ...     number=1,
         ...     server_round=1,
-        ...     kind="noise multiplier 2",
+        ...     fingerprint="noise multiplier 2",
         ...     scope=Scope(unit="client", relation="add-or-remove-one"),
         ...     owners=(ALL_CLIENTS,),
         ...     events=(GaussianDpEvent(noise_multiplier=2.0),),

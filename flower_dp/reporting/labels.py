@@ -110,7 +110,7 @@ def wrapped(text: str) -> list[str]:
 def _unread() -> Callable[[Config], set[str]]:
     """Return the function that knows what the methods of flower-dp's app read; without torch everything counts as read."""
     try:
-        return cast("Callable[[Config], set[str]]", own_module("unread").unread)
+        return cast("Callable[[Config], set[str]]", own_module("unread_settings").unread)
     except ImportError:
         return lambda config: set()
 

@@ -137,7 +137,7 @@ def resolve(target: str | None, settings: Sequence[str]) -> Target:
         name, preset = target or app.name, {} if target is None else _preset(target)
         method = given.get("method", "").strip("'\"")
         if method and preset and method != preset.get("method", app.defaults.get("method")):
-            preset = own_module("unread").with_method({"method": app.defaults.get("method"), **preset}, method)
+            preset = own_module("unread_settings").with_method({"method": app.defaults.get("method"), **preset}, method)
     known, overrides = app.settings(), {}
     method = given.get("method") or str({**known, **preset}.get("method", ""))
     for key, value in preset.items():
@@ -165,7 +165,7 @@ def _make_way(app: App, before: Mapping[str, Value], overrides: dict[str, Value]
                 if one not in given:
                     _unset(app, one, overrides)
     if given and _defaults(app):
-        for key in own_module("unread").made_unread(before, {**before, **overrides}) - given.keys():
+        for key in own_module("unread_settings").made_unread(before, {**before, **overrides}) - given.keys():
             _unset(app, key, overrides)
 
 

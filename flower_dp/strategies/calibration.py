@@ -152,7 +152,7 @@ def run_event(
     evaluation: NoisedSumEvaluation | None,
     num_rounds: int,
     *,
-    charged: Callable[[NoiseSharing], Release] = attrgetter("charged"),
+    charged: Callable[[NoiseSharing], Release] = attrgetter("release_to_participants"),
 ) -> dp_events.DpEvent:
     """Return what rounds 1 to `num_rounds` cost, their evaluations with them: one after every `every`-th.
 

@@ -297,9 +297,9 @@ def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost,
     sees_as_client = f"what outsiders see{knows}; each by itself, as a client that is asked in every round"
     least = min(rules.least_noise_multiplier(charges), release.mechanism.noise_multiplier) * release.clip_norm
     return (
-        Adversary.of("outsiders", outside, sees=f"every global model{secret}", noise_std=release.noise_scale),
-        Adversary.of("participants", inside, sees=sees_as_client, noise_std=least),
-        Adversary.of("the server", server, sees=sees, noise_std=std, trusted=True),
+        Adversary.of("outsiders", outside, view=f"every global model{secret}", lowest_noise_std=release.noise_scale),
+        Adversary.of("participants", inside, view=sees_as_client, lowest_noise_std=least),
+        Adversary.of("the server", server, view=sees, lowest_noise_std=std, trusted=True),
     )
 
 

@@ -391,7 +391,7 @@ def _everyone(cost: PrivacyCost, message_std: float) -> tuple[Adversary, ...]:
         "participants": "models that are made of messages; their own messages tell them nothing of others'",
         "outsiders": "models that are made of messages",
     }
-    return tuple(Adversary.of(name, cost, sees=sees, noise_std=message_std) for name, sees in views.items())
+    return tuple(Adversary.of(name, cost, view=sees, lowest_noise_std=message_std) for name, sees in views.items())
 
 
 def _client_costs(costs: dict[str, float], evaluation: dict[str, float]) -> ClientEpsilons:

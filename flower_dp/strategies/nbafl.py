@@ -290,22 +290,22 @@ class NbAFLRules(LocalRules):
             Adversary.of(
                 "the server",
                 _worst(self, charges, self.ledgers(charges)),
-                sees=f"every message of a client, at most {replies} of one client; so does an eavesdropper",
+                view=f"every message of a client, at most {replies} of one client; so does an eavesdropper",
                 noise_std=self.uplink_noise_std * min(map(books.share, books.terms), default=0.0),
-                paper=_paper(self, facts, exposures=replies, limit=self.uplink_exposures or 0, what="uplink"),
+                paper_epsilon=_paper(self, facts, exposures=replies, limit=self.uplink_exposures or 0, what="uplink"),
             ),
             Adversary.of(
                 "participants",
                 _worst(self, charges, self.broadcast_ledgers(charges, PARTICIPANTS)),
-                sees=f"each by itself, {of_them}; a participant knows its own noise",
+                view=f"each by itself, {of_them}; a participant knows its own noise",
                 noise_std=noised.least_participant_std if num_broadcasts else 0.0,
             ),
             Adversary.of(
                 "outsiders",
                 _worst(self, charges, broadcast_ledgers),
-                sees=of_them,
+                view=of_them,
                 noise_std=noised.least_std if num_broadcasts else 0.0,
-                paper=_paper(self, facts, exposures=num_broadcasts, limit=books.planned_rounds or 0, what="downlink"),
+                paper_epsilon=_paper(self, facts, exposures=num_broadcasts, limit=books.planned_rounds or 0, what="downlink"),
             ),
         )
         who = "all clients" if isinstance(self.sampling, FullSampling) else f"{self.cohort_size} at random"

@@ -234,7 +234,7 @@ class DPStrategy(RunView, Strategy):
         known_clients = self._known_clients(grid)
         session.update_state(
             asked_metrics=session.record.asked_metrics or self.report_client_metrics,
-            own_evaluation=session.record.custom_evaluation or self._overrides("configure_evaluate"),
+            custom_evaluation=session.record.custom_evaluation or self._overrides("configure_evaluate"),
             changing_names=session.record.changing_names or bool(changing_names(self.rules, known_clients)),
         )
         self._had_changing_names |= session.record.changing_names

@@ -218,7 +218,7 @@ def _held(common: Mapping[str, Any], point: Mapping[str, Any]) -> Mapping[str, A
     method, sampling = point.get("method", common.get("method")), point.get("sampling")
     if not common or (method is None and not sampling):
         return common
-    unread = own_module("unread").by_others(method, sampling)
+    unread = own_module("unread_settings").by_others(method, sampling)
     return {key: value for key, value in common.items() if not unread(key)}
 
 

@@ -62,7 +62,7 @@ class LocalRequest(Part, frozen=True, kw_only=True):
 
     Attributes:
         weight: what the client's private row counts in the node's sum.
-        terms: fingerprint of the terms that the server assumes for this client (`ClientTerms.fingerprint`). The client compares it
+        terms: fingerprint of the terms that the server assumes for the client (`ClientTerms.fingerprint`). The client compares it
             with its own, and never works by it.
         noise_multiplier: the noise multiplier that goes with them, by which the server charges.
         number: 1, 2, ...: how often the server has charged the client for this release in this run, this reply included. A device

@@ -149,7 +149,7 @@ class Growing(LocalGrid):
 class Backwards(PoissonSampling):
     """A sampler of a user's own, whose cohorts and charges follow from the number of the round: it may count on the order."""
 
-    def choose(self, server_round, num_clients, rng):
+    def sample(self, server_round, num_clients, rng):
         return np.asarray([-server_round % num_clients])
 
     def event(self, release, server_round, num_clients):

@@ -321,7 +321,7 @@ def test_what_a_node_sends_beside_its_refusal_moves_nothing(code, failed, declin
 class OneThenAll(FullSampling):
     """One client in the first round, and all in the others."""
 
-    def choose(self, round_number, num_clients, rng):
+    def sample(self, round_number, num_clients, rng):
         return np.arange(1 if round_number == 1 else num_clients)
 
 

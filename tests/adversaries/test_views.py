@@ -30,7 +30,7 @@ def played(strategy, num_nodes=4, num_rounds=3, **arguments):
 class TwoOfThree(FullSampling):
     """A user's own sampling: whether its cost counts on a secret is not known."""
 
-    def choose(self, server_round, num_clients, rng):
+    def sample(self, server_round, num_clients, rng):
         return rng.permutation(num_clients)[:2]
 
 

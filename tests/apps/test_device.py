@@ -12,9 +12,9 @@ from flower_dp.apps.settings import Evaluation, key_of
 from flower_dp.methods import METHODS
 from tests.apps.test_methods import DEFAULTS
 
-SMALL = {"num-clients": 4, "num-rounds": 2, "partition": "sample", "records-per-client": 20, "engine": "one-by-one"}
+SMALL = {"num-clients": 4, "num-rounds": 2, "partition": "sample", "records-per-client": 20, "training-engine": "one-by-one"}
 LAPLACE = {**SMALL, "method": "fedsgd-dpc", "sampling": "round-robin", "cohort-size": 4, "fedsgd-dpc.epsilon": 100.0}
-LAPLACE.pop("engine")
+LAPLACE.pop("training-engine")
 # A device that has settings of its own says itself which records its clients have.
 HERE = {"partition": "sample", "records-per-client": 20}
 FEDAVG = {**SMALL, "method": "dp-fedavg", "sampling": "full", "dp-fedavg.noise-multiplier": 0.9, "dp-fedavg.delta": 1e-3}

@@ -292,7 +292,7 @@ def test_a_process_makes_and_traces_a_model_once_however_many_nodes_it_serves(tm
     proven = batched.Trainer._proven
     monkeypatch.setattr(batched.Trainer, "_proven", lambda self, kind: traced.append(kind) or proven(self, kind))
     app = flower_dp.app(model_fn=model, data_fn=records)
-    grid = play(app, tmp_path / "run", nodes=20, **PRIVATE, **{"num-clients": 20, "engine": "batched"})
+    grid = play(app, tmp_path / "run", nodes=20, **PRIVATE, **{"num-clients": 20, "training-engine": "batched"})
     assert len([message for message in grid.sent if message.metadata.message_type == "train"]) == 40
     assert (len(made), len(traced)) == (2, 1)  # one model is the server's
     assert max(map(read.count, range(20))) <= 3  # as its node's, for the sizes of all, and by the server

@@ -107,7 +107,7 @@ def test_all_that_a_preset_sets_is_read(preset):
 def test_what_another_method_sampling_or_partition_reads_is_not_read():
     config = DEFAULTS | {"method": "fedsgd-dpc", "sampling": "round-robin", "partition": "dirichlet"}
     ignored = unread(config)
-    assert {"momentum", "engine", "nbafl.epsilon", "adult.features", "sampling-rate", "classes-per-client"} < ignored
+    assert {"momentum", "training-engine", "nbafl.epsilon", "adult.features", "sampling-rate", "classes-per-client"} < ignored
     assert {"evaluation.noise-multiplier", "blur-bound"} < ignored
     read = {"fedsgd-dpc.epsilon", "learning-rate", "cohort-size", "dirichlet-alpha", "evaluation.every", "seed"}
     assert not read & ignored

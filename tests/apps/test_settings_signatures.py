@@ -35,7 +35,7 @@ WORDS: dict[str, Any] = {
     "client-batch-sizes": (",".join(["3"] * NUM_CLIENTS),),
     "optimizer": ("adam",),
     "mask": ("top-k",),
-    "engine": ("one-by-one", "batched"),
+    "training-engine": ("one-by-one", "batched"),
     "sampling": SAMPLINGS,
     "server-ledger": ("/srv/ledger.sqlite",),
 }

@@ -148,7 +148,7 @@ def one_noise_for_all_clients(monkeypatch):
 
 def cohort_of_the_largest_updates(monkeypatch):
     """All clients are asked, and those with the largest updates are the cohort: the unit, whenever it has one."""
-    monkeypatch.setattr(PoissonSampling, "choose", lambda self, server_round, num_clients, rng: np.arange(num_clients))
+    monkeypatch.setattr(PoissonSampling, "sample", lambda self, server_round, num_clients, rng: np.arange(num_clients))
 
 
 def only_the_first_release_charged(monkeypatch):

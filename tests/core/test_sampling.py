@@ -25,7 +25,7 @@ def _cohorts(sampler: Any, num_clients: int, rounds: int, seed: int = 0) -> np.n
     rng = np.random.default_rng(seed)
     table = np.zeros((rounds, num_clients), bool)
     for number in range(1, rounds + 1):
-        chosen = sampler.choose(number, num_clients, rng)
+        chosen = sampler.sample(number, num_clients, rng)
         assert np.array_equal(chosen, np.unique(chosen))  # sorted, nobody twice
         assert chosen.size == 0 or (chosen[0] >= 0 and chosen[-1] < num_clients)
         table[number - 1, chosen] = True
@@ -135,11 +135,11 @@ def test_very_large_cohorts_are_drawn_anew():
     assert rng.calls == 3
 
 
-@pytest.mark.parametrize("word", ["choose", "event", "expected_cohort_size", "max_cohort_size", "cohort_size_is_secret"])
+@pytest.mark.parametrize("word", ["sample", "event", "expected_cohort_size", "max_cohort_size", "cohort_size_is_secret"])
 def test_an_object_that_lacks_a_part_of_a_sampler_is_refused(word):
     parts = {
         one: None
-        for one in ("choose", "event", "expected_cohort_size", "max_cohort_size", "cohort_size_is_secret")
+        for one in ("sample", "event", "expected_cohort_size", "max_cohort_size", "cohort_size_is_secret")
         if one != word
     }
     with pytest.raises(ValueError, match=r"sampling=.*: must be a sampler"):

@@ -231,7 +231,7 @@ def run(setup: Setup, folder: Path, life: int, at: int | None, *, interrupts: bo
         points.here("evaluate_fn")
         return MetricRecord({"loss": 0.0})
 
-    setattr(Session, "learn", learnt)  # noqa: B010
+    setattr(Session, "next_model", learnt)  # noqa: B010
     place = CheckpointPlace(folder=folder / "checkpoint", resume=life > 1)
     OBSERVERS.set(lambda: (Reader(witness=witness, checkpoints=place),))
     if often:

@@ -148,7 +148,7 @@ def test_what_a_round_costs_does_not_grow_with_the_clients_of_a_group() -> None:
     training, counts = Training(learning_rate=0.1, batch_size=4), []
     for number in (4, 24):
         clients = {f"c{index}": replace(own, indices=torch.arange(index, index + 12)) for index in range(number)}
-        node: dict[str, Any] = {"device": DEVICE, "engine": "batched", "group_size": 24}
+        node: dict[str, Any] = {"device": DEVICE, "training_engine": "batched", "group_size": 24}
         client = DPClient(model=nn.Linear(72, 3), clients=clients, training=training, **node)
         strategy = DPFedAvg(clip_norm=0.5, noise_multiplier=1.0, sampling=FullSampling(), num_clients=number, delta=1e-3)
 
@@ -570,7 +570,7 @@ assert (torch.backends.cudnn.deterministic, torch.backends.{switch}) == (False, 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_metrics_of_clients_are_told_without_float64(engine: str) -> None:
     clients, policy = {f"c{index}": records(f"c{index}", 8) for index in range(2)}, dp.ClientPolicy(allow_metrics=True)
-    node: dict[str, Any] = {"policy": policy, "device": DEVICE, "engine": engine}
+    node: dict[str, Any] = {"policy": policy, "device": DEVICE, "training_engine": engine}
     client = DPClient(model=linear(), clients=clients, training=Training(learning_rate=0.1), **node)
     terms: dict[str, Any] = {"clip_norm": 0.5, "noise_multiplier": 1.0, "sampling": FullSampling(), "num_clients": 2}
     strategy = DPFedAvg(**terms, delta=1e-3, report_client_metrics=True)

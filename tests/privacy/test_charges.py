@@ -81,7 +81,7 @@ def test_histories_that_nobody_has_any_more_are_not_kept_and_change_no_count() -
         stds = {name: 1.0 + (names.index(name) if rng.random() < 0.9 else 7) for name in owners}
         counts.update(stds.items())
         events = {name: dp_events.GaussianDpEvent(std) for name, std in stds.items()}
-        words = {"release": "own", "number": number, "server_round": number, "kind": "k", "scope": scope}
+        words = {"release": "own", "number": number, "server_round": number, "fingerprint": "k", "scope": scope}
         charges = charges.after(charge_each(events, **words))
         for name in names:
             expected = {dp_events.GaussianDpEvent(std): count for (of, std), count in counts.items() if of == name}

@@ -32,7 +32,7 @@ DELTA = 1e-5
 
 
 def charge(number=1, owners=(ALL_CLIENTS,), event=GAUSSIAN, **changes):
-    return one_charge(number, event, owners, **{"release": "dp-fedavg", "kind": "z = 2"} | changes)
+    return one_charge(number, event, owners, **{"release": "dp-fedavg", "fingerprint": "z = 2"} | changes)
 
 
 def local(number=1, owners=("a", "b"), event=GAUSSIAN, **changes):
@@ -122,7 +122,7 @@ def test_charges_are_read_back_as_they_were_written(path):
         dp_events.ComposedDpEvent([GAUSSIAN, dp_events.SelfComposedDpEvent(dp_events.LaplaceDpEvent(2.0), 2)]),
     )
     names = tuple(f"client {number} «ü» \n\"'" for number in range(len(events)))
-    words = {"release": "dp-pasgd", "number": 1, "scope": RECORDS, "kind": "Ω" * 900, "server_round": 7}
+    words = {"release": "dp-pasgd", "number": 1, "scope": RECORDS, "fingerprint": "Ω" * 900, "server_round": 7}
     first = charge_each(dict(zip(names, events, strict=True)), **words)
     seen = {"outsiders": (dp_events.GaussianDpEvent(9.0),) * 7}
     made = (
@@ -156,7 +156,7 @@ def test_a_ledger_that_knows_less_than_the_run_is_an_older_copy(path):
 
 
 def test_charges_of_a_release_follow_each_other_and_are_of_one_kind(path):
-    others = {"kind": "z = 4"}, {"scope": replace(CLIENTS, relation=REPLACE)}, {"scope": replace(CLIENTS, unit="record")}
+    others = {"fingerprint": "z = 4"}, {"scope": replace(CLIENTS, relation=REPLACE)}, {"scope": replace(CLIENTS, unit="record")}
     wrong = [
         *((charge(number), f"has 1 charges of dp-fedavg in this run: number {number} is not the next") for number in (1, 3)),
         *((charge(2, **one), "has charges of dp-fedavg in this run for something else: z = 2") for one in others),
@@ -170,7 +170,7 @@ def test_charges_of_a_release_follow_each_other_and_are_of_one_kind(path):
                 ledger.append(run, one)
         with pytest.raises(LedgerError, match="has no run nobody"):
             ledger.append("nobody", charge(2))
-        ledger.append(other, charge(1, kind="z = 4"))
+        ledger.append(other, charge(1, fingerprint="z = 4"))
         ledger.append(run, charge(2))
     assert lengths(path) == [2, 1]
 
@@ -179,7 +179,7 @@ def test_of_several_charges_all_are_written_or_none(path):
     with Store(path) as ledger:
         run = begun(ledger)
         ledger.append(run, charge(1), charge(2))
-        for wrong in (charge(5), charge(4, kind="another")):
+        for wrong in (charge(5), charge(4, fingerprint="another")):
             with pytest.raises(LedgerError):
                 ledger.append(run, charge(3, ("a",)), wrong)
         ledger.append(run, charge(3), local(1, ("a", "b")))
@@ -487,7 +487,7 @@ def test_a_charge_that_was_removed_is_noticed(path, which, why):
 
 @pytest.mark.parametrize(
     "words",
-    [{"number": 3}, {"number": "x"}, {"unit": "person"}, {"relation": "none"}, {"views": ["a", "b"]}, {"kind": "other"}],
+    [{"number": 3}, {"number": "x"}, {"unit": "person"}, {"relation": "none"}, {"views": ["a", "b"]}, {"fingerprint": "other"}],
 )
 def test_a_charge_that_was_written_by_hand_is_refused(path, words):
     """Anyone can compute digests; what can't be a charge is refused even so, and is no error of another kind."""
@@ -636,7 +636,7 @@ def test_what_a_budget_affords_under_one_relation_it_does_not_under_another():
     allowed = {}
     for relation in ("add-or-remove-one", "replace-one"):
         scope = CostScope(unit="client", relation=relation)
-        words = {"release": "r", "number": 1, "server_round": 1, "kind": "k", "scope": scope, "owners": (ALL_CLIENTS,)}
+        words = {"release": "r", "number": 1, "server_round": 1, "fingerprint": "k", "scope": scope, "owners": (ALL_CLIENTS,)}
         one = Charge(**words, events=(dp_events.GaussianDpEvent(5.0),))
         cost = accounting.epsilon(dp_events.GaussianDpEvent(5.0), delta=1e-5, relation=relation).epsilon
         allowed[relation] = left.refusal_reason(Charges(), one, private=True) is None

@@ -43,7 +43,7 @@ def shifted(model):
 
 def folder_of(tmp_path, arrays, others=None):
     folder = RunFolder.create(tmp_path / "run", {}, "run")
-    folder.finish(arrays, others)
+    folder.write_results(arrays, others)
     return RunFolder(str(tmp_path / "run"))
 
 
@@ -93,7 +93,7 @@ def test_arrays_without_names_are_taken_in_turn(tmp_path):
 def test_the_model_of_a_run_that_did_not_end_is_told_as_such(tmp_path, caplog):
     folder = RunFolder.create(tmp_path / "run", {}, "run")
     for unfinished in ("", "after round 1"):
-        folder.finish(shifted(nn.Linear(2, 2)), unfinished=unfinished)
+        folder.write_results(shifted(nn.Linear(2, 2)), unfinished=unfinished)
         folder.load_model_into(nn.Linear(2, 2))
         assert ("a run that did not end: after round 1" in caplog.text) is bool(unfinished)
 
@@ -127,7 +127,7 @@ def test_a_description_that_is_not_the_models_is_refused(tmp_path, said, why):
     folder, model = RunFolder(tmp_path), nn.Linear(3, 2, bias=False)
     with pytest.raises(ValueError, match=r"has no model\.safetensors with its model\.json: only a run that has ended"):
         folder.load_model_into(model)
-    folder.finish({"weight": np.ones((2, 3), np.float32)})
+    folder.write_results({"weight": np.ones((2, 3), np.float32)})
     described = json.loads((tmp_path / "model.json").read_text())
     (tmp_path / "model.json").write_text(said if isinstance(said, str) else json.dumps(described | said))
     with pytest.raises(ValueError, match=why) as refused:

@@ -26,7 +26,7 @@ from tests.torch_free import module
 
 ROOT = Path(flower_dp.__file__).parents[1]
 SETTINGS = {"method": "dp-fedavg", "num-clients": 20, "num-rounds": 2, "sampling": "full", "batch-size": 4}
-SETTINGS |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "engine": "one-by-one"}
+SETTINGS |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "training-engine": "one-by-one"}
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def own_app(evaluate=lambda model: {"accuracy": 0.5}):
 def test_an_app_of_ones_own(home, capsys):
     run = flower_dp.simulate(own_app(), num_nodes=1, run_config=SETTINGS, seed=3)
     assert [row["round"] for row in run.rounds] == [0, 1, 2]
-    assert (run.rounds[2]["epsilon"], run.statement.num_rounds) == (run.statement.epsilon, 2)
+    assert (run.rounds[2]["epsilon"], run.statement.num_charged_rounds) == (run.statement.epsilon, 2)
     assert {name: array.numpy().shape for name, array in run.result.arrays.items()} == {"weight": (2, 3), "bias": (2,)}
     assert run.folder.parent == home / ".flower-dp" / "runs"
     assert (run.folder / "statement.txt").read_text() == f"{run.statement}\n"
@@ -72,12 +72,12 @@ def test_how_a_run_goes_on_is_said_only_if_it_can(monkeypatch):
         flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS | {"batch-size": 2}, resume=folder, progress=False)
     assert not hasattr(refused.value, "__notes__")
     run = flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, resume=folder, progress=False)
-    assert run.statement.num_rounds == 2
+    assert run.statement.num_charged_rounds == 2
 
     # Now it has ended: neither Ray nor a round is started, what is there is returned.
     monkeypatch.setattr(simulation, "warm_workers", lambda **_: pytest.fail("Ray is started"))
     again = flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, resume=folder, progress=False)
-    assert (again.folder, again.rounds, again.statement.num_rounds) == (run.folder, run.rounds, 2)
+    assert (again.folder, again.rounds, again.statement.num_charged_rounds) == (run.folder, run.rounds, 2)
     assert all((again.result.arrays[name].numpy() == array.numpy()).all() for name, array in run.result.arrays.items())
 
 

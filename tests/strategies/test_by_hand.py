@@ -393,7 +393,7 @@ def test_rounds_are_those_by_hand(method, monkeypatch):
         heard = [sum(case.gaps.heard(one, number) for one in names) for number, names in asked.items()]
         assert [report.replies for report in found.strategy.rounds] == heard
         assert found.strategy.missing.silent == sum(map(len, asked.values())) - sum(heard)
-        assert found.strategy.statement.num_rounds == ROUNDS
+        assert found.strategy.statement.num_charged_rounds == ROUNDS
         found.assert_unfinished_are_told()
 
     check()

@@ -50,7 +50,7 @@ def evaluation(sampling):
 def drawn(strategy, release, rng):
     """The next cohort of a release."""
     chosen, after = release.cohort(strategy.state, NAMES, rng)
-    strategy._session.note(releases={**strategy.state.releases, release.name: after})
+    strategy._session.update_state(releases={**strategy.state.releases, release.name: after})
     return [NAMES[place] for place in chosen]
 
 
@@ -65,7 +65,7 @@ def spent(strategy, num_rounds=ROUNDS):
         charge(strategy, cohort)
         if rules.evaluation is not None and rules.evaluation.due(strategy.charges, number):
             charge(strategy, drawn(strategy, rules.evaluation, rng), release=rules.evaluation)
-    assert strategy.statement.num_rounds == num_rounds
+    assert strategy.statement.num_charged_rounds == num_rounds
     return strategy.statement
 
 

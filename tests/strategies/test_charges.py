@@ -13,7 +13,7 @@ CLIENTS = CostScope(unit="client", relation="add-or-remove-one")
 
 
 def one(**changes):
-    words = {"release": "dp-fedavg", "number": 1, "server_round": 1, "kind": "x", "scope": CLIENTS}
+    words = {"release": "dp-fedavg", "number": 1, "server_round": 1, "fingerprint": "x", "scope": CLIENTS}
     return Charge(**words | {"owners": (ALL_CLIENTS,), "events": (GaussianDpEvent(2.0),)} | changes)
 
 
@@ -54,7 +54,7 @@ def test_what_is_no_charge_is_refused(changes, why):
 
 def test_a_charge_that_is_not_the_next_of_its_release_adds_nothing():
     charges = folded([one(), one(number=2)])
-    for wrong in (one(number=2), one(number=4), one(number=3, kind="y"), one(number=3, scope=replace(CLIENTS, unit="record"))):
+    for wrong in (one(number=2), one(number=4), one(number=3, fingerprint="y"), one(number=3, scope=replace(CLIENTS, unit="record"))):
         with pytest.raises(LedgerError, match=r"has (2 )?charges of dp-fedavg in this run"):
             charges.after(wrong)
     assert charges.numbers() == {"dp-fedavg": 2}

@@ -163,6 +163,6 @@ def test_placement_means_the_same_for_every_noised_sum(strategy_class, trusted):
     for strategy in (made, sam):
         charge(strategy, [f"client-{number}" for number in range(8)])
     said, other = made.statement, sam.statement
-    assert (said.epsilon, said.adversary, said.assumptions) == (other.epsilon, other.protected_against, other.assumptions)
+    assert (said.epsilon, said.protected_against, said.assumptions) == (other.epsilon, other.protected_against, other.assumptions)
     assert said.adversaries == other.adversaries
     assert made.rules.about.stock_refusal is not None

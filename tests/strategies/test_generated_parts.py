@@ -132,7 +132,7 @@ def test_a_reply_may_be_twice_as_large_as_its_numbers_and_no_larger(length, many
 
 
 def charge(number):
-    words = {"release": "r", "kind": "k", "scope": CostScope(unit="client", relation=ADD)}
+    words = {"release": "r", "fingerprint": "k", "scope": CostScope(unit="client", relation=ADD)}
     return Charge(**words, number=number, server_round=number, owners=(ALL_CLIENTS,), events=(GaussianDpEvent(3.0),))
 
 

@@ -167,7 +167,7 @@ def test_the_statement_of_a_noised_sum_is_that_of_its_rounds_by_hand(case):
     if case["every"]:
         for part, (_, sampling, _, lossy, _), (inside, _) in zip(("training", "evaluation"), releases, kinds, strict=True):
             alone = cost_of([sum_event(case, sampling, z, number, lossy=lossy) for number, z in enumerate(inside, start=1)], case)
-            assert statement.parts[part] == pytest.approx(alone, rel=1e-6, abs=1e-9)
+            assert statement.epsilon_by_release[part] == pytest.approx(alone, rel=1e-6, abs=1e-9)
     assert any("DELTA IS NO GUARANTEE" in line for line in statement.assumptions) == (case["delta"] * len(there.sizes) >= 1)
     found.assert_unfinished_are_told()
 
@@ -248,9 +248,9 @@ def test_the_statement_of_nbafl_is_that_of_its_broadcasts_by_hand(case):
     assert all(told[name].epsilon <= ahead[name].epsilon * (1 + 1e-6) for name in told)
     assert found.strategy.statement.clients.each == pytest.approx(dict.fromkeys(there.names, server), rel=1e-3)
     if case["paper"]:
-        assert told["the server"].paper.valid == (replies <= case["exposures"] and case["epsilon"] / case["exposures"] < 1)
-        assert told["outsiders"].paper.valid == (case["epsilon"] / ROUNDS < 1)
-        assert {told[name].paper.epsilon for name in ("the server", "outsiders")} == {case["epsilon"]}
+        assert told["the server"].paper_epsilon.valid == (replies <= case["exposures"] and case["epsilon"] / case["exposures"] < 1)
+        assert told["outsiders"].paper_epsilon.valid == (case["epsilon"] / ROUNDS < 1)
+        assert {told[name].paper_epsilon.epsilon for name in ("the server", "outsiders")} == {case["epsilon"]}
     found.assert_unfinished_are_told(min(ROUNDS, case["replies"]))
 
 
@@ -475,7 +475,7 @@ def test_the_statement_of_local_steps_is_that_of_the_least_noise_of_any_round_by
     if case["max_cost"] and not case["fedpaq"]:
         rounds = min(rounds, int(case["max_cost"] // (7 + case["steps"])))
     assert sorted(found.grid.asked("train")) == list(range(1, rounds + 1))
-    assert statement.num_rounds == rounds
+    assert statement.num_charged_rounds == rounds
     stds, papers = [], []
     for name, size in zip(there.names, there.sizes, strict=True):
         one = case["epsilons"][name]
@@ -507,7 +507,7 @@ def test_the_statement_of_local_steps_is_that_of_the_least_noise_of_any_round_by
             papers.append(rho + 2 * math.sqrt(rho * math.log(1000)))
         assert statement.clients.each[name] == pytest.approx(cost, rel=2e-3)
     assert [one.noise_std for one in statement.adversaries] == pytest.approx([min(stds)] * 3, rel=1e-3)
-    assert statement.paper.epsilon == pytest.approx(max(papers), rel=1e-3)
+    assert statement.paper_epsilon.epsilon == pytest.approx(max(papers), rel=1e-3)
     assert statement.epsilon <= found.strategy.epsilon * (1 + 1e-6)
     if not case["fedpaq"]:
         assert rules.costs(found.strategy.charges) == dict.fromkeys(there.names, rounds * (7.0 + case["steps"]))

@@ -229,7 +229,7 @@ def test_a_failing_evaluate_fn_is_named_and_what_was_released_before_is_in_the_j
     assert ["rmse" in line for line in seen.lines] == [True] * which + [False]
     assert seen.lines[-1]["epsilon"] == strategy.epsilon
     ((statement, result),) = seen.ends
-    assert (statement.num_rounds, len(strategy.rounds), len(nodes.received), result) == (which, which, 4 * which, None)
+    assert (statement.num_charged_rounds, len(strategy.rounds), len(nodes.received), result) == (which, which, 4 * which, None)
 
 
 @pytest.mark.parametrize("returned", [(0.5, {"accuracy": 0.9}), 0.5, [0.5]])

@@ -430,17 +430,17 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
     assert strategy.rules.evaluation.counts(strategy.charges) == dict.fromkeys(NAMES, 2)
     statement = strategy.statement
     assert not statement.incidents
-    assert statement.parts["evaluation"] == pytest.approx(0.5, rel=1e-9)
+    assert statement.epsilon_by_release["evaluation"] == pytest.approx(0.5, rel=1e-9)
     assert statement.clients.evaluation == pytest.approx(dict.fromkeys(NAMES, 0.5), rel=1e-9)
     books = strategy.rules.books
     training = books.cost(strategy.rules.ledgers(strategy.charges)["c0"]).epsilon
-    assert statement.parts["training"] == pytest.approx(training)
+    assert statement.epsilon_by_release["training"] == pytest.approx(training)
     total = statement.clients.each["c0"]
     assert training < total <= training + 0.5
     # Nobody's view leaves evaluations out, and no paper's epsilon passes for the whole.
     assert all(one.epsilon > 0.5 * (1 - 1e-9) for one in statement.adversaries)
     assert statement.epsilon == pytest.approx(max(one.epsilon for one in statement.adversaries))
-    papers = [statement.paper, *(one.paper for one in statement.adversaries)]
+    papers = [statement.paper_epsilon, *(one.paper_epsilon for one in statement.adversaries)]
     assert not any(paper.valid for paper in papers if paper is not None)
     assert strategy.rounds[-1].epsilon >= total - 1e-6
 
@@ -566,7 +566,7 @@ def test_a_client_is_charged_for_every_evaluation_that_it_was_asked_for(method, 
     alone = [LaplaceDpEvent(2 * 3 / 0.9)] * max(asked.values())
     cost = accounting.epsilon(ComposedDpEvent(alone), delta=statement.delta, relation="replace-one").epsilon
     assert cost * (1 - 1e-6) <= statement.epsilon
-    assert statement.parts["training"] <= statement.epsilon
+    assert statement.epsilon_by_release["training"] <= statement.epsilon
     if sampler == "full":
         assert set(asked.values()) == {3}
     if sampler == "in turn":  # by the number of the round some clients would never have had a turn

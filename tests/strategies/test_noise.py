@@ -140,7 +140,7 @@ def killed(monkeypatch, grid, folder, to, *, at, in_round):
 
     around(Store, "append", "before the charge", "charged")
     around(writer.Writer, "noise", "", "noise written")
-    around(session.Session, "learn", "", "learnt")
+    around(session.Session, "next_model", "", "learnt")
     around(CheckpointFolder, "write", "", "snapshot")
     grid.kill = kill
 

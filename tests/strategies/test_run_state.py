@@ -183,8 +183,8 @@ def test_of_several_copies_one_alone_releases_a_round_that_was_charged_once(how,
     if release == "evaluation":
         strategy.aggregate_train(1, grid.send_and_receive(messages))
         strategy.configure_evaluate(1, MODEL, ConfigRecord(), grid)
-        assert how(strategy)._session.evaluate(1, []) is None
-        assert not how(strategy)._session.asked
+        assert how(strategy)._session.add_evaluation(1, []) is None
+        assert not how(strategy)._session.pending
     else:
         with pytest.raises(RuntimeError, match="aggregate_train needs configure_train"):
             how(strategy).aggregate_train(1, grid.send_and_receive(messages))
@@ -263,7 +263,7 @@ def test_what_was_charged_elsewhere_is_in_the_joint_epsilon(how):
     rounds(other, MODEL, range(1, 4))
     strategy = how(moved(DPFedAvg(**PRIVATE), other.state))
     rounds(strategy, MODEL, range(4, 5))
-    assert (strategy.statement.num_rounds, strategy.statement.joint) == (4, None)
+    assert (strategy.statement.num_charged_rounds, strategy.statement.joint) == (4, None)
     for number in (2, 3):
         strategy.begin()
         rounds(strategy, MODEL, range(1, 2))

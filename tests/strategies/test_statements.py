@@ -159,12 +159,12 @@ def test_what_a_run_went_through_is_said(method):
     strategy = METHODS[method]()
     stated(strategy)
     incidents = ("ended before round 4: no reason",)
-    strategy._session.note(missing=MissingReplies(no_reply=2, rejected=1), incidents=incidents)
+    strategy._session.update_state(missing=MissingReplies(no_reply=2, rejected=1), incidents=incidents)
     statement = strategy.statement
     assert "ended before round 4: no reason" in statement.incidents
     assert any(line.startswith("3 ") and "that were asked for did not count" in line for line in statement.incidents)
     if method not in ("dp-fedavg", "dp-fedsam", "fed-smp"):
-        strategy._session.note(releases={strategy.rules.training.name: 5})
+        strategy._session.update_state(releases={strategy.rules.training.name: 5})
         assert "5 times a client whose budget was spent was not asked" in strategy.statement.incidents
 
 
@@ -186,7 +186,7 @@ def test_no_number_of_a_paper_is_valid_with_noise_from_a_seed(method):
     strategy = METHODS[method]()
     stated(strategy)
     statement = stated_with(strategy, seeded_noise=True)
-    papers = [statement.paper, *(one.paper for one in statement.adversaries)]
+    papers = [statement.paper_epsilon, *(one.paper_epsilon for one in statement.adversaries)]
     assert not any(paper.valid for paper in papers if paper is not None)
     assert all("seed" in paper.reason for paper in papers if paper is not None)
     assert statement.epsilon == math.inf

@@ -18,7 +18,7 @@ RECORD = CostScope(unit="record", relation="replace-one")
 
 
 def charge(number, owners=(ALL_CLIENTS,), events=(ONE,), scope=CLIENT):
-    words = {"release": scope.unit, "number": number, "server_round": number, "kind": "b", "scope": scope}
+    words = {"release": scope.unit, "number": number, "server_round": number, "fingerprint": "b", "scope": scope}
     return charge_each(dict(zip(owners, events, strict=True)), **words)
 
 

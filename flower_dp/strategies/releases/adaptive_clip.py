@@ -36,7 +36,7 @@ class AdaptiveClip:
         >>> from flower_dp.core.sampling import PoissonSampling
         >>> from flower_dp.strategies import AdaptiveClip, DPFedAvg
         >>> strategy = DPFedAvg(
-        ...     clip_norm=AdaptiveClip(initial=0.1, smallest=1e-3, largest=10.0),
+        ...     clip_norm=AdaptiveClip(initial_clip_norm=0.1, min_clip_norm=1e-3, max_clip_norm=10.0),
         ...     noise_multiplier=1.0,
         ...     sampling=PoissonSampling(sampling_rate=0.1),
         ...     num_clients=1000,

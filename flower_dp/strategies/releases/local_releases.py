@@ -68,7 +68,7 @@ class LocalReleases:
     def __post_init__(self) -> None:
         events: dict[dp_events.DpEvent, int] = {}
         kinds = {name: events.setdefault(frozen(own.event), len(events)) for name, own in self.terms.items()}
-        for field_name, value in {"kind": _digest(self.terms), "_events": tuple(events), "_kinds": kinds}.items():
+        for field_name, value in {"fingerprint": _digest(self.terms), "_events": tuple(events), "_kinds": kinds}.items():
             object.__setattr__(self, field_name, value)
 
     @property

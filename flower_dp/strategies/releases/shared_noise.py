@@ -88,8 +88,8 @@ class NoiseSharing:
     Example:
         >>> from flower_dp.core.sampling import FullSampling
         >>> release = Release(
-        ...     what="the noised sum of clipped updates",
-        ...     seen_by="everyone who sees global models",
+        ...     description="the noised sum of clipped updates",
+        ...     visible_to="everyone who sees global models",
         ...     unit="client",
         ...     relation="add-or-remove-one",
         ...     clip_norm=0.5,
