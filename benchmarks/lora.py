@@ -42,9 +42,9 @@ def perplexities(folder: Path) -> tuple[float, float, float, float]:
     """Return perplexity before and after a run, the last clip norm, and the statement's epsilon."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     values = [line["perplexity"] for line in lines if "perplexity" in line]
-    statement = json.loads((folder / "statement.json").read_text())
-    tight = statement["epsilon"] if statement["private"] else float("inf")
-    return values[0], values[-1], lines[-1]["clip-norm"], tight
+    guarantee = json.loads((folder / "statement.json").read_text())["guarantee"]
+    epsilon = guarantee["epsilon"] if guarantee["private"] else float("inf")
+    return values[0], values[-1], lines[-1]["clip-norm"], epsilon
 
 
 def spread(values: list[float]) -> str:

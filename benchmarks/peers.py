@@ -150,7 +150,8 @@ def ours(num_rounds: int, seed: int, data_dir: str, *, poisson: bool) -> dict[st
         seconds = time.monotonic() - started
         statement = json.loads((folder / STATEMENT_JSON).read_text())
         last = json.loads((folder / METRICS).read_text().splitlines()[-1])
-    of_statement = {"own_epsilon": statement["epsilon"], "our_epsilon": statement["epsilon"], "relation": statement["relation"]}
+    told = statement["guarantee"]
+    of_statement = {"own_epsilon": told["epsilon"], "our_epsilon": told["epsilon"], "relation": told["relation"]}
     return {"accuracy": last["accuracy"], "seconds": seconds} | of_statement
 
 

@@ -58,10 +58,10 @@ class Banded:
     compresses_noised_updates: ClassVar[bool] = False
     cohort_is_secret: ClassVar[bool] = False
 
-    def at(self, clip_norm: float) -> Self:
+    def with_clip_norm(self, clip_norm: float) -> Self:
         return self
 
-    def share(self, cohort_size: int) -> float:
+    def share_std(self, cohort_size: int) -> float:
         return 0.0
 
     def events(self, number: int, cohort_size: int) -> Mapping[str, DpEvent]:

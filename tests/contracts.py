@@ -272,7 +272,7 @@ def one_sum(
         target=True,
         num_extra=int(adaptive),
         numbers=adaptive_numbers if adaptive else client_level_numbers,
-        sampling=lambda arguments: f"{arguments.num_clients} of {arguments.num_clients} clients expected a round",
+        sampling=lambda arguments: f"{arguments.num_clients} of {arguments.num_clients} clients expected per round",
         **noised,
     )
 
@@ -372,7 +372,7 @@ def fedsgd_dpc(mechanism: str, *, variant: bool = False) -> Method:
         message_noise=message_noise,
         laplace=laplace,
         numbers=numbers,
-        sampling=lambda arguments: f"at most {arguments.replies} replies a client; all records in each",
+        sampling=lambda arguments: f"at most {arguments.replies} replies per client; all records in each",
     )
 
 
@@ -460,7 +460,7 @@ def local_steps(cls: type[DPStrategy], recipe: Any, name: str, title: str, *, ca
             "least_noise_multiplier": gaussian_terms(arguments),
             "largest_noise_std_of_an_update_of_round_1": message_noise(arguments),
         },
-        sampling=lambda arguments: f"at most {arguments.replies} replies a client; all records, {NUM_RECORDS} in each",
+        sampling=lambda arguments: f"at most {arguments.replies} replies per client; all records, {NUM_RECORDS} in each",
     )
 
 

@@ -140,7 +140,7 @@ def test_messages_to_train_and_to_evaluate_name_the_base(model: nn.Module, tmp_p
     assert {message.content.config_records["config"].get(wire.BASE, "") for message in sent} == {base_hash(model)}
     trained = tuple(name for name, value in model.named_parameters() if value.requires_grad)
     assert {tuple(message.content.array_records["arrays"]) for message in sent} == {trained}
-    assert json.loads((tmp_path / "run" / "statement.json").read_text())["private"]
+    assert json.loads((tmp_path / "run" / "statement.json").read_text())["guarantee"]["private"]
 
 
 def test_a_run_whose_devices_have_another_base_ends_and_says_why(tmp_path: Any) -> None:

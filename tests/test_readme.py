@@ -72,7 +72,7 @@ def test_the_lines_for_a_model_and_data_of_ones_own_make_a_whole_app(page, on_pa
     exec(code, answer := {})  # noqa: S102
     assert (type(answer["app"].server), type(answer["app"].client)) == (ServerApp, ClientApp)
     assert load_and_validate(project, check_module=page == README)[1] == []
-    own_module("methods").Run.of(read_app(on_path).defaults, own_model=True).strategy(lambda: {})
+    own_module("methods").ParsedRunConfig.of(read_app(on_path).defaults, own_model=True).strategy(lambda: {})
 
 
 def test_the_readme_is_short():

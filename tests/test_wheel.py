@@ -87,7 +87,7 @@ def assert_a_new_app_runs_at_once(installed, tmp_path):
     assert run.parts[-3:-1] == (".flower-dp", "runs")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows if {"loss", "accuracy", "epsilon"} <= set(row)] == [0, 1, 2]
-    assert json.loads((run / "statement.json").read_text())["private"]
+    assert json.loads((run / "statement.json").read_text())["guarantee"]["private"]
     assert {path.name for path in run.iterdir()} == set(RESULTS)
     assert sum("Privacy statement: DP-FedAvg" in line for line in lines) == 1
 

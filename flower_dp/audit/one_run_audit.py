@@ -47,7 +47,7 @@ def audit_run(
     """
     checks.integer("num_canaries", num_canaries, at_least=2)
     checks.number("confidence", confidence, above=0, below=1)
-    run = apps.own_module("methods").Run.of(run_config)
+    run = apps.own_module("methods").ParsedRunConfig.of(run_config)
     canaries = METHODS[run.settings.method].canaries
     if not canaries:
         others = ", ".join(name for name, method in METHODS.items() if method.canaries)

@@ -48,7 +48,7 @@ _WITH_TORCH = {
     "nbafl": "NbAFLRecipe",
     "scaffold": "ScaffoldRecipe",
     "training.engines": "local_updates",
-    "training.fixes": "fix_batchnorm",
+    "training.batchnorm": "fix_batchnorm",
     "training.recipe": "FlatModel Training model_arrays",
     "training.records": "DatasetRecords Records TensorRecords as_records",
     "training.regularizers": "BLUR LUS ProximalTerm Regularizer",

@@ -126,7 +126,7 @@ class DPClient(HostingClient):
             model=model, clients=clients, policy=policy, device=device, seed=seed, noise_seed=noise_seed, context=context
         )
         self.training = training
-        checks.one_of("engine", training_engine, (*ENGINES, "auto"))
+        checks.one_of("training_engine", training_engine, (*ENGINES, "auto"))
         self.training_engine = (
             choose_engine(self.model.module, self.model.device) if training_engine == "auto" else training_engine
         )

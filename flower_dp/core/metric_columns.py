@@ -6,7 +6,7 @@ from typing import Any
 
 # A run's own, whether a line has them or not: where the run is, the numbers of a round, and further ones of methods.
 OWN = frozenset(
-    {"round", "num-rounds", "delta", "elapsed", "seconds", "epsilon", "server-round", "secret-cohort", "numbers"}
+    {"round", "num-rounds", "delta", "elapsed", "seconds", "epsilon", "server-round", "cohort-is-secret", "numbers"}
     | {"cohort-size", "replies", "bytes-down", "bytes-up", "bytes-per-client"}
     | {"cost-per-device", "clip-norm"}
 )

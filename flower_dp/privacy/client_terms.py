@@ -25,7 +25,7 @@ from flower_dp.privacy.release import Release
 _LESS_NOISE, _MORE_NOISE = 1e-9, 1e-3
 _NOISE = ", noise_multiplier="
 
-_SEEN_BY = "the server, and everyone who sees a client's messages or any model made from them"
+_SEEN_BY = "the server, and everyone who sees a client's messages or a model made from them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,7 +169,7 @@ class FedPAQSteps:
             "per-step": "one step differs by 2 eta C / b, and E - 1 later ones by 2 eta C each at most, any model",
             "convex-glm": "steps on convex losses of a linear model with one score bring models no further apart: 2 eta C / b",
         }
-        return f"sensitivity of an update by {self.sensitivity!r} ({bounds[self.sensitivity]})"
+        return f"The sensitivity of an update is proved by {self.sensitivity!r}: {bounds[self.sensitivity]}."
 
 
 def block_of(columns: int) -> int:

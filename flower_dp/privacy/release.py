@@ -63,7 +63,7 @@ class Release:
 
     def __post_init__(self) -> None:
         checks.number("clip_norm", self.clip_norm, above=0)
-        checks.integer("num_clients", self.num_units, at_least=1)
+        checks.integer("num_units", self.num_units, at_least=1)
         checks.one_of("relation", self.relation, RELATIONS)
         self.sampler.expected_cohort_size(self.num_units)  # refuses a cohort larger than the population
         if not self._can_be_bounded:

@@ -25,11 +25,20 @@ _TESTS = ("task", "data-dir", "test-ratio", "data-fn", "evaluate-fn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:
-    """One run. `values` holds the metric by round, NaN where it was not finite; `spent` the epsilon by round.
+    """One run to compare.
 
-    `clip_norms` holds the clip norm by round, where it moved. `epsilon` is the statement's, or for an unfinished run the last one
-    recorded; infinite: not private. `unit` is what it protects, with the relation, and `adversary` against whom, as the statement
-    says. `private` holds the last value and standard error of each metric of private evaluations.
+    Attributes:
+        folder: the run folder.
+        config: settings by run-config key.
+        values: the metric by round; NaN if it was not finite.
+        spent: epsilon by round.
+        clip_norms: clip norm by round, if it is adaptive.
+        epsilon: the statement's epsilon, or for an unfinished run the last one recorded; infinite if not private.
+        delta: probability bound of `epsilon`, or None.
+        unit: unit of privacy and neighboring relation.
+        protected_against: the adversaries, as the statement has them.
+        finished: whether the run has ended, with a final model.
+        private: last value and standard error of each metric of private evaluations.
     """
 
     folder: Path
@@ -40,7 +49,7 @@ class ComparedRun:
     epsilon: float
     delta: float | None
     unit: str
-    adversary: str
+    protected_against: str
     finished: bool
     private: Mapping[str, tuple[float, float]]
 
@@ -93,7 +102,7 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         ValueError: naming the folder, if it is not a run folder, was not finished or never recorded the metric.
     """
     past = read_past_run(folder)
-    rows, statement = past.rows, past.statement
+    rows, guarantee = past.rows, past.guarantee
     values = past.series(metric)
     if not values:
         numbers = (key for row in rows for key, value in row.items() if metric_columns.number(value))
@@ -103,7 +112,7 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         why = f"no {run_folders.MODEL}" if not (past.folder / run_folders.MODEL).is_file() else "its model is of a checkpoint"
         raise ValueError(f"{folder}: the run was not finished ({why}); set --allow-unfinished to use it")
     spent = past.series("epsilon", otherwise=math.inf)
-    epsilon = past.epsilon if past.finished or statement else max(spent.values(), default=math.inf)
+    epsilon = past.epsilon if past.finished or past.statement else max(spent.values(), default=math.inf)
     return ComparedRun(
         folder=past.folder,
         config=past.config,
@@ -112,8 +121,8 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         clip_norms=past.series("clip-norm"),
         epsilon=epsilon,
         delta=past.delta,
-        unit=", ".join(str(statement[key]) for key in ("unit", "relation") if key in statement) or "unknown",
-        adversary=str(statement.get("adversary", "unknown")),
+        unit=", ".join(str(guarantee[key]) for key in ("unit", "relation") if key in guarantee) or "unknown",
+        protected_against=str(guarantee.get("protected_against", "unknown")),
         finished=past.finished,
         private=metric_columns.private({name: value for row in rows for name, value in row.items()}),
     )
@@ -213,7 +222,7 @@ def notes(curves: Sequence[Curve]) -> list[str]:
     apart = "don't compare them with each other"
     if len({(run.delta, run.unit) for run in private}) > 1:
         lines.append(f"the epsilons hold for different deltas or protect different units: {apart}")
-    if len(adversaries := dict.fromkeys(run.adversary for run in private)) > 1:
+    if len(adversaries := dict.fromkeys(run.protected_against for run in private)) > 1:
         lines.append(f"the epsilons hold against different adversaries ({'; or '.join(adversaries)}): {apart}")
     if other := _tested_otherwise([curve.runs[0].config for curve in curves]):
         lines.append(

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_dp.core import checks, metric_columns
+from flower_dp.privacy.statement import FORMAT
 from flower_dp.running import run_folder
 from flower_dp.running.trained_model import load_arrays
 
@@ -41,14 +42,19 @@ class RunContents:
     finished: bool
 
     @property
+    def guarantee(self) -> Mapping[str, Any]:
+        """The statement's group of this name; empty while there is no statement."""
+        return self.statement.get("guarantee", {})
+
+    @property
     def epsilon(self) -> float:
-        """The statement's tight epsilon; infinite: not private."""
-        return _number(self.statement.get("epsilon"), math.inf) if self.statement.get("private") is True else math.inf
+        """The statement's epsilon; infinite: not private."""
+        return _number(self.guarantee.get("epsilon"), math.inf) if self.guarantee.get("private") is True else math.inf
 
     @property
     def delta(self) -> float | None:
         """The delta at which epsilon holds, of the statement or else of the last line; None for none."""
-        delta = self.statement.get("delta", self.rows[-1].get("delta") if self.rows else None)
+        delta = self.guarantee.get("delta", self.rows[-1].get("delta") if self.rows else None)
         return delta if metric_columns.number(delta) and math.isfinite(delta) else None
 
     def series(self, metric: str, *, otherwise: float = math.nan) -> dict[int, float]:
@@ -105,7 +111,12 @@ def read_past_run(folder: str | os.PathLike[str]) -> RunContents:
 
 def _statement(file: Path) -> dict[str, Any]:
     statement = checks.json_object(file.name, file.read_bytes())
-    if not isinstance(statement.get("noise", {}), dict):
+    if statement.get("format") != FORMAT:
+        raise ValueError(f"{file.name}: must have format {FORMAT}; write it again with: flower-dp statement RUN")
+    for name in ("guarantee", "mechanism"):
+        if not isinstance(statement.setdefault(name, {}), dict):
+            raise ValueError(f"{file.name}: {name} must be a JSON object")
+    if not isinstance(statement["mechanism"].get("noise", {}), dict):
         raise ValueError(f"{file.name}: noise must be a JSON object")
     return statement
 

@@ -148,7 +148,7 @@ def _record(curve: Curve) -> dict[str, Any]:
         "largest_epsilon": finite_or_none(curve.epsilon),
         "delta": first.delta if private else None,
         "protects": first.unit if private else None,
-        "against": first.adversary if private else None,
+        "against": first.protected_against if private else None,
         "runs": [str(run.folder) for run in curve.runs],
         "settings": dict(curve.differ),
     }
@@ -167,7 +167,7 @@ def _guarantee(curve: Curve) -> list[str]:
     first, delta = curve.runs[0], curve.runs[0].delta
     if not curve.private:
         return ["-"] * len(_GUARANTEE)
-    return [format_delta(delta) if isinstance(delta, int | float) else "-", first.unit, first.adversary]
+    return [format_delta(delta) if isinstance(delta, int | float) else "-", first.unit, first.protected_against]
 
 
 def _epsilons(curves: Sequence[Curve]) -> list[str]:

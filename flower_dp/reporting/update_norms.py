@@ -58,7 +58,7 @@ def read_update_norms(run: RunContents) -> UpdateNorms:
     rounds = sorted(means)
     mean = np.asarray([means[at] for at in rounds])
     square = np.asarray([squares.get(at, np.nan) for at in rounds])
-    if not clips and metric_columns.number(fixed := run.statement.get("noise", {}).get("clip_norm")):
+    if not clips and metric_columns.number(fixed := run.statement.get("mechanism", {}).get("noise", {}).get("clip_norm")):
         clips = {at: float(fixed) for at in (rounds[0], rounds[-1])}
     return UpdateNorms(
         rounds=np.asarray(rounds, float),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RayGrid", "SimulationResult", "Workers", "simulate", "stop_ray"]
 
-_MODULES = {"RayGrid": "grid", "Run": "run", "simulate": "run", "Workers": "workers", "stop_ray": "workers"}
+_MODULES = {"RayGrid": "grid", "SimulationResult": "run", "simulate": "run", "Workers": "workers", "stop_ray": "workers"}
 
 
 def __getattr__(name: str) -> Any:

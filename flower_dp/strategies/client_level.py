@@ -30,6 +30,8 @@ from flower_dp.strategies.rules import MethodFacts, ModelUpdate
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.wire import EVALUATION
 
+# Either would help to tell who took part, or how many.
+_UNLISTED = "updates that did not arrive or did not count, and reports of single devices. They could reveal a round's cohort."
 _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian (moments accountant)"
 
 
@@ -226,8 +228,8 @@ class ClientLevelRules:
                 "clip_norm": clip.of.min_clip_norm,
                 "joint_norm": release.clip_norm,
                 "initial_clip_norm": clip.of.initial_clip_norm,
-                "smallest_clip_norm": clip.of.min_clip_norm,
-                "largest_clip_norm": clip.of.max_clip_norm,
+                "min_clip_norm": clip.of.min_clip_norm,
+                "max_clip_norm": clip.of.max_clip_norm,
                 "target_quantile": clip.of.target_quantile,
                 "clip_learning_rate": clip.of.learning_rate,
                 "count_noise_std": clip.count_noise_std,
@@ -252,12 +254,13 @@ class ClientLevelRules:
             paper_epsilon=_paper(self, charges, facts),
             num_charged_rounds=num_rounds,
             noise=noise,
-            sampling=f"{release.sampler}, {release.expected_cohort_size:g} of {release.num_units} clients expected a round",
+            sampling=f"{release.sampler}; {release.expected_cohort_size:g} of {release.num_units} clients expected per round",
             events=tuple(ledger.lines()),
             assumptions=tuple(_assumptions(self, facts, relies_on_secret_sampling(inside) or relies_on_secret_sampling(outside))),
             not_covered=not_covered(facts, accounts=False, logs="logs on devices and on the server", evaluations=evaluations),
             epsilon_by_release=parts,
             incidents=tuple(_incidents(self, facts)),
+            unlisted_incidents=_UNLISTED if self.training.cohort_is_secret else "",
             adversaries=_adversaries(self, charges, inside, outside) if private else (),
         )
 
@@ -277,16 +280,16 @@ def _stock_refusal(training: NoisedSum) -> str | None:
 def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost, outside: PrivacyCost) -> tuple[Adversary, ...]:
     """Outsiders, participants and the server, and what can be proved against each."""
     release, evaluation, delta = rules.noise.release_to_outsiders, rules.evaluation, rules.about.delta
-    unknown = "how many clients" if rules.training.sampling.cohort_size_is_secret else "who"
-    secret = f", not {unknown} took part" if rules.training.cohort_is_secret else ", and who took part"
+    unknown = "how many clients" if rules.training.sampling.cohort_size_is_secret else "which clients"
+    secret = f"; not {unknown} took part" if rules.training.cohort_is_secret else ", and who took part"
     if evaluation is not None and evaluation.cohort_is_secret:
         secret += " in training; not who evaluated"
     if rules.noise.placement == "central":
         knows, sees = "", "every client's update without noise"
         server, std = replace(inside, epsilon=math.inf, accountant="none"), 0.0
     else:
-        knows = ", each its own share of the noise"
-        sees = "every client's message with its own share of the noise alone, and who took part"
+        knows = ", and its own noise share"
+        sees = "every message with only its sender's noise share, and who took part"
         multiplier = rules.noise.min_share_std / release.clip_norm
         share = replace(release, mechanism=Gaussian(noise_multiplier=multiplier), sampler=FullSampling())
         event = accounting.repeated(share.event(1), rules.num_rounds(charges))
@@ -294,7 +297,7 @@ def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost,
             own = replace(share, clip_norm=1.0, mechanism=Gaussian(noise_multiplier=evaluation.noise.min_share_std))
             event = dp_events.ComposedDpEvent([event, accounting.repeated(own.event(1), charges.number(evaluation.name))])
         server, std = accounting.epsilon(event, delta=delta, relation=release.relation), share.noise_scale
-    sees_as_client = f"what outsiders see{knows}; each by itself, as a client that is asked in every round"
+    sees_as_client = f"what outsiders see{knows}; each alone, as if selected in every round"
     least = min(rules.least_noise_multiplier(charges), release.mechanism.noise_multiplier) * release.clip_norm
     return (
         Adversary.of("outsiders", outside, view=f"every global model{secret}", lowest_noise_std=release.noise_scale),
@@ -326,7 +329,7 @@ def _paper(rules: ClientLevelRules, charges: Charges, run: RunFacts) -> PaperEps
     if rules.noise.compresses_noised_updates:
         faults.append(f"{_made(rules)} of each client's own noised update is not post-processing of the noised sum")
     elif rules.noise.reveals_cohort and sampling_rate < 1:
-        faults.append("it assumes that nobody knows the cohorts, and missing shares of noise reveal who takes part")
+        faults.append("it assumes that nobody knows the cohorts, and the number of noise shares in a sum reveals who takes part")
     if run.seeded_noise:
         faults.append("noise came from a fixed seed")
     return PaperEpsilon(epsilon=epsilon, formula=rules.paper_formula, valid=not faults, reason="; ".join(faults) or held)
@@ -334,51 +337,52 @@ def _paper(rules: ClientLevelRules, charges: Charges, run: RunFacts) -> PaperEps
 
 def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) -> list[str]:
     release, evaluation, delta = rules.release, rules.evaluation, rules.about.delta
-    lines = ["clients clip as asked, and whether a client answers does not depend on its data"]
+    lines = ["Every client clips its update as instructed. Whether it replies does not depend on its data."]
     if not release.mechanism.noise_multiplier:
-        lines.append("no noise is added to updates: training is not private")
+        lines.append("No noise is added to updates: training is not private.")
     elif rules.noise.placement == "central":
-        lines.append("the server is trusted: it sees single updates and adds the noise")
+        lines.append("The server is trusted: it sees single updates and adds the noise.")
     elif rules.noise.compresses_noised_updates:
-        lines.append(
-            f"epsilon rests on each client's own share of noise: what it sends is {_made(rules)} of its own noised update"
-        )
+        lines.append(f"Only a client's own noise share protects it: its message is {_made(rules)} of its own noised update.")
     else:
-        lines.append("clients add their shares of the noise; single messages are not private and are seen by the aggregator only")
+        lines.append(
+            "Every replying client adds its noise share. Single messages are not private; only the aggregator sees them."
+        )
         if rules.noise.server_completes_noise:
-            lines.append("the server is trusted to add the shares of noise that are missing in a round")
-        lines.append("clients do not combine their knowledge of their shares of the noise, nor does a node that hosts several")
+            lines.append("The server is trusted to add every noise share that a round's sum lacks.")
+        lines.append("Clients do not combine what they know of their noise shares; nor does a node that hosts several clients.")
     if rules.noise.reveals_cohort:
         lines.append(
-            "adversaries may know who takes part: sampling lowers no cost, and a client is replaced by one with a zero update"
+            "Adversaries may know who takes part, so epsilon claims no amplification by sampling. Neighboring runs differ in one "
+            "client, whose update is replaced by zero."
         )
     elif release.expected_cohort_size < release.num_units and sampling_counts:
-        size = ", nor its size" if release.sampler.cohort_size_is_secret else ""
-        lines.append(f"the cohort of a round is known to nobody who is protected against{size}: not from logs or timing either")
-        lines += _of_fixed_size(release, "asked")
+        size = " or its size" if release.sampler.cohort_size_is_secret else ""
+        lines.append(f"No outsider or participant learns a round's cohort{size}, whether from logs, from timing or otherwise.")
+        lines += _of_fixed_size(release, "training")
     if evaluation is not None and evaluation.cohort_is_secret:
-        size = ", nor how many do" if evaluation.sampling.cohort_size_is_secret else ""
-        lines.append(f"who evaluates is known to nobody who is protected against{size}: not from logs or timing either")
-        lines += _of_fixed_size(evaluation.noise.release_to_outsiders, "asked to evaluate")
+        size = " or how many do" if evaluation.sampling.cohort_size_is_secret else ""
+        lines.append(f"No outsider or participant learns who evaluates{size}, whether from logs, from timing or otherwise.")
+        lines += _of_fixed_size(evaluation.noise.release_to_outsiders, "evaluation")
     if rules.training.clip is not None:
         lines.append(
-            "adaptive clipping: whether an update is within the clip norm is part of the same release as the update, under one "
-            "noise, so that epsilon is that of a fixed clip norm; clip norm, joint norm of update and indicator, and noise "
-            "std are told at the smallest clip norm, and grow in proportion to it"
+            "Adaptive clipping: one release under one noise holds the update and an indicator of whether it was clipped. "
+            "Epsilon is therefore that of a fixed clip norm. Clip norm, joint norm of update and indicator, and noise std are "
+            "stated at the minimum clip norm and grow in proportion to it."
         )
     lines += delta_warning(delta, max(release.num_units, run.num_known), "client")  # more may have joined
     return [*lines, *seeded(run)]
 
 
-def _of_fixed_size(release: Release, asked: str) -> list[str]:
-    """Return what sampling of a fixed size assumes besides; nothing for other samplers."""
+def _of_fixed_size(release: Release, purpose: str) -> list[str]:
+    """Return the further assumption of sampling of a fixed size; nothing for other samplers."""
     if not isinstance(release.sampler, FixedSizeSampling):
         return []
     drawn, clients = f"{release.expected_cohort_size:g}", release.num_units
     return [
-        f"nobody who is protected against knows which clients can't be reached; who knows that it was not {asked} itself meets a "
-        f"sampling rate of {drawn}/{clients - 1} in that round, where {drawn}/{clients} is accounted for; a node none of whose k "
-        f"clients was {asked}, of {drawn}/({clients} - k)"
+        f"No outsider or participant knows which clients are unreachable. NOT ACCOUNTED FOR in {purpose}: epsilon uses the "
+        f"sampling rate {drawn}/{clients}. A client that knows it was not selected faces {drawn}/{clients - 1} in that round; a "
+        f"node with k clients, none selected, faces {drawn}/({clients} - k)."
     ]
 
 
@@ -386,12 +390,12 @@ def _made(rules: ClientLevelRules) -> str:
     """Return the function of its own noised update that a client sends, in words."""
     levels = rules.training.quantization_levels
     parts = ["top-k"] if rules.training.keep_ratio < 1 else []
-    return " and ".join([*parts, *([f"a random quantisation ({levels} levels above 0)"] if levels else [])])
+    return " and ".join([*parts, *([f"a random quantization ({levels} levels above 0)"] if levels else [])])
 
 
 def _incidents(rules: ClientLevelRules, run: RunFacts) -> list[str]:
     lines = list(run.incidents)
-    # Their number would tell how large cohorts were, and the fact alone that a client that always fails has taken part.
+    # Its number would reveal the size of cohorts; that there is one would reveal that a client that always fails has taken part.
     if run.missing.total and not rules.training.cohort_is_secret:
-        lines.append(f"{run.missing.total} updates that were asked for did not count: {run.missing}")
+        lines.append(f"{run.missing.total} requested updates did not count: {run.missing}")
     return lines

@@ -161,18 +161,18 @@ class DPFedPAQRules(LocalRules):
         """How far a client that lies can move the model, where a control variate carries its lie on; empty without one."""
         if self.control is None:
             return ()
-        text = "A LYING CLIENT moves the control variate as well as the model, and honest clients carry that on in later rounds"
+        text = "A LYING CLIENT moves the control variate as well as the model. Honest clients keep the effect in later rounds"
         if own is None or not (size := own.vector.size):
-            return (text,)
+            return (f"{text}.",)
         ratio = 1.0 if self.quantization_levels is None else compression.qsgd_norm_ratio(size, self.quantization_levels)
         honest, step = self._honest(size), self._divisor(1)
         longest, radius = self.control.longest_ever(size, honest)
         # Of the rows that the server takes, and of a full cohort, over which the mean is taken.
         part = HONEST_NORMS * ratio * step / self.cohort_size
         return (
-            f"{text}: in a round, among {self.cohort_size} replies, it moves the model by up to {part * longest:.3g} by what it "
-            f"sends (DP-FedPAQ: {part * honest.single:.3g}), and the control variate, of norm up to {radius:.3g}, moves it by "
-            f"up to {step * radius:.3g}",
+            f"{text}. In a round with {self.cohort_size} replies its message moves the model by up to {part * longest:.3g} "
+            f"(DP-FedPAQ: {part * honest.single:.3g}). The control variate, of norm up to {radius:.3g}, moves it by up to "
+            f"{step * radius:.3g}.",
         )
 
     def noise_and_signal_norms(self, dimension: int) -> tuple[float, float]:
@@ -190,7 +190,7 @@ class DPFedPAQRules(LocalRules):
         each = f"all records, {steps.num_records}" if whole else f"{steps.num_records} records at random, without replacement"
         # On an update, before it is quantised: steps shrink from round to round, and the noise with them.
         factor = -steps.update_factor(max(1, charges.number(self.training.name)))
-        secret = ("only the client knows which of its records it takes",) if relies_on_secret_sampling(self, charges) else ()
+        secret = ("Only the client knows which of its records it uses.",) if relies_on_secret_sampling(self, charges) else ()
         return local_statement(
             self,
             state,

@@ -99,7 +99,7 @@ class BestModel:
         if self.arrays is None:
             return None
         which = f"of round {self.server_round}" if self.server_round else "the initial one"
-        return f"the resulting model, {which}, was chosen out of {self.num_seen} by its {best_by}"
+        return f"The final model, {which}, was chosen out of {self.num_seen} by its {best_by}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class Resources:
     def line(self, most: int) -> str:
         """Return what was spent by a device that was asked in so many rounds, in words."""
         return (
-            f"resources: a device spent at most {self.cost(most):g}{self._limit}, for {most} aggregations at "
+            f"Resources: a device spent at most {self.cost(most):g}{self._limit}, for {most} aggregations at "
             f"{self.cost_per_aggregation:g} and {most * self.num_local_steps} local steps at {self.cost_per_step:g}"
         )
 
@@ -170,7 +170,7 @@ class Resources:
 
 _FORMULA = "rho + 2 sqrt(rho log(1/delta)), rho = 2 K G^2 / (X_m^2 sigma_m^2), Hu et al. eq. 9"
 _BATCHES = {
-    "fixed-size": "a batch of fixed size drawn anew in every step, accounted as if every record were in all of them",
+    "fixed-size": "a batch of fixed size drawn anew in every step; accounted as if every record were in every batch",
     "poisson": "each record in the batch of every step independently with probability batch_size / num_records",
 }
 
@@ -293,12 +293,12 @@ class DPPASGDRules(LocalRules):
         if resources.has_costs and num_rounds:
             facts = replace(facts, incidents=(*facts.incidents, resources.line(self.most_rounds(charges))))
         assumptions = [
-            "the model that a client sends is computed from its noised steps alone, so it costs what the steps cost together"
+            "A client computes the model it sends from its noised steps alone, so the model costs as much as the steps together."
         ]
         if relies_on_secret_sampling(self, charges):
-            assumptions.append("which records are in a batch is known to the client alone")
+            assumptions.append("Only the client knows which records are in a batch.")
         if state.own is not None and (chosen := state.own.in_words(self.best_by)):
-            assumptions.append(f"{chosen} on data that are taken as public: choosing by public data costs nothing")
+            assumptions.append(f"{chosen} on public data, which costs nothing.")
         scale = "noise_std_of_a_mean_gradient"
         # Of a device with the least, on the change of a weight in all steps of a round.
         least = min((terms.release.noise_std / terms.release.expected_cohort_size for terms in books.terms.values()), default=0.0)
@@ -312,8 +312,8 @@ class DPPASGDRules(LocalRules):
                 **least_and_largest(books, scale, lambda release: release.noise_scale / release.expected_cohort_size),
             },
             paper=_paper(self, charges, facts),
-            sampling=f"all clients of {self.about.num_clients} in every round, at most {self.num_steps} local steps of one "
-            f"client, {self.steps.num_local_steps} a round; {_BATCHES[self.batch_sampling]}",
+            sampling=f"all {self.about.num_clients} clients in every round, at most {self.num_steps} local steps per client, "
+            f"{self.steps.num_local_steps} per round; {_BATCHES[self.batch_sampling]}",
             assumptions=tuple(assumptions),
         )
 

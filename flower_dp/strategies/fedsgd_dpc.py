@@ -156,7 +156,7 @@ class FedSGDDPCRules(LocalRules):
             },
             paper=_paper(self, charges, facts),
             sampling=f"{self.training.sampling}: {most_replies(books)}; {batch} in each",
-            assumptions=("which records are in a batch is known to the client alone",)
+            assumptions=("Only the client knows which records are in a batch.",)
             if relies_on_secret_sampling(self, charges)
             else (),
         )
@@ -184,7 +184,7 @@ def _paper(rules: FedSGDDPCRules, charges: Charges, run: RunFacts) -> PaperEpsil
     if run.seeded_noise:
         reason = "noise came from a fixed seed"
     elif rules.mechanism == "laplace":
-        reason = "for replace-one, and with the true number of replies instead of the expected one"
+        reason = "for replace-one, with the true number of replies instead of the expected one"
     else:
         reason = f"c2 = {rules.noise_constant:g} was given by the user; the constant of the proof has no published value"
     return PaperEpsilon(

@@ -60,7 +60,7 @@ class SafeObserver:
 
     def resume(self, last: int) -> None:
         """Pass on that the run goes on, to an observer that wants to know."""
-        if callable(call := getattr(self.observer, "go_on", None)):
+        if callable(call := getattr(self.observer, "resume", None)):
             self._try(f"round {last}", call, last)
 
     def line(self, line: Mapping[str, Any]) -> None:
@@ -145,7 +145,7 @@ class Journal:
         self._due, self._arrays = None if found.round_complete else found.server_round, found.model
         self._started -= found.elapsed
         for observer in self._observers:
-            if callable(call := getattr(observer, "go_on", None)):
+            if callable(call := getattr(observer, "resume", None)):
                 call(found.server_round - (not found.round_complete))
 
     def evaluated(self, evaluate_fn: EvaluateFn) -> EvaluateFn:

@@ -262,9 +262,10 @@ def _pure(event: dp_events.DpEvent, relation: Relation) -> float:
 
 _LISTED = 100
 _ASSUMED = (
-    "a client clips and adds its noise itself, by its own budget; one that does not loses its own privacy, nobody else's, "
-    "and can't be distinguished from an honest one",
-    "data sizes, budgets, who is asked and who answers are public, and whether a client answers does not depend on its data",
+    "Every client clips and adds its noise itself, by its own budget. A client that does not loses its own privacy and nobody "
+    "else's. It can't be distinguished from an honest one.",
+    "Data sizes, budgets, cohorts and the names of replying clients are public. Whether a client replies does not depend on its "
+    "data.",
 )
 
 
@@ -311,7 +312,7 @@ def local_statement(
         alone = {name: ledger.cost(0.0).epsilon for name, ledger in evaluations.ledgers(charges).items()}
         if worst is not None:
             multipliers = [terms.release.mechanism.noise_multiplier for terms in evaluations.terms.values()]
-            noise = {**noise, "least_evaluation_noise_multiplier": min(multipliers)}
+            noise = {**noise, "min_evaluation_noise_multiplier": min(multipliers)}
             events += [f"evaluation: {line}" for line in evaluations.ledger(charges, worst).lines()]
             parts = {"training": books.cost(rules.training.ledger(charges, worst)).epsilon, "evaluation": alone[worst]}
         if num_evaluations:
@@ -358,10 +359,10 @@ def relies_on_secret_sampling(rules: LocalRules, charges: Charges) -> bool:
 
 
 def least_and_largest(books: ClientLedgers, what: str, number: Callable[[Release], float]) -> dict[str, float]:
-    """Return the least and the largest noise multiplier of a client, and so of another number of its release."""
+    """Return the smallest and the largest noise multiplier of a client, and the same of another number of its release."""
     releases = [terms.release for terms in books.terms.values()]
     numbers = {}
-    for word, pick in (("least", min), ("largest", max)) if releases else ():
+    for word, pick in (("min", min), ("max", max)) if releases else ():
         numbers[f"{word}_noise_multiplier"] = pick(release.mechanism.noise_multiplier for release in releases)
         numbers[f"{word}_{what}"] = pick(map(number, releases))
     return numbers
@@ -370,7 +371,7 @@ def least_and_largest(books: ClientLedgers, what: str, number: Callable[[Release
 def most_replies(books: ClientLedgers) -> str:
     """Return how many replies of a client its terms allow, in words."""
     replies = sorted({terms.num_replies for terms in books.terms.values()}) or [0]
-    return f"at most {replies[0]}{f' to {replies[-1]}' if len(replies) > 1 else ''} replies a client"
+    return f"at most {replies[0]}{f' to {replies[-1]}' if len(replies) > 1 else ''} replies per client"
 
 
 def _costs(rules: LocalRules, charges: Charges) -> dict[str, PrivacyCost]:
@@ -380,7 +381,7 @@ def _costs(rules: LocalRules, charges: Charges) -> dict[str, PrivacyCost]:
 def _of_training_alone(paper: PaperEpsilon | None) -> PaperEpsilon | None:
     if paper is None:
         return None
-    why = "it is that of training alone, and metrics of private evaluations were released as well"
+    why = "it covers training alone, and metrics of private evaluations were released as well"
     return replace(paper, valid=False, reason=f"{why}; {paper.reason}")
 
 
@@ -388,8 +389,8 @@ def _everyone(cost: PrivacyCost, message_std: float) -> tuple[Adversary, ...]:
     """Return the three adversaries of a method in which every message is private: all see no more than the messages."""
     views = {
         "the server": "every message of a client",
-        "participants": "models that are made of messages; their own messages tell them nothing of others'",
-        "outsiders": "models that are made of messages",
+        "participants": "models made from messages; their own messages tell them nothing about others",
+        "outsiders": "models made from messages",
     }
     return tuple(Adversary.of(name, cost, view=sees, lowest_noise_std=message_std) for name, sees in views.items())
 
@@ -409,7 +410,7 @@ def _client_costs(costs: dict[str, float], evaluation: dict[str, float]) -> Clie
 def _incidents(num_unasked: int, run: RunFacts) -> list[str]:
     lines = list(run.incidents)
     if run.missing.total:
-        lines.append(f"{run.missing.total} replies that were asked for did not count: {run.missing}; they are charged")
+        lines.append(f"{run.missing.total} requested replies did not count: {run.missing}; they are charged")
     if num_unasked:
-        lines.append(f"{num_unasked} times a client whose budget was spent was not asked")
+        lines.append(f"{num_unasked} times a client was skipped because its budget was spent")
     return lines

@@ -285,26 +285,26 @@ class NbAFLRules(LocalRules):
         replies = max(self.training.counts(charges).values(), default=0)
         broadcast_ledgers = self.broadcast_ledgers(charges, OUTSIDERS)
         seen = max((ledger.num_charges for ledger in broadcast_ledgers.values()), default=0)
-        of_them = f"the {num_broadcasts} broadcasts alone, at most {seen} with a client's weights in them, and who took part"
+        of_them = f"only the {num_broadcasts} broadcasts, at most {seen} with one client's weights in them, and who took part"
         adversaries = (
             Adversary.of(
                 "the server",
                 _worst(self, charges, self.ledgers(charges)),
-                view=f"every message of a client, at most {replies} of one client; so does an eavesdropper",
-                noise_std=self.uplink_noise_std * min(map(books.share, books.terms), default=0.0),
+                view=f"every message, at most {replies} of one client; an eavesdropper sees the same",
+                lowest_noise_std=self.uplink_noise_std * min(map(books.share, books.terms), default=0.0),
                 paper_epsilon=_paper(self, facts, exposures=replies, limit=self.uplink_exposures or 0, what="uplink"),
             ),
             Adversary.of(
                 "participants",
                 _worst(self, charges, self.broadcast_ledgers(charges, PARTICIPANTS)),
-                view=f"each by itself, {of_them}; a participant knows its own noise",
-                noise_std=noised.least_participant_std if num_broadcasts else 0.0,
+                view=f"{of_them}; each alone, and its own noise",
+                lowest_noise_std=noised.least_participant_std if num_broadcasts else 0.0,
             ),
             Adversary.of(
                 "outsiders",
                 _worst(self, charges, broadcast_ledgers),
                 view=of_them,
-                noise_std=noised.least_std if num_broadcasts else 0.0,
+                lowest_noise_std=noised.least_std if num_broadcasts else 0.0,
                 paper_epsilon=_paper(self, facts, exposures=num_broadcasts, limit=books.planned_rounds or 0, what="downlink"),
             ),
         )
@@ -318,13 +318,13 @@ class NbAFLRules(LocalRules):
                 "clip_norm": self.clip_norm,
                 "uplink_noise_std": self.uplink_noise_std,
                 "downlink_noise_std": self.downlink_noise_std,
-                "largest_noise_std_added_by_the_server": noised.largest_added_std,
+                "max_noise_std_added_by_the_server": noised.largest_added_std,
             },
-            sampling=f"{who} of {len(books.terms)} in every round, at most {replies} replies of one client",
+            sampling=f"{who} of {len(books.terms)} in every round, at most {replies} replies per client",
             assumptions=(
-                "clipped weights lie in a ball of radius C, so all of a client's records together move a message by at most 2 C: "
-                "epsilon holds for the whole client, and so for each of its records; no smaller bound is proved for one record",
-                "participants, outsiders: the other clients add their noise and don't share it; the server adds its own",
+                "Clipped weights lie in a ball of radius C, so all records of a client together move a message by at most 2 C. "
+                "Epsilon holds for the whole client, and so for each of its records. No smaller bound is proved for one record.",
+                "Against participants and outsiders: other clients add their noise and keep it secret; the server adds its own.",
             ),
             adversaries=adversaries,
         )
@@ -342,7 +342,7 @@ def _paper(rules: NbAFLRules, run: RunFacts, *, exposures: int, limit: int, what
         return None
     faults = []
     if exposures > limit:
-        faults.append(f"{exposures} exposures, and the noise is made for {limit}")
+        faults.append(f"{exposures} exposures, and the noise is calibrated for {limit}")
     each = rules.paper_epsilon / max(1, limit)
     if each >= 1:
         faults.append(f"the classical Gaussian formula needs epsilon < 1 for an exposure, which is {each:.4g} here")
@@ -351,17 +351,18 @@ def _paper(rules: NbAFLRules, run: RunFacts, *, exposures: int, limit: int, what
     if run.seeded_noise:
         faults.append("noise came from a fixed seed")
     assumption = (
-        "unit: one record; leans on an assumption that is not proved for any training here: that one record moves the weights by "
-        "at most 2 C / m"
+        "unit: one record; it assumes, without proof for any training here, that one record moves the weights by at most 2 C / m"
     )
     if what == "uplink" and exposures:
         multiplier = rules.min_records * rules.uplink_noise_std / rules.clip_norm
         event = accounting.repeated(dp_events.GaussianDpEvent(multiplier), exposures)
         exact = accounting.epsilon(event, delta=rules.about.delta, relation=rules.books.relation).epsilon
-        assumption += f"; exact composition under it gives {format_epsilon(exact)} for the {exposures} exposures that there were"
+        assumption += (
+            f"; exact composition under that assumption gives {format_epsilon(exact)} for the {exposures} exposures of this run"
+        )
     return PaperEpsilon(
         epsilon=rules.paper_epsilon,
-        formula=f"Wei et al. 2020, {what} noise for {limit} exposures with linear composition, deltas not added up",
+        formula=f"Wei et al. 2020, {what} noise for {limit} exposures linear composition, deltas not added up",
         valid=not faults,
         reason="; ".join([*faults, assumption]),
     )

@@ -90,7 +90,7 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but what was asked: a round is charged once, and of several copies only the original releases it."""
-        return {**vars(self), "asked": {}}
+        return {**vars(self), "pending": {}}
 
     # Of one run to the next
 

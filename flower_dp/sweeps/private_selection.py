@@ -209,8 +209,9 @@ class PrivateSelection:
 
     def _as_planned(self, run: RunContents, candidate: Candidate) -> bool:
         """Return whether a run has cost no more than its plan, for the same unit, relation and delta."""
-        told, most = run.statement, candidate.outsiders.epsilon * (1 + _ROUNDING)
-        epsilon = next((one["epsilon"] for one in told.get("adversaries", ()) if one["name"] == "outsiders"), None)
+        told, most = run.guarantee, candidate.outsiders.epsilon * (1 + _ROUNDING)
+        adversaries = run.statement.get("adversaries", ())
+        epsilon = next((one["epsilon"] for one in adversaries if one["name"] == "outsiders"), None)
         same = all(told.get(key) == getattr(candidate.statement, key) for key in ("unit", "relation", "delta"))
         return same and told.get("private") is True and epsilon is not None and epsilon <= most
 
@@ -225,7 +226,7 @@ class PrivateSelection:
             epsilon=self.cost.epsilon,
             accountant=self.cost.accountant,
             paper_epsilon=None,
-            num_charged_rounds=run.get("num_rounds", 0),
+            num_charged_rounds=run.get("guarantee", {}).get("num_charged_rounds", 0),
             assumptions=(
                 *planned.assumptions,
                 f"K is {law_in_words(self.number)}, drawn in secret; every run draws one of {len(self.candidates)} points "

@@ -81,7 +81,7 @@ class Results:
             row |= {"rounds": past.rows[-1].get("round"), "seconds": past.rows[-1].get("elapsed")}
             row |= last_metrics(past, self.metric)
             row |= {"epsilon": past.epsilon if past.statement else None, "delta": past.delta}
-            row |= {key: past.statement.get(key) for key in ("unit", "relation", "adversary")}
+            row |= {key: past.guarantee.get(key) for key in ("unit", "relation", "protected_against")}
         return {**row, "folder": str(self.folder.of(run).relative_to(self.folder.path)), "command": run.command}
 
     def curves(self) -> list[Curve]:

@@ -97,9 +97,9 @@ def test_a_method_takes_a_model_and_data_of_ones_own_and_evaluates_on_its_client
     assert lines[2]["private-loss-standard-error"] > 0
     statement = json.loads((tmp_path / "run" / "statement.json").read_text())
     assert statement["private"]
-    assert statement["parts"]["training"] < statement["epsilon"]
+    assert statement["guarantee"]["epsilon_by_release"]["training"] < statement["guarantee"]["epsilon"]
     if METHODS[method].recipe:
-        assert statement["parts"]["evaluation"] == pytest.approx(3.0, rel=1e-9)
+        assert statement["guarantee"]["epsilon_by_release"]["evaluation"] == pytest.approx(3.0, rel=1e-9)
 
 
 @pytest.mark.parametrize("private", [True, False])

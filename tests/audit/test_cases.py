@@ -54,7 +54,7 @@ def test_a_participant_meets_just_the_noise_of_the_claim(label, monkeypatch):
         for present in (False, True):
             drawn.clear()
             runs.run(present=present)
-            own = runs.strategy.rules.training.noise.share(len(case.present))
+            own = runs.strategy.rules.training.noise.share_std(len(case.present))
             ((leaf, count),) = flatten_event(runs.ledger.event)
             unknown = math.sqrt(sum(std**2 for std in drawn) - own**2)
             assert (unknown, count % 1) == (pytest.approx(leaf.noise_multiplier * CLIP_NORM, rel=1e-3), 0)

@@ -20,7 +20,14 @@ from flower_dp.wire import Instruction, LocalRequest, Promise, ReleaseRequest
 
 # 200 clients with three real digits each, all in every round; half of them are canaries.
 CLIENTS = [
-    *("num-clients=200", "partition=sample", "records-per-client=3", "model=logistic", "batch-size=3", "engine=one-by-one"),
+    *(
+        "num-clients=200",
+        "partition=sample",
+        "records-per-client=3",
+        "model=logistic",
+        "batch-size=3",
+        "training-engine=one-by-one",
+    ),
     *("num-rounds=3", "seed=1"),
 ]
 FULL = [*CLIENTS, "method=dp-fedavg", "sampling=full"]

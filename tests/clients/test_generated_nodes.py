@@ -33,7 +33,7 @@ NAMES = "abcd"
 
 
 def release_of(**changes):
-    words = {"what": "w", "seen_by": "s", "unit": "record", "relation": "replace-one", "clip_norm": 1.0, "num_clients": 5}
+    words = {"description": "w", "visible_to": "s", "unit": "record", "relation": "replace-one", "clip_norm": 1.0, "num_units": 5}
     return Release(**words | {"mechanism": Laplace(noise_multiplier=1.0), "sampler": FullSampling()} | changes)
 
 

@@ -14,7 +14,7 @@ def imported(*names):
     return [name for name in names if name in sys.modules]
 
 # A client of the app that keeps no account.
-from flower_dp.apps.methods import Run
+from flower_dp.apps.methods import ParsedRunConfig
 from flower_dp.apps.records import config_of, deal
 from flower_dp.running.apps import own_app
 config = dict(own_app().defaults)

@@ -120,7 +120,7 @@ def test_the_statement_after_a_start_of_ones_own_counts_rounds_and_lost_replies(
         re.search(r"^\(([\d.]+), 0.001\)-differential privacy for each client .* over 3 rounds\.$", said, re.MULTILINE)[1]
     )
     assert epsilon == pytest.approx(gaussian_epsilon([0.31] * 3, "add-or-remove-one", 1e-3), rel=1e-3)
-    assert "1 updates that were asked for did not count: 1 from nodes that did not reply" in said
+    assert "1 requested updates did not count: 1 from nodes that did not reply" in said
 
 
 def test_a_model_with_batchnorm_is_refused_with_the_layer_and_what_to_do(play, monkeypatch):

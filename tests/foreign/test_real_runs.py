@@ -181,7 +181,7 @@ def test_an_app_that_ends_the_process_leaves_a_statement_and_the_run_goes_on(tmp
     folder = tmp_path / "run"
     assert f"What it released before is in {folder}/statement.txt\n" in run.err
     assert f"goes on with: flower-dp run --resume {folder}" in run.err
-    assert json.loads((folder / "statement.json").read_text())["num_rounds"] == 2
+    assert json.loads((folder / "statement.json").read_text())["guarantee"]["num_charged_rounds"] == 2
     run.assert_nothing_left()
 
 

@@ -97,9 +97,10 @@ def views_of(method: Method, strategy: Any) -> list[dict[str, int]]:
 
 def epsilons_of(statement: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a statement, as `statement.json` has it."""
-    by_adversary = {one["name"]: [one["epsilon"], one["accountant"], one["noise_std"]] for one in statement["adversaries"]}
-    return {"private": statement["private"], "epsilon": statement["epsilon"], "adversaries": by_adversary} | (
-        {"joint": statement["joint"]} if statement["joint"] else {}
+    by_adversary = {one["name"]: [one["epsilon"], one["accountant"], one["lowest_noise_std"]] for one in statement["adversaries"]}
+    told = statement["guarantee"]
+    return {"private": told["private"], "epsilon": told["epsilon"], "adversaries": by_adversary} | (
+        {"joint": told["joint"]} if told["joint"] else {}
     )
 
 

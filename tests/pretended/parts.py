@@ -136,7 +136,7 @@ def test_the_size_of_a_group_is_the_same_for_any_cohort(monkeypatch: Any) -> Non
     monkeypatch.setattr(batched, "Program", seen)
     (method,) = (one for one in METHODS if one.label == "dp-fedavg")
     arguments = Words(sampling_rate=0.5, num_rounds=6, num_clients=8)
-    run = run_of(method, arguments, on(SMALL, here=True, engine="batched", group_size=6), num_nodes=1)
+    run = run_of(method, arguments, on(SMALL, here=True, training_engine="batched", group_size=6), num_nodes=1)
     assert len({report.replies for report in run.strategy.rounds}) > 1
     assert sizes == {6}
 

@@ -75,7 +75,7 @@ def test_round_robin_charges_the_client_that_took_part_most_often() -> None:
     ("changes", "arguments"),
     [
         *(({"clip_norm": value}, f"clip_norm={value}: must be a finite number > 0") for value in (0, -1.0, math.nan, math.inf)),
-        *(({"num_clients": value}, f"num_clients={value}: must be a whole number >= 1") for value in (0, 2.5)),
+        *(({"num_units": value}, f"num_units={value}: must be a whole number >= 1") for value in (0, 2.5)),
         ({"relation": "add"}, "relation='add': must be one of add-or-remove-one, replace-one"),
         ({"sampler": FixedSizeSampling(cohort_size=5)}, "no accountant bounds it under relation='add-or-remove-one'"),
         ({"sampler": FixedSizeSampling(cohort_size=51), "relation": "replace-one"}, "cohort_size=51: .* <= 50"),

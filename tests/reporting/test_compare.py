@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from flower_dp.reporting import compare, tables
 from flower_dp.reporting.figures import against_epsilon, figure
-from tests.reporting.conftest import STATEMENT, line
+from tests.reporting.conftest import GUARANTEE, line, stated
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_rounds_are_those_that_all_runs_have(write):
 
 def test_not_private_is_infinite_whatever_the_rounds_say(write):
     nothing = write("a", [0.1, 0.5], statement={"private": False, "epsilon": None}, clip_norm=9.0)
-    seeded = write("b", [0.1, 0.5], statement=STATEMENT | {"private": False})
+    seeded = write("b", [0.1, 0.5], statement=stated(private=False))
     for curve in curves(nothing, seeded):
         assert math.isinf(curve.epsilon)
         assert np.isinf(curve.spent).all()
@@ -65,9 +65,9 @@ def test_not_private_is_infinite_whatever_the_rounds_say(write):
 def test_epsilons_of_different_guarantees_are_not_to_be_compared(write):
     same = curves(write("a", [0.1]), write("b", [0.1], clip_norm=1.0))
     assert compare.notes(same) == []
-    record = write("c", [0.1], clip_norm=2.0, statement=STATEMENT | {"unit": "record"})
+    record = write("c", [0.1], clip_norm=2.0, statement=stated(unit="record"))
     assert "different units" in compare.notes([*same, *curves(record)])[0]
-    told = curves(*(write(name, [0.1], size=name, statement=STATEMENT | {"adversary": name}) for name in ("d", "e")))
+    told = curves(*(write(name, [0.1], size=name, statement=stated(protected_against=name)) for name in ("d", "e")))
     note = "the epsilons hold against different adversaries (d; or e): don't compare them with each other"
     assert compare.notes(told) == [note]
     assert json.loads(tables.as_json(told, "accuracy"))["curves"][0]["against"] == "d"
@@ -96,7 +96,7 @@ def test_runs_of_different_tasks_are_not_to_be_compared(write):
 
 def test_the_epsilon_of_every_round_is_the_largest_over_seeds_and_ends_at_the_tables(write):
     lines = [line(0, 0.1, 0.0), line(1, 0.4, 1.2), line(2, 0.5, 1.51)]  # an upper bound, a little above the statement's 1.5
-    (curve,) = curves(write("a", [], lines=lines), write("b", [0.1, 0.4, 0.8], seed=1, statement=STATEMENT | {"epsilon": 0.9}))
+    (curve,) = curves(write("a", [], lines=lines), write("b", [0.1, 0.4, 0.8], seed=1, statement=stated(epsilon=0.9)))
     assert (curve.spent.tolist(), curve.epsilon) == ([0.0, 1.2, 1.5], 1.5)
 
 
@@ -108,9 +108,9 @@ def test_where_no_round_tells_an_epsilon_each_may_have_cost_all(write):
 
 
 def test_an_epsilon_is_never_shown_smaller_than_it_is(write):
-    (curve,) = curves(write("a", [0.1], statement=STATEMENT | {"epsilon": 1.23401}))
+    (curve,) = curves(write("a", [0.1], statement=stated(epsilon=1.23401)))
     assert curve.format_epsilon() == "1.235"
-    (curve,) = curves(write("b", [0.1], statement=STATEMENT | {"epsilon": 4.0}))
+    (curve,) = curves(write("b", [0.1], statement=stated(epsilon=4.0)))
     assert curve.format_epsilon() == "4"
 
 
@@ -189,8 +189,8 @@ def three(write):
     own = {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 1.0}
     return [
         write("a", [0.1, 0.5, 0.7], **own),
-        write("b", [0.1, 0.4, 0.8], seed=1, statement=STATEMENT | {"epsilon": 1.75}, **own),
-        write("c", [0.1, 0.6, 0.9], statement=STATEMENT | {"epsilon": 4.0}, **own | {"dp-fedavg.noise-multiplier": 0.5}),
+        write("b", [0.1, 0.4, 0.8], seed=1, statement=stated(epsilon=1.75), **own),
+        write("c", [0.1, 0.6, 0.9], statement=stated(epsilon=4.0), **own | {"dp-fedavg.noise-multiplier": 0.5}),
         write("d_%", [0.1, 0.9], statement={"private": False, "epsilon": None}, **own | {"dp-fedavg.noise-multiplier": 0.0}),
     ]
 
@@ -228,14 +228,14 @@ def test_csv_and_latex(three, call):
     ]
 
 
-def by_epsilon(write, *, epsilon, proved, accuracy, method="dp-fedavg", seed=0, **statement):
+def by_epsilon(write, *, epsilon, proved, accuracy, method="dp-fedavg", seed=0, **guarantee):
     own = {"method": method, f"{method}.epsilon": epsilon, "seed": seed}
-    told = STATEMENT | {"epsilon": proved, "private": proved is not None} | statement
+    told = stated(epsilon=proved, private=proved is not None, **guarantee)
     return write(f"{method}-{epsilon}-{seed}", [0.1, accuracy], statement=told, **own)
 
 
 def test_a_pivot_has_a_column_for_each_epsilon_and_a_row_for_each_guarantee(write, call):
-    record = {"unit": "record", "relation": "replace-one", "adversary": "the server"}
+    record = {"unit": "record", "relation": "replace-one", "protected_against": "the server"}
     folders = [
         by_epsilon(write, epsilon=2.0, proved=1.99999, accuracy=0.7),
         by_epsilon(write, epsilon=2.0, proved=2.0, accuracy=0.8, seed=1),
@@ -338,7 +338,7 @@ def test_unfinished_runs_are_taken_if_asked_for(write, call):
     failed = write("c", [0.1, 0.5], finished=False)
     endless = write("b", [], lines=[line(0, 0.1, 0.0), line(1, 0.2, None)], statement=None)
     found = [curves(one, allow_unfinished=True)[0].epsilon for one in (folder, failed, endless)]
-    assert found == [0.5, STATEMENT["epsilon"], math.inf]
+    assert found == [0.5, GUARANTEE["epsilon"], math.inf]
 
 
 def test_a_clip_norm_that_moves_has_a_panel_of_its_own(write):

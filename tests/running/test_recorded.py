@@ -87,14 +87,14 @@ def test_no_metric_of_the_users_takes_the_place_of_a_column_of_the_run(tmp_path,
 
 def test_a_run_that_fails_has_told_what_it_released_and_has_one_line_a_round_when_it_goes_on(interrupted):
     said, text = json_of(interrupted), (interrupted / "statement.txt").read_text()
-    assert (said["num_rounds"], said["not_covered"][-1]) == (3, "what the app has left out")
+    assert (said["guarantee"]["num_charged_rounds"], said["not_covered"][-1]) == (3, "what the app has left out")
     assert "Not covered: what the app has left out" in text
     assert json_of(interrupted, "model")["unfinished"] == "after round 3"
     recorded(interrupted, resume=True)
     assert [(line["round"], line["loss"]) for line in lines_of(interrupted)] == [(at, 1 / (1 + at)) for at in range(5)]
     elapsed = [line["elapsed"] for line in lines_of(interrupted)]
     assert elapsed == sorted(elapsed)
-    assert json_of(interrupted)["num_rounds"] == 4
+    assert json_of(interrupted)["guarantee"]["num_charged_rounds"] == 4
     assert "unfinished" not in json_of(interrupted, "model")
 
 
@@ -198,7 +198,7 @@ def test_an_app_whose_settings_have_changed_begins_no_other_run_instead(begun, m
     with watched({"num-rounds": 5}, "run"), pytest.raises(SettingsError, match=r"num-rounds=5: was 4 in .*: it can't change"):
         strategy().start(asked, model(), num_rounds=5)
     assert not asked.sent
-    assert json_of(begun)["num_rounds"] == 3
+    assert json_of(begun)["guarantee"]["num_charged_rounds"] == 3
 
 
 class OwnLoop(DPFedAvg):

@@ -344,7 +344,7 @@ def test_a_run_of_own_clients_moves_the_right_way() -> None:
     """Clients of `privacy_mod` around an app of somebody else."""
     policy = ClientPolicy(max_clip_norm=100.0, min_clip_norm=0.01, min_noise_multiplier=0.4)
     grid = LocalGrid(stock_app(training([2.0] * 20), mods=[privacy_mod(policy=policy)]), 20)
-    strategy = FedSMP(**WORDS | {"num_clients": 20, "noise_multiplier": 0.5, "clip_norm": replace(CLIP, initial=0.1)})
+    strategy = FedSMP(**WORDS | {"num_clients": 20, "noise_multiplier": 0.5, "clip_norm": replace(CLIP, initial_clip_norm=0.1)})
     strategy.start(grid, arrays(w=np.zeros(16, np.float32)), num_rounds=8)
     path = [report.public()["clip-norm"] for report in strategy.rounds]
     assert path[0] == 0.1

@@ -392,7 +392,7 @@ def test_rounds_are_those_by_hand(method, monkeypatch):
         asked = {number: by_hand.asked(number) for number in range(1, ROUNDS + 1) if number != case.gaps.unfinished}
         heard = [sum(case.gaps.heard(one, number) for one in names) for number, names in asked.items()]
         assert [report.replies for report in found.strategy.rounds] == heard
-        assert found.strategy.missing.silent == sum(map(len, asked.values())) - sum(heard)
+        assert found.strategy.missing.no_reply == sum(map(len, asked.values())) - sum(heard)
         assert found.strategy.statement.num_charged_rounds == ROUNDS
         found.assert_unfinished_are_told()
 

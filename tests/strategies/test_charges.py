@@ -54,7 +54,12 @@ def test_what_is_no_charge_is_refused(changes, why):
 
 def test_a_charge_that_is_not_the_next_of_its_release_adds_nothing():
     charges = folded([one(), one(number=2)])
-    for wrong in (one(number=2), one(number=4), one(number=3, fingerprint="y"), one(number=3, scope=replace(CLIENTS, unit="record"))):
+    for wrong in (
+        one(number=2),
+        one(number=4),
+        one(number=3, fingerprint="y"),
+        one(number=3, scope=replace(CLIENTS, unit="record")),
+    ):
         with pytest.raises(LedgerError, match=r"has (2 )?charges of dp-fedavg in this run"):
             charges.after(wrong)
     assert charges.numbers() == {"dp-fedavg": 2}

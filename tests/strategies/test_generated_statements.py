@@ -246,9 +246,11 @@ def test_the_statement_of_nbafl_is_that_of_its_broadcasts_by_hand(case):
     assert found.strategy.statement.epsilon == max(one.epsilon for one in told.values())
     ahead = by_name(forecast(nbafl_strategy(case), num_rounds=ROUNDS, names=there.names))
     assert all(told[name].epsilon <= ahead[name].epsilon * (1 + 1e-6) for name in told)
-    assert found.strategy.statement.clients.each == pytest.approx(dict.fromkeys(there.names, server), rel=1e-3)
+    assert found.strategy.statement.clients.by_client == pytest.approx(dict.fromkeys(there.names, server), rel=1e-3)
     if case["paper"]:
-        assert told["the server"].paper_epsilon.valid == (replies <= case["exposures"] and case["epsilon"] / case["exposures"] < 1)
+        assert told["the server"].paper_epsilon.valid == (
+            replies <= case["exposures"] and case["epsilon"] / case["exposures"] < 1
+        )
         assert told["outsiders"].paper_epsilon.valid == (case["epsilon"] / ROUNDS < 1)
         assert {told[name].paper_epsilon.epsilon for name in ("the server", "outsiders")} == {case["epsilon"]}
     found.assert_unfinished_are_told(min(ROUNDS, case["replies"]))
@@ -353,7 +355,7 @@ def test_the_statement_of_clients_with_their_own_budgets_is_that_of_their_replie
         if case["laplace"]:
             trained = budget * count / most
             multiplier = sensitivity * most / budget
-            assert statement.clients.each[name] == pytest.approx(trained + alone, rel=1e-6)
+            assert statement.clients.by_client[name] == pytest.approx(trained + alone, rel=1e-6)
         else:
             multiplier = found.strategy.rules.books.terms[name].release.mechanism.noise_multiplier
             if case["rate"] == 1:
@@ -364,15 +366,15 @@ def test_the_statement_of_clients_with_their_own_budgets_is_that_of_their_replie
                 trained = accounting.epsilon(
                     dp_events.ComposedDpEvent([event] * count), delta=1e-3, relation=case["relation"]
                 ).epsilon
-            assert trained * (1 - 1e-6) <= statement.clients.each[name] <= (trained + alone) * (1 + 1e-6)
-            assert alone or statement.clients.each[name] == pytest.approx(trained, rel=1e-6)
+            assert trained * (1 - 1e-6) <= statement.clients.by_client[name] <= (trained + alone) * (1 + 1e-6)
+            assert alone or statement.clients.by_client[name] == pytest.approx(trained, rel=1e-6)
             assert trained <= budget * 1.02
         scale = multiplier * 0.7 / (size * (1 if case["laplace"] else case["rate"]))
         scales.append(scale)
         stds.append(weight * scale * (math.sqrt(2) if case["laplace"] else 1))
         if case["evaluations"]:
             assert statement.clients.evaluation[name] == pytest.approx(alone, rel=1e-6, abs=1e-12)
-    clients, costs = statement.clients, statement.clients.each
+    clients, costs = statement.clients, statement.clients.by_client
     summary = [min(costs.values()), statistics.median(costs.values()), *[max(costs.values())] * 3]
     assert [clients.minimum, clients.median, clients.maximum, costs[clients.worst], statement.epsilon] == summary
     assert clients.count == many
@@ -505,7 +507,7 @@ def test_the_statement_of_local_steps_is_that_of_the_least_noise_of_any_round_by
                 stds.append(rate * shrinks * multiplier * case["bound"] / case["batch"])
             rho = 2 * rounds * case["steps"] / multiplier**2
             papers.append(rho + 2 * math.sqrt(rho * math.log(1000)))
-        assert statement.clients.each[name] == pytest.approx(cost, rel=2e-3)
+        assert statement.clients.by_client[name] == pytest.approx(cost, rel=2e-3)
     assert [one.noise_std for one in statement.adversaries] == pytest.approx([min(stds)] * 3, rel=1e-3)
     assert statement.paper_epsilon.epsilon == pytest.approx(max(papers), rel=1e-3)
     assert statement.epsilon <= found.strategy.epsilon * (1 + 1e-6)

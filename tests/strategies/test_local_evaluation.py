@@ -299,7 +299,7 @@ def test_only_as_many_records_as_are_public_take_part():
 def instruction_of(budget, method="fedsgd-dpc laplace", name="c0", server_round=1, **own):
     """What an honest server asks, but for what `own` says of the client."""
     terms = budget.terms(name, METHODS[method][1].terms(name, data(name)))
-    said = {"weight": 1.0, "terms": terms.kind, "noise_multiplier": terms.release.mechanism.noise_multiplier} | own
+    said = {"weight": 1.0, "terms": terms.fingerprint, "noise_multiplier": terms.release.mechanism.noise_multiplier} | own
     bounds = MetricBounds(bounds={"accuracy": 1.0})
     asked = own_ask({name: (said["weight"], said["terms"], said["noise_multiplier"])}, metrics=bounds)
     return wire.Instruction(server_round=server_round, method=wire.EVALUATION, clients=(name,), ask=asked)

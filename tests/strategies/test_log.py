@@ -230,7 +230,14 @@ def test_a_charge_that_could_not_be_written_does_not_stand_for_the_next_one_of_i
     """The joint epsilon had the clients of the first cohort, who were not asked, and not those of the second."""
     scope, memory = CostScope(unit="record", relation="replace-one"), MemoryLog(private=True)
     log = StoreLog(path, method="m", delta=1e-3, private=True, memory=memory)
-    words = {"release": "m", "number": 1, "server_round": 1, "fingerprint": "k", "scope": scope, "events": (GaussianDpEvent(1.0),)}
+    words = {
+        "release": "m",
+        "number": 1,
+        "server_round": 1,
+        "fingerprint": "k",
+        "scope": scope,
+        "events": (GaussianDpEvent(1.0),),
+    }
 
     def full(self, run, one):
         raise LedgerError("database or disk is full")

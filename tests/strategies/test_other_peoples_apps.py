@@ -169,7 +169,7 @@ def test_failures_dead_nodes_and_refused_replies_are_counted_apart():
     assert strategy.missing == replies.MissingReplies(no_reply=1, failed=1, declined=1, rejected=1)
     said = str(strategy.statement)
     assert (
-        "4 updates that were asked for did not count: 1 from nodes that did not reply, 1 whose training failed or diverged, "
+        "4 requested updates did not count: 1 from nodes that did not reply, 1 whose training failed or diverged, "
         "1 declined by clients, 1 refused by the server" in said
     )
 

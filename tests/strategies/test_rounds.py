@@ -331,12 +331,12 @@ def test_batch_statistics_are_refused_on_both_sides(norm):
 
 def test_no_module_uses_a_global_generator():
     """One module lends them to a user's data set, seeded for one record, and gives them back as they were."""
-    lends = Path(flower_dp.__file__).parent / "clients" / "training" / "draws.py"
+    lends = Path(flower_dp.__file__).parent / "clients" / "training" / "training_rng.py"
     for path in set(Path(flower_dp.__file__).parent.rglob("*.py")) - {lends}:
         text = path.read_text(encoding="utf-8")
         for word in ("np.random.seed", "np.random.normal", "np.random.rand", "torch.manual_seed", "random.seed"):
             # There, what apps draw from the global generators is seeded for a while, and the generators are put back.
-            lent = path.name == "draws.py" and word in ("np.random.seed", "random.seed")
+            lent = path.name == "training_rng.py" and word in ("np.random.seed", "random.seed")
             assert lent or word not in text, f"{path.name} uses {word}"
 
 

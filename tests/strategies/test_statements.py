@@ -133,7 +133,9 @@ NONE = "no noise is added to updates: training is not private"
 )
 def test_who_is_trusted_with_the_noise_is_said(arguments, assumed):
     statement = stated(DPFedSAM(**LEVEL | arguments, sampling=FullSampling()))
-    assert statement.assumptions[0] == "clients clip as asked, and whether a client answers does not depend on its data"
+    assert (
+        statement.assumptions[0] == "Every client clips its update as instructed. Whether it replies does not depend on its data."
+    )
     assert tuple(line for line in statement.assumptions if line in (CENTRAL, SHARES, TOPPED, APART, NONE)) == assumed
 
 
@@ -177,7 +179,7 @@ def test_metrics_without_noise_are_named(method):
         return [line for line in stated_with(strategy, **changes).not_covered if line.startswith("CLIENT METRICS")]
 
     assert not told()
-    assert "CLIENT METRICS: clients sent training metrics without noise" in told(report_client_metrics=True)
+    assert "CLIENT METRICS: clients sent training metrics without noise." in told(report_client_metrics=True)
     assert any("configure_evaluate asks clients for metrics without noise" in line for line in told(own_evaluation=True))
 
 

@@ -124,7 +124,9 @@ def test_the_best_run_alone_is_shown(made, scores, dear, best):
     if best is None:
         assert shown(folder) == sorted(ALWAYS)
         told = json.loads((folder / "statement.json").read_text())
-        assert (told["method"], told["num_rounds"], told["private"]) == ("The best of K runs: nothing was released", 0, True)
+        guarantee = told["guarantee"]
+        assert told["method"] == "The best of K runs: nothing was released"
+        assert (guarantee["num_charged_rounds"], guarantee["private"]) == (0, True)
         return
     assert shown(folder) == WITH_A_RUN
     assert (folder / "runs/chosen/model.safetensors").read_bytes() == str(scores[best]).encode()
@@ -154,13 +156,14 @@ def test_the_statement_is_that_of_the_choice(made):
     cost = selection.epsilon([event], NegativeBinomialRunCount(mean=4), delta=statement.delta, relation=statement.relation)
     for place in (folder, folder / "runs" / "chosen"):
         told = json.loads((place / "statement.json").read_text())
-        assert (told["epsilon"], told["accountant"]) == (cost.epsilon, cost.accountant)
-        assert told["epsilon"] > 1.2 * statement.epsilon
+        guarantee = told["guarantee"]
+        assert (guarantee["epsilon"], guarantee["accountant"]) == (cost.epsilon, cost.accountant)
+        assert guarantee["epsilon"] > 1.2 * statement.epsilon
         assert [(one["name"], one["epsilon"]) for one in told["adversaries"]] == [("outsiders", cost.epsilon)]
         assert any("participants and the server: they see every run" in line for line in told["not_covered"])
         assert told["incidents"] == ["round 1 was left out"]
-        assert told["num_rounds"] == 2
-        assert (told["parts"], told["paper"]) == ({}, None)
+        assert guarantee["num_charged_rounds"] == 2
+        assert (guarantee["epsilon_by_release"], told["mechanism"]["paper_epsilon"]) == ({}, None)
     rows = [json.loads(line) for line in (folder / "runs/chosen/metrics.jsonl").read_text().splitlines()]
     assert rows[-1] == {"round": 2, "private-accuracy": 0.4}
 

@@ -41,7 +41,7 @@ def test_a_row_for_each_run(made):
     assert found[0]["folder"] == f"runs/{made.runs[0].name}"
     assert found[0]["command"] == made.runs[0].command
     assert (found[0]["delta"], found[0]["unit"], found[0]["private-loss"]) == ("0.001", "client", "0.3")
-    assert (found[0]["relation"], found[0]["adversary"]) == ("add-or-remove-one", "outsiders")
+    assert (found[0]["relation"], found[0]["protected_against"]) == ("add-or-remove-one", "outsiders")
     commands = (made.folder.path / "commands.txt").read_text()
     assert f"# dp-fedsam.epsilon=1.0, seed 1\n{made.runs[2].command}\n" in commands
 
@@ -51,7 +51,7 @@ def test_rows_have_public_numbers_alone(made):
     (first, *_) = rows(made)
     assert not {"client-norm", "secret", "secret-cohort", "cohort-size"} & first.keys()
     assert first["seconds"] == ""
-    (made.folder.of(made.runs[0]) / "statement.json").write_text(json.dumps({"private": False}))
+    (made.folder.of(made.runs[0]) / "statement.json").write_text(json.dumps({"format": 2, "guarantee": {"private": False}}))
     finish(made.folder.of(made.runs[1]), made.runs[1].config, 0.7, finished=False, elapsed=12.5)
     (made.folder.of(made.runs[1]) / "statement.json").unlink()
     found = rows(made)

@@ -79,7 +79,7 @@ FILE = "app = 'mine'\nseeds = 1\nat-once = 1\n[settings]\nnum-rounds = 12\n[grid
 
 
 def epsilon_of(run):
-    return json.loads((run / "statement.json").read_text())["epsilon"]
+    return json.loads((run / "statement.json").read_text())["guarantee"]["epsilon"]
 
 
 def together_of(out):
@@ -136,7 +136,7 @@ def test_a_sweep_of_which_runs_fail_and_die_is_interrupted_and_goes_on(begin, wr
         assert text in said
     now = read_metrics(waits)
     assert now[: len(kept) - 1] == kept[:-1]  # whose evaluation may have been cut
-    assert now[-1]["round"] == json.loads((waits / "statement.json").read_text())["num_rounds"] == 12
+    assert now[-1]["round"] == json.loads((waits / "statement.json").read_text())["guarantee"]["num_charged_rounds"] == 12
     assert {row["state"] for row in rows(out)} == {"finished"}
     assert len({row["process"] for row in rows(out)}) == 2  # a warm process makes all of a time
     assert (out / "table.md").read_text().count(" | 1 | 25.00 | ") == 4

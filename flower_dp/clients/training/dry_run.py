@@ -1,8 +1,8 @@
 """A dry run: whether a client can train at all, found out on records that nobody has, before anything is asked of it.
 
 The report is one of the texts of `flower_dp.clients.refusal_messages`. It follows from the model, the recipe, and shapes and
-types of records. Where single records are protected, these are the public ones alone (`made_up`). Where the client is protected, the
-shapes of its first record serve as well: the server learns of a client that fails anyway. No value of a record matters.
+types of records. If single records are protected, only public shapes count (`made_up`). If the client is protected, the shapes of
+its first record serve as well: the server learns of a client that fails anyway. No value of a record matters.
 
 Doubt counts for the client: it can't train only if no made-up batch works, and a loss of the user's own is not judged, since
 nobody knows which targets it takes.

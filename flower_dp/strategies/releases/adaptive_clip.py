@@ -54,9 +54,9 @@ class AdaptiveClip:
     max_clip_norm: float
 
     def __post_init__(self) -> None:
-        checks.number("smallest", self.min_clip_norm, above=0)
-        checks.number("largest", self.max_clip_norm, at_least=self.min_clip_norm)
-        checks.number("initial", self.initial_clip_norm, at_least=self.min_clip_norm, at_most=self.max_clip_norm)
+        checks.number("min_clip_norm", self.min_clip_norm, above=0)
+        checks.number("max_clip_norm", self.max_clip_norm, at_least=self.min_clip_norm)
+        checks.number("initial_clip_norm", self.initial_clip_norm, at_least=self.min_clip_norm, at_most=self.max_clip_norm)
         checks.number("target_quantile", self.target_quantile, above=0, below=1)
         checks.number("learning_rate", self.learning_rate, above=0)
         if self.count_noise_std is not None:

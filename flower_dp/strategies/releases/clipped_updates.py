@@ -14,13 +14,13 @@ from flower_dp.strategies.releases.noised_sum import NoisedSum, check_relation
 from flower_dp.strategies.releases.shared_noise import NoiseSharing
 
 _SEEN_BY = {
-    "central": "everyone who sees global models, the clients among them; the server is trusted",
+    "central": "everyone who sees global models, including the clients; the server is trusted",
     "distributed": (
-        "everyone who sees sums or global models, any single client among them; who adds up the messages is trusted not to look "
-        "at single ones"
+        "everyone who sees sums or global models, including any single client; the aggregator, which adds up the messages, is "
+        "trusted not to look at single ones"
     ),
 }
-# Of the drawn clients, how many must answer where nobody tops up the noise of the others.
+# The fraction of the selected clients that must reply if the server completes no noise.
 _MIN_REPLY_RATIO = 0.75
 
 
