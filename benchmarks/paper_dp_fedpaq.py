@@ -75,7 +75,7 @@ def _numbers(strategy: DPStrategy, statement: PrivacyStatement) -> Row:
     bytes_each = [report.bytes_per_client for report in strategy.rounds]
     return {
         "epsilon": statement.epsilon,
-        "noise std": statement.noise.get("least_noise_std_of_an_update_of_round_1", 0.0),
+        "noise std": statement.noise.get("min_noise_std_of_an_update_of_round_1", 0.0),
         "bits": 8 * sum(bytes_each) / len(bytes_each) / 7840,
     }
 

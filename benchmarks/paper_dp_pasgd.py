@@ -75,7 +75,7 @@ def numbers(strategy: Any, statement: PrivacyStatement) -> Row:
         "cost": max(strategy.rules.costs(strategy.charges).values()),
         "tight epsilon": statement.epsilon,
         "paper epsilon": None if statement.paper_epsilon is None else statement.paper_epsilon.epsilon,
-        "largest noise std": statement.noise["largest_noise_std_of_a_mean_gradient"],
+        "largest noise std": statement.noise["max_noise_std_of_a_mean_gradient"],
     }
 
 

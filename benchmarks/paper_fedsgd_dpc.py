@@ -106,7 +106,7 @@ def _numbers(strategy: Any, statement: PrivacyStatement) -> Row:
     if not strategy.charges.number(strategy.rules.training.name):
         return {"replies": 0, "noise scale": 0.0, "tight": 0.0, "paper": 0.0}
     replies = num_replies(strategy.num_clients, strategy.rules.cohort_size, strategy.charges.number(strategy.rules.training.name))
-    scale = statement.noise["largest_noise_scale_of_a_mean_gradient"]
+    scale = statement.noise["max_noise_scale_of_a_mean_gradient"]
     return {"replies": replies, "noise scale": scale, "tight": statement.epsilon, "paper": statement.paper_epsilon.epsilon}
 
 

@@ -321,8 +321,8 @@ def gaussian_terms(arguments: Words, num_steps: int = 1) -> float:
 
 
 def of_any(**values: float) -> dict[str, float]:
-    """Numbers that are the same for every client: the least and the largest."""
-    return {f"{which}_{name}": value for name, value in values.items() for which in ("least", "largest")}
+    """Numbers that are the same for every client: the smallest and the largest."""
+    return {f"{which}_{name}": value for name, value in values.items() for which in ("min", "max")}
 
 
 def fedsgd_dpc(mechanism: str, *, variant: bool = False) -> Method:
@@ -412,8 +412,8 @@ def dp_pasgd(label: str, title: str, num_local_steps: int, *, variant: bool = Fa
             | of_any(noise_multiplier=multiplier(arguments), noise_std_of_a_mean_gradient=of_a_mean(arguments))
         ),
         sampling=lambda arguments: (
-            f"all clients of {arguments.num_clients} in every round, at most {arguments.replies * num_local_steps} local "
-            f"steps of one client, {num_local_steps} a round"
+            f"all {arguments.num_clients} clients in every round, at most {arguments.replies * num_local_steps} local "
+            f"steps per client, {num_local_steps} per round"
         ),
     )
 
@@ -457,8 +457,8 @@ def local_steps(cls: type[DPStrategy], recipe: Any, name: str, title: str, *, ca
         numbers=lambda arguments: {
             "clip_norm": arguments.clip_norm,
             "update_sensitivity_of_round_1": sensitivity(arguments),
-            "least_noise_multiplier": gaussian_terms(arguments),
-            "largest_noise_std_of_an_update_of_round_1": message_noise(arguments),
+            "min_noise_multiplier": gaussian_terms(arguments),
+            "max_noise_std_of_an_update_of_round_1": message_noise(arguments),
         },
         sampling=lambda arguments: f"at most {arguments.replies} replies per client; all records, {NUM_RECORDS} in each",
     )

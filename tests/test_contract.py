@@ -504,7 +504,7 @@ def test_the_statement_says_what_the_settings_say(method):
     assert statement.epsilon == pytest.approx(max(one.epsilon for one in statement.adversaries if not one.trusted))
     against = {one.name: one for one in statement.adversaries}
     assert against["the server"].lowest_noise_std == pytest.approx(method.message_noise(arguments), rel=2e-3)
-    rows = [line.split("  ")[0].strip() for line in text.splitlines()]
+    rows = [line.strip().split("  ")[0] for line in text.splitlines()]
     assert all(f"{one.name}{' (TRUSTED)' * one.trusted}" in rows for one in statement.adversaries)
     assert f"NOT COVERED    - {OTHER_RUNS}" in text
     assert statement.private

@@ -403,7 +403,7 @@ def test_the_guides_run_is_on_the_disk_when_it_dies_and_goes_on(devices_app, mon
             return receive(messages, **words)
 
         patch.setattr(made.grid, "send_and_receive", dying)
-        patch.setattr("flower_dp.running.run_recorder.Recording.end", lambda *arguments: None)
+        patch.setattr("flower_dp.running.run_recorder.RunRecorder.end", lambda *arguments: None)
         with pytest.raises(Killed):
             made.play()
     # Rounds 1 and 2 were answered, and round 3 was charged: the server knows it, and no old statement is there.

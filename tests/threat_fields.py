@@ -80,7 +80,10 @@ ASKS = (
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log", "handle")
 # Dataclasses and structs of `flower_dp.wire` that do not cross themselves, or stand for one that does.
 NOT_SENT = {"Model", "RecordNames", "Part", "_Protocol", "_Answer", "_Refused"}
-SENT = {"Instruction", "Ask", "Promise", "LocalRequest", "RoundMask", "SentMask", "Indicator", "Answer", "Refusal", "Hosted"}
+SENT = {
+    *("Instruction", "ReleaseRequest", "Promise", "LocalRequest", "RoundMask", "SentMask", "Indicator"),
+    *("ReplyHeader", "Refusal", "HostedClients"),
+}
 
 
 def fields_of(*kinds: type) -> set[str]:
@@ -240,7 +243,7 @@ def told() -> set[str]:
     """The functions that make a text which a server may see."""
     found = set()
     for place, node in everywhere(PACKAGE / "clients", PACKAGE / "privacy"):
-        makes = called(node) in ("Declined", "Failed", "Refusal", "Spent", "redact_errors", "replied", "why_no_client")
+        makes = called(node) in ("Declined", "Failed", "Refusal", "ChargeRefusal", "redact_errors", "replied", "why_no_client")
         if makes or (isinstance(node, ast.Name) and node.id == "refused" and isinstance(node.ctx, ast.Store)):
             found.add(place)
     return found

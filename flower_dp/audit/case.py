@@ -47,7 +47,7 @@ class Case:
         client: words `model` and `clients` of a node -> its client; None: a stock client of Flower.
         present: -1, 0 or 1 for every client.
         absent: the same for the neighbouring input.
-        silent: whether client 0 does not answer at all in the neighbouring input; else it answers, with another push.
+        drops_out: whether client 0 does not answer at all in the neighbouring input; else it answers, with another push.
         view: what is seen: `outsider` global models; `participant` these, without client 1's own messages, which it knows;
             `server` client 0's messages.
         num_rounds: of a run.

@@ -33,7 +33,7 @@ class TrainedUpdates:
         training: the recipe.
         model: where to train.
         server_round: 1, 2, ...
-        engine: of `local_updates`.
+        training_engine: of `local_updates`.
         group_size: of `local_updates`.
     """
 
@@ -84,7 +84,7 @@ class DPClient(HostingClient):
         device: where to train; by default the GPU if this process has one, else the CPU.
         seed: governs the order of records, never the noise.
         noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
-        engine: "one_by_one", or, in a simulation, "batched" or "auto", the one that `choose_engine` says:
+        training_engine: "one_by_one", or, in a simulation, "batched" or "auto", the one that `choose_engine` says:
             `flower_dp.clients.training.engines`.
         group_size: how many clients "batched" trains at once on a GPU, if so many models fit into its memory; a public number,
             such as the clients of this node that a round is expected to draw. None: at most 64.

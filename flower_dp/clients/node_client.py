@@ -100,7 +100,7 @@ class HostingClient(NumPyClient):
         return _Replying(self).to_client()
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to the client query: see `hosts`."""
+        """Return the answer to the client query: see `describe_hosted`."""
         with redact_errors("naming the clients"):
             return {wire.KEY: self.describe_hosted(self.unable_reason())}
 

@@ -47,9 +47,9 @@ class ClientPolicy:
 
     Example:
         >>> from flower_dp.clients import ClientPolicy
-        >>> from flower_dp.wire import Ask, Promise
+        >>> from flower_dp.wire import Promise, ReleaseRequest
         >>> policy = ClientPolicy(max_clip_norm=1.0, min_noise_multiplier=0.8)
-        >>> policy.check(Ask(promise=Promise(clip_norm=1.0, noise_multiplier=0.5), placement="central"))
+        >>> policy.check(ReleaseRequest(promise=Promise(clip_norm=1.0, noise_multiplier=0.5), placement="central"))
         Traceback (most recent call last):
             ...
         flower_dp.clients.refusal_messages.Declined: declined: noise_multiplier=0.5: this client's policy asks for 0.8

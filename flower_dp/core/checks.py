@@ -58,13 +58,13 @@ class ErrorCollector:
     r"""What is wrong with some settings, collected so that all of it is told at once.
 
     Example:
-        >>> from flower_dp.core.checks import Findings, integer, number
-        >>> findings = Findings()
-        >>> with findings.noted():
+        >>> from flower_dp.core.checks import ErrorCollector, integer, number
+        >>> collector = ErrorCollector()
+        >>> with collector.collect_errors():
         ...     integer("num-rounds", -1, at_least=0)
-        >>> with findings.noted():
+        >>> with collector.collect_errors():
         ...     number("delta", 2.0, below=1)
-        >>> [str(error) for error in findings.errors]
+        >>> [str(error) for error in collector.errors]
         ['num-rounds=-1: must be a whole number >= 0', 'delta=2.0: must be a finite number < 1']
     """
 

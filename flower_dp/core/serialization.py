@@ -30,13 +30,13 @@ def serializable(kind: type[T]) -> type[T]:
     Example:
         >>> from dataclasses import dataclass
         >>> import numpy as np
-        >>> from flower_dp.core.serialization import packed, serializable, unpacked
-        >>> @stored
+        >>> from flower_dp.core.serialization import dump_bytes, load_bytes, serializable
+        >>> @serializable
         ... @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
         ... class Clip:
         ...     norm: float
         ...     past: np.ndarray
-        >>> unpacked(packed(Clip(norm=0.5, past=np.zeros(2)))) == Clip(norm=0.5, past=np.zeros(2))
+        >>> load_bytes(dump_bytes(Clip(norm=0.5, past=np.zeros(2)))) == Clip(norm=0.5, past=np.zeros(2))
         True
     """
     register_serializable(kind)
@@ -78,8 +78,8 @@ def dump_bytes(value: Any) -> bytes:
             text, truth value, None.
 
     Example:
-        >>> from flower_dp.core.serialization import packed, unpacked
-        >>> unpacked(packed({"rounds": 3}))
+        >>> from flower_dp.core.serialization import dump_bytes, load_bytes
+        >>> load_bytes(dump_bytes({"rounds": 3}))
         {'rounds': 3}
     """
     body = msgspec.msgpack.encode(_put(value, "state"))

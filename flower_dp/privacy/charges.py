@@ -31,8 +31,8 @@ class CostScope:
         view: the adversary; empty: the strongest one.
 
     Example:
-        >>> from flower_dp.privacy.charges import Scope
-        >>> print(Scope(unit="client", relation="replace-one"))
+        >>> from flower_dp.privacy.charges import CostScope
+        >>> print(CostScope(unit="client", relation="replace-one"))
         for each client (replace-one)
     """
 
@@ -52,7 +52,7 @@ class Charge:
         release: the name of the release on the wire: the method's, or that of private evaluations.
         number: 1, 2, ...: how often this release is charged in its run, this time included.
         server_round: 1, 2, ...
-        kind: what is charged, as text: the same in all charges of a release, or they can't belong to one run.
+        fingerprint: what is charged, as text: the same in all charges of a release, or they can't belong to one run.
         scope: what the events protect, and under which relation.
         owners: who is charged: names of clients, or `ALL_CLIENTS` alone.
         events: the different events that owners are charged with.
@@ -61,9 +61,9 @@ class Charge:
 
     Example:
         >>> from dp_accounting import GaussianDpEvent
-        >>> from flower_dp.privacy.charges import Charge, Scope
+        >>> from flower_dp.privacy.charges import Charge, CostScope
         >>> words = {"release": "dp-pasgd", "number": 1, "server_round": 1, "fingerprint": "by the clients' terms"}
-        >>> scope = Scope(unit="record", relation="replace-one")
+        >>> scope = CostScope(unit="record", relation="replace-one")
         >>> charge = Charge(owners=("a", "b"), events=(GaussianDpEvent(2.0),), scope=scope, **words)
         >>> charge.by_owner["b"]
         GaussianDpEvent(noise_multiplier=2.0)
@@ -232,14 +232,14 @@ class Charges:
 
     Example:
         >>> from dp_accounting import GaussianDpEvent
-        >>> from flower_dp.privacy.charges import ALL_CLIENTS, Charge, Charges, Scope
-        >>> scope = Scope(unit="client", relation="add-or-remove-one")
+        >>> from flower_dp.privacy.charges import ALL_CLIENTS, Charge, Charges, CostScope
+        >>> scope = CostScope(unit="client", relation="add-or-remove-one")
         >>> words = {"release": "dp-fedavg", "fingerprint": "z = 2", "scope": scope}
         >>> charges = Charges()
         >>> for number in (1, 2):
         ...     words |= {"number": number, "server_round": number}
         ...     charges = charges.after(Charge(**words, owners=(ALL_CLIENTS,), events=(GaussianDpEvent(2.0),)))
-        >>> charges.numbers(), round(charges.worst(scope, 1e-5).epsilon, 2)
+        >>> charges.numbers(), round(charges.cost_of_most_charged(scope, 1e-5).epsilon, 2)
         ({'dp-fedavg': 2}, 2.94)
     """
 

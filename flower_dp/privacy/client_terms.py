@@ -119,7 +119,7 @@ class ClientTerms:
 
 
 def num_replies_of(text: str) -> int:
-    """Return the most replies that terms allow, of the terms as one line, `Terms.text`.
+    """Return the most replies that terms allow, of the terms as one line, `ClientTerms.text`.
 
     Raises:
         ValueError: if the line has no such number.

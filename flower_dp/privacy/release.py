@@ -25,14 +25,14 @@ class Release:
     """What is released, who sees it, and what protects it.
 
     Attributes:
-        what: the quantity released, in words.
-        seen_by: everyone who sees it, in words; they are the adversary.
+        description: the quantity released, in words.
+        visible_to: everyone who sees it, in words; they are the adversary.
         unit: what differs between neighbouring data sets: a `client` (all of one client's data) or a `record`.
         relation: the neighbouring relation.
         clip_norm: bound on the norm of one unit's contribution (L2 for Gaussian, L1 for Laplace noise).
         mechanism: the noise, as a multiple of `clip_norm`.
         sampler: who takes part in a round (or, inside one client, which of its records).
-        num_clients: how many units the sampler draws from: clients, or, if the unit is a record, one client's records.
+        num_units: how many units the sampler draws from: clients, or, if the unit is a record, one client's records.
 
     Example:
         >>> from flower_dp.core.sampling import PoissonSampling
@@ -46,7 +46,7 @@ class Release:
         ...     clip_norm=0.5,
         ...     mechanism=Gaussian(noise_multiplier=1.0),
         ...     sampler=PoissonSampling(sampling_rate=0.1),
-        ...     num_clients=1000,
+        ...     num_units=1000,
         ... )
         >>> release.noise_scale, release.sensitivity, release.expected_cohort_size
         (0.5, 0.5, 100.0)

@@ -128,8 +128,8 @@ class PoissonRunCount:
         ValueError: for a value out of range, naming it.
 
     Example:
-        >>> from flower_dp.privacy.selection import Poisson
-        >>> round(Poisson(mean=10).added(0.1, 0.0), 2)
+        >>> from flower_dp.privacy.selection import PoissonRunCount
+        >>> round(PoissonRunCount(mean=10).added(0.1, 0.0), 2)
         1.05
     """
 

@@ -66,14 +66,14 @@ class Store:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from dp_accounting import GaussianDpEvent
-        >>> from flower_dp.privacy.charges import ALL_CLIENTS, Charge, Scope
+        >>> from flower_dp.privacy.charges import ALL_CLIENTS, Charge, CostScope
         >>> from flower_dp.privacy.store import Store
         >>> charge = Charge(
         ...     release="dp-fedavg",
         ...     number=1,
         ...     server_round=1,
         ...     fingerprint="noise multiplier 2",
-        ...     scope=Scope(unit="client", relation="add-or-remove-one"),
+        ...     scope=CostScope(unit="client", relation="add-or-remove-one"),
         ...     owners=(ALL_CLIENTS,),
         ...     events=(GaussianDpEvent(noise_multiplier=2.0),),
         ... )

@@ -44,7 +44,8 @@ class RunContents:
     @property
     def guarantee(self) -> Mapping[str, Any]:
         """The statement's group of this name; empty while there is no statement."""
-        return self.statement.get("guarantee", {})
+        guarantee: Mapping[str, Any] = self.statement.get("guarantee", {})
+        return guarantee
 
     @property
     def epsilon(self) -> float:

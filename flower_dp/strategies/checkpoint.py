@@ -45,7 +45,7 @@ class Checkpoint:
         setting: what the run must have again to go on, by name, as text: its method, its model, and so on. Empty where the
             strategy's `start` has a loop of its own: such a run can't go on.
         server_round: the last round that was learnt from; 0 before the first.
-        is_over: whether that round was evaluated as well, and told to everyone.
+        round_complete: whether that round was evaluated as well, and told to everyone.
         state: all that the strategy needs to go on.
         arrays: the model as it is sent; of a run that has ended its result.
         train: Flower's training metrics so far, by round.

@@ -47,7 +47,7 @@ class ClientLevelRules:
         name: the method's name on the wire.
         title: the method's name for people.
         updates: what is released.
-        noise: its noise multiplier; or a `Budget`, whose epsilon gives the noise and is the target too.
+        noise: its noise multiplier; or a `EpsilonTarget`, whose epsilon gives the noise and is the target too.
         delta: the delta at which epsilon is stated, in (0, 1).
         target_epsilon: the run ends before the round that would pass it; None for no target.
         paper_formula: what the paper's epsilon is called.

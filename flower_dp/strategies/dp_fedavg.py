@@ -37,7 +37,7 @@ class DPFedAvg(DPStrategy):
             accounting claims no amplification by sampling.
         min_reply_ratio: with `server_completes_noise=False`, the fraction of the selected clients that must reply, 0.75 by
             default. These replies alone hold the noise of the release. With fewer replies the round is charged and not released.
-        options: those of every strategy: see `Options`.
+        options: those of every strategy: see `StrategyOptions`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.

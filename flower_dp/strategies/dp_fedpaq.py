@@ -280,7 +280,7 @@ class DPFedPAQ(DPStrategy):
             Epsilon and delta are then of one reply; the statement's epsilon is what all replies cost with this noise.
         num_replies: the most replies of a client. By default as many as the rounds need (round robin, or all clients); with
             `FixedSizeSampling` a number that a client exceeds with a probability of 1 %, after which it is not asked.
-        options: those of every strategy: see `Options`.
+        options: those of every strategy: see `StrategyOptions`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.

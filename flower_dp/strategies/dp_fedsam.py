@@ -52,7 +52,7 @@ class DPFedSAM(DPStrategy):
             (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the
             accounting claims no amplification by sampling.
         min_reply_ratio: with `server_completes_noise=False`, part of the drawn clients that must answer, 0.75 by default.
-        options: those of every strategy: see `Options`.
+        options: those of every strategy: see `StrategyOptions`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.
@@ -64,7 +64,7 @@ class DPFedSAM(DPStrategy):
         ...     clip_norm=0.5, noise_multiplier=0.9, sampling=PoissonSampling(sampling_rate=0.1), num_clients=1000, delta=5e-4
         ... )
         >>> # Against a participant, who knows one of 192 shares:
-        >>> round(strategy.rules.noise.charged.mechanism.noise_multiplier, 4)
+        >>> round(strategy.rules.noise.release_to_participants.mechanism.noise_multiplier, 4)
         0.8977
     """
 

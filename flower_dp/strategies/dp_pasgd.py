@@ -376,7 +376,7 @@ class DPPASGD(DPStrategy):
         max_cost: of a device in a run (paper: C_th); None: no limit.
         best_by: the number of `evaluate_fn` by which models are compared: the least, if its name ends in `loss`, or the largest,
             if it ends in `accuracy`.
-        options: those of every strategy: see `Options`.
+        options: those of every strategy: see `StrategyOptions`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.

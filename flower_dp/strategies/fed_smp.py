@@ -48,7 +48,7 @@ class FedSMP(DPStrategy):
             (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the
             accounting claims no amplification by sampling.
         min_reply_ratio: with `server_completes_noise=False`, part of the drawn clients that must answer, 0.75 by default.
-        options: those of every strategy: see `Options`.
+        options: those of every strategy: see `StrategyOptions`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.

@@ -223,7 +223,7 @@ class FedSGDDPC(DPStrategy):
         relation: neighbouring relation; replace-one in the paper. Under add-or-remove-one the noise is about half as large.
         num_replies: the most replies of a client (R), if not ceil(b T / N): one number, a sequence or a mapping.
         noise_constant: the paper's c2, which has no published value; gives the Gaussian `paper` epsilon.
-        options: those of every strategy: see `Options`.
+        options: those of every strategy: see `StrategyOptions`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.

@@ -141,7 +141,7 @@ class Journal:
         self._warned: set[str] = set()
 
     def resume(self, found: Checkpoint) -> None:
-        """Begin where an earlier process was; an observer that has a `go_on` learns what the last line is that stays."""
+        """Begin where an earlier process was; an observer that has a `resume` learns what the last line is that stays."""
         self._due, self._arrays = None if found.round_complete else found.server_round, found.model
         self._started -= found.elapsed
         for observer in self._observers:

@@ -127,7 +127,8 @@ class LocalMetricsEvaluation(LocalReleases):
 class LocalRules:
     """Terms and a budget of every client, and a stop where all budgets are spent.
 
-    A subclass says in `weight`, `longest` and `vectors` what its rows are, and in `learn` and `statement` what comes of them.
+    A subclass says in `weight`, `longest` and `vectors` what its rows are, and in `next_model` and `statement` what comes of
+    them.
 
     Attributes:
         training: the replies of training.

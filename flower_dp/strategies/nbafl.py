@@ -362,7 +362,7 @@ def _paper(rules: NbAFLRules, run: RunFacts, *, exposures: int, limit: int, what
         )
     return PaperEpsilon(
         epsilon=rules.paper_epsilon,
-        formula=f"Wei et al. 2020, {what} noise for {limit} exposures linear composition, deltas not added up",
+        formula=f"Wei et al. 2020, {what} noise for {limit} exposures with linear composition, deltas not added up",
         valid=not faults,
         reason="; ".join([*faults, assumption]),
     )
@@ -397,7 +397,7 @@ class NbAFL(DPStrategy):
             `uplink_exposures`.
         min_records: the fewest records of any client (paper: m); None: of `num_records`.
         aggregation: `data-size` (p_i = n_i / n) or `uniform`.
-        options: those of every strategy: see `Options`.
+        options: those of every strategy: see `StrategyOptions`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.

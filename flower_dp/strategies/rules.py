@@ -122,8 +122,8 @@ class MethodRules(Protocol):
     """One method on the server: its releases, and how the model learns from them.
 
     Rules see names, vectors and numbers, never messages. They are never changed: all that changes is in the state of the run. A
-    method whose `Learnt` has a charge also has `planned(charges, server_round, names)`, which returns the most that this charge
-    can be, for a forecast.
+    method whose `ModelUpdate` has a charge also has `planned(charges, server_round, names)`, which returns the most that this
+    charge can be, for a forecast.
 
     Attributes:
         about: what the method says of itself.

@@ -62,7 +62,7 @@ class RunFacts:
         missing: the number of requested updates that did not count.
         incidents: what happened, in words.
         report_client_metrics: whether clients were asked for metrics, which are not private.
-        own_evaluation: whether a subclass asks clients to evaluate, whose metrics are not private.
+        custom_evaluation: whether a subclass asks clients to evaluate, whose metrics are not private.
         changing_names: whether charges are counted by names of clients that change when their nodes start anew.
         num_known: the largest number of clients among which a cohort was drawn; 0 before the first.
     """
@@ -81,8 +81,8 @@ class RunFacts:
 class RunState:
     """All that a run needs to go on. Two of them are equal if all that they hold is.
 
-    Stored with `flower_dp.core.serialization.packed`. It holds no client's data: models, counts and numbers that the server has
-    anyway. `rounds` must stay on the server: see `RoundReport`.
+    Stored with `flower_dp.core.serialization.dump_bytes`. It holds no client's data: models, counts and numbers that the server
+    has anyway. `rounds` must stay on the server: see `RoundReport`.
 
     Attributes:
         rounds: the numbers of every round.
@@ -103,7 +103,7 @@ class RunState:
         optimizer: the state of the server's optimiser; None without one.
         not_private: whether a round had noise or sampling from a fixed seed; it stays so.
         asked_metrics: whether clients were asked for training metrics, which are not private.
-        own_evaluation: whether a round was run by a subclass that asks clients to evaluate, whose metrics are not private.
+        custom_evaluation: whether a round was run by a subclass that asks clients to evaluate, whose metrics are not private.
         changing_names: whether a round was charged by names of clients that change when their nodes start anew.
         num_known: the largest number of clients among which a cohort was drawn.
         run: the id of the run that was charged; empty before its first charge, and where it is not told.

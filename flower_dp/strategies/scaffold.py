@@ -34,7 +34,7 @@ class Scaffold(DPStrategy):
         quantization_levels: more than sqrt(d), or None: with fewer the errors of control variates grow from round to round.
         calibration: as for `DPFedPAQ`.
         num_replies: the most replies of a client.
-        options: those of every strategy: see `Options`.
+        options: those of every strategy: see `StrategyOptions`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value.

@@ -54,7 +54,7 @@ class Session:
 
     Attributes:
         rules: the method, of this run's clients and rounds as far as they are known.
-        asked: by the name of a release: what was asked, until the replies are added up. It belongs to this process alone.
+        pending: by the name of a release: what was asked, until the replies are added up. It belongs to this process alone.
         log: the charges, where a crash does not reach them.
         writer: of checkpoints, from which the run can go on.
         journal: of the run that `start` runs now; None outside of it.
@@ -137,7 +137,7 @@ class Session:
 
         Args:
             grid: the nodes.
-            limits: of the first query, see `first_query`.
+            limits: of the first query, see `query_clients`.
         """
         if self._manager is not None:
             return self._manager.known_clients(grid)
@@ -294,7 +294,7 @@ class Session:
         Args:
             release: what is asked.
             server_round: 1, 2, ...
-            drawn: state and cohort, by nodes: see `drawn`.
+            drawn: state and cohort, by nodes: see `draw_cohort`.
             size: of a client's update, or of its metrics.
             model: the model that is sent.
             known_clients: who is there.

@@ -45,7 +45,7 @@ class DPStrategy(RunView, Strategy):
 
     Args:
         rules: the method's rules.
-        options: see `Options`.
+        options: see `StrategyOptions`.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value, before any client is asked.

@@ -45,7 +45,7 @@ class CheckpointPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The run as it was when a round was learnt from (`is_over` false), or was over."""
+    """The run as it was when a round was learnt from (`round_complete` false), or was over."""
 
     server_round: int
     round_complete: bool

@@ -67,11 +67,11 @@ class ReplyHeader:
         fresh: clients in the sum that had kept nothing from an earlier round, in methods whose clients keep a vector.
 
     Example:
-        >>> from flower_dp.wire import Answer, Refusal
+        >>> from flower_dp.wire import ReplyHeader, Refusal
         >>> header = {"codec": "dense", "length": 10}
         >>> refused = {"b": Refusal(code="failed", reason="training failed")}
-        >>> answer = Answer(refused=refused, payload=header, seeded_noise=False, metrics={})
-        >>> Answer.from_json(answer.to_json(asked=["a", "b"]), asked=["a", "b"]) == answer
+        >>> answer = ReplyHeader(refused=refused, payload=header, seeded_noise=False, metrics={})
+        >>> ReplyHeader.from_json(answer.to_json(asked=["a", "b"]), asked=["a", "b"]) == answer
         True
     """
 

@@ -74,9 +74,9 @@ class LocalRequest(Part, frozen=True, kw_only=True):
         ValueError: for a value that makes no sense, naming it.
 
     Example:
-        >>> from flower_dp.wire import Ask, LocalRequest, Promise
+        >>> from flower_dp.wire import LocalRequest, Promise, ReleaseRequest
         >>> own = LocalRequest(weight=0.25, terms="4 replies, Laplace", noise_multiplier=8.0, number=1)
-        >>> ask = Ask(promise=Promise(clip_norm=1.0, noise_multiplier=8.0), placement="local", own={"a": own})
+        >>> ask = ReleaseRequest(promise=Promise(clip_norm=1.0, noise_multiplier=8.0), placement="local", own={"a": own})
         >>> ask.own["a"].weight
         0.25
     """
@@ -148,9 +148,9 @@ class ReleaseRequest(Part, frozen=True, kw_only=True):
         ValueError: for values that make no sense, or do not go together, naming them.
 
     Example:
-        >>> from flower_dp.wire import Ask, Promise
+        >>> from flower_dp.wire import Promise, ReleaseRequest
         >>> promise = Promise(clip_norm=0.5, noise_multiplier=1.0)
-        >>> Ask(promise=promise, placement="central", step=2.0**-12).row_length(10)
+        >>> ReleaseRequest(promise=promise, placement="central", step=2.0**-12).row_length(10)
         10
     """
 

@@ -29,8 +29,8 @@ class HostedClients(structs.Part, frozen=True, kw_only=True):
         ValueError: if a name stands twice, or is no line of printable characters.
 
     Example:
-        >>> from flower_dp.wire import Hosted
-        >>> Hosted(names=("hospital-7",), methods=frozenset({"dp-fedavg"})).names
+        >>> from flower_dp.wire import HostedClients
+        >>> HostedClients(names=("hospital-7",), methods=frozenset({"dp-fedavg"})).names
         ('hospital-7',)
     """
 

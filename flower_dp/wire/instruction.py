@@ -31,8 +31,8 @@ class Instruction(structs.Part, frozen=True, kw_only=True):
         frozen: positions of the arrays of the model that are sent and not trained.
 
     Example:
-        >>> from flower_dp.wire import Ask, Instruction, Promise
-        >>> ask = Ask(promise=Promise(clip_norm=0.5, noise_multiplier=1.0), placement="central")
+        >>> from flower_dp.wire import Instruction, Promise, ReleaseRequest
+        >>> ask = ReleaseRequest(promise=Promise(clip_norm=0.5, noise_multiplier=1.0), placement="central")
         >>> instruction = Instruction(server_round=1, method="dp-fedavg", clients=("a", "b"), ask=ask)
         >>> Instruction.from_json(instruction.to_json()) == instruction
         True

@@ -574,7 +574,7 @@ def test_terms_that_differ_in_one_word_are_other_terms() -> None:
         {"clip_norm": 2.0},
         {"mechanism": Gaussian(noise_multiplier=opened.release.mechanism.noise_multiplier)},
         {"sampler": PoissonSampling(sampling_rate=0.5)},
-        {"num_clients": 9},
+        {"num_units": 9},
     ):
         other = replace(opened, release=replace(opened.release, **change))
         assert other.refusal_reason(1, opened.text) is not None, change

@@ -60,7 +60,7 @@ def test_every_preset_makes_a_strategy_and_a_client_that_agree(name):
     run = run_of(PRESETS[name])
     strategy = strategy_of(run)
     statement = strategy.statement
-    assert (statement.epsilon, statement.to_dict()["num_rounds"]) == (0, 0)
+    assert (statement.epsilon, statement.to_dict()["guarantee"]["num_charged_rounds"]) == (0, 0)
     node = client(run)
     assert isinstance(node, LocalDPClient if METHODS[run.settings.method].recipe else DPClient)
     assert strategy.num_clients == run.settings.num_clients

@@ -33,7 +33,7 @@ def test_a_run_is_not_private_and_says_so_and_no_update_is_clipped(name, tmp_pat
     statement = json.loads((folder / "statement.json").read_text())
     guarantee = statement["guarantee"]
     assert (guarantee["private"], guarantee["epsilon"], guarantee["protected_against"]) == (False, None, "nobody")
-    assert (folder / "statement.txt").read_text().splitlines()[1].startswith("NOT PRIVATE. No differential-privacy guarantee")
+    assert (folder / "statement.txt").read_text().splitlines()[2].startswith("GUARANTEE      NOT PRIVATE. Epsilon is infinite: ")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
     assert [line["epsilon"] for line in lines] == [None] * 3
     # No update is longer than the square root of the sum of all squares.

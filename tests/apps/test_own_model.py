@@ -96,7 +96,7 @@ def test_a_method_takes_a_model_and_data_of_ones_own_and_evaluates_on_its_client
     assert ["private-accuracy" in line for line in lines] == [False, False, True]
     assert lines[2]["private-loss-standard-error"] > 0
     statement = json.loads((tmp_path / "run" / "statement.json").read_text())
-    assert statement["private"]
+    assert statement["guarantee"]["private"]
     assert statement["guarantee"]["epsilon_by_release"]["training"] < statement["guarantee"]["epsilon"]
     if METHODS[method].recipe:
         assert statement["guarantee"]["epsilon_by_release"]["evaluation"] == pytest.approx(3.0, rel=1e-9)

@@ -80,7 +80,7 @@ def shares_by_their_number(monkeypatch):
 
 
 def no_factor_of_replace_one(monkeypatch):
-    monkeypatch.setattr(events, "effective", lambda multiplier, relation: multiplier)
+    monkeypatch.setattr(events, "noise_over_sensitivity", lambda multiplier, relation: multiplier)
 
 
 def no_clip(monkeypatch):

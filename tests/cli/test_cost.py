@@ -41,11 +41,11 @@ def test_a_run_that_a_target_ends_is_told_with_its_rounds_in_words(call):
 @pytest.mark.parametrize(
     ("command", "more", "warning"),
     [
-        (("epsilon", "--noise-multiplier", "4"), ("--delta", "0.3"), "0.3 is at least 1 / 4 clients"),
-        (("epsilon", *IN_TURN, "--num-clients", "200"), ("--delta", "0.005"), "0.005 is at least 1 / 200 clients"),
+        (("epsilon", "--noise-multiplier", "4"), ("--delta", "0.3"), "0.3 is at least 1/4 for 4 clients"),
+        (("epsilon", *IN_TURN, "--num-clients", "200"), ("--delta", "0.005"), "0.005 is at least 1/200 for 200 clients"),
         (("epsilon", *IN_TURN, "--num-clients", "199"), ("--delta", "0.005"), None),
-        (("epsilon", "mnist-dp-fedavg"), (*QUICK, "--set", "dp-fedavg.delta=0.005"), "0.005 is at least 1 / 200 clients"),
-        (("epsilon", "breast-cancer-fedsgd-dpc"), ("--set", "fedsgd-dpc.delta=0.5"), " records, and a mechanism that publishes"),
+        (("epsilon", "mnist-dp-fedavg"), (*QUICK, "--set", "dp-fedavg.delta=0.005"), "0.005 is at least 1/200 for 200 clients"),
+        (("epsilon", "breast-cancer-fedsgd-dpc"), ("--set", "fedsgd-dpc.delta=0.5"), " records. A mechanism that publishes"),
     ],
 )
 def test_a_delta_that_promises_nothing_is_warned_of(call, command, more, warning):

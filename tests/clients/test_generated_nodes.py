@@ -98,7 +98,7 @@ def test_each_record_contributes_once_at_most_to_an_evaluation(size, public, rel
     """As many as are public, under replace-one; and where the unit is the client, the mean of all of them."""
     values = torch.arange(1, size + 1, dtype=torch.float32)[:, None] / 16
     data = TensorRecords(inputs=values, targets=torch.zeros(size, 1))
-    release = release_of(unit=unit, relation=relation, num_clients=public)
+    release = release_of(unit=unit, relation=relation, num_units=public)
     model, bounds = FlatModel(Value()), MetricBounds(bounds={"value": 2.0})
     make = RecordContributions(model=model, metrics=OWN, bounds=bounds, release=release)
     rows = make(model.vector.clone(), ClientJob(name="a", records=data, seed=0, secret=lambda: np.random.default_rng(seed)))

@@ -101,7 +101,7 @@ def test_round_robin_is_balanced_after_any_number_of_rounds(clients: int, data: 
 def test_cohorts_larger_than_the_population_are_refused(kind: Any) -> None:
     sampler = kind(cohort_size=9)
     rng = np.random.default_rng(0)
-    for use, arguments in ((sampler.choose, (1, 8, rng)), (sampler.expected_cohort_size, (8,)), (sampler.event, (RELEASE, 1, 8))):
+    for use, arguments in ((sampler.sample, (1, 8, rng)), (sampler.expected_cohort_size, (8,)), (sampler.event, (RELEASE, 1, 8))):
         with pytest.raises(ValueError, match="cohort_size=9: must be a whole number >= 1 and <= 8"):
             use(*arguments)
 

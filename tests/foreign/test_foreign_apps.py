@@ -116,9 +116,10 @@ def test_the_statement_after_a_start_of_ones_own_counts_rounds_and_lost_replies(
     assert len(grid.received) == 11
     said = capsys.readouterr().out
     assert said.startswith("Privacy statement: DP-FedAvg\n")
-    epsilon = float(
-        re.search(r"^\(([\d.]+), 0.001\)-differential privacy for each client .* over 3 rounds\.$", said, re.MULTILINE)[1]
-    )
+    lines = [line.removeprefix("GUARANTEE").strip() for line in said.splitlines()]
+    promise = re.compile(r"Each client has \(([\d.]+), 0.001\)-differential privacy \(.*\)\.")
+    (epsilon,) = (float(found[1]) for line in lines if (found := promise.fullmatch(line)))
+    assert re.fullmatch(r"Upper bound \(accountant .*\) for 3 charged rounds\.", lines[3])
     assert epsilon == pytest.approx(gaussian_epsilon([0.31] * 3, "add-or-remove-one", 1e-3), rel=1e-3)
     assert "1 requested updates did not count: 1 from nodes that did not reply" in said
 

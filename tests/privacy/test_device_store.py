@@ -117,7 +117,7 @@ FAULTS = {
         "is damaged: charge 1",
     ),
     "a reply twice": (lambda path: changed(path, {"number": 1}), "reply 2 of training is missing"),
-    "other terms": (lambda path: changed(path, {"terms": "9 replies"}), "reply 2 of training has other terms"),
+    "other terms": (lambda path: changed(path, {"fingerprint": "9 replies"}), "reply 2 of training has other terms"),
     "an older copy": (lambda path: shutil.copy(path.with_name("old"), path), "is an older copy"),
     "a server's": (lambda path: (path.unlink(), store.Store.create(path)), "is a server's ledger, and no device's"),
     "foreign": (

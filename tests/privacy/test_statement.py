@@ -31,8 +31,8 @@ def test_text_says_everything() -> None:
     text = str(STATEMENT)
     for line in (
         "DP-FedSAM",
-        "               Each client has (7.3012, 0.001)-differential privacy (add-or-remove-one)..",
-        *("accountant pld", "200 rounds", "everyone who sees global models", "Poisson, rate 0.1", "clip norm 0.2"),
+        "GUARANTEE      Each client has (7.3012, 0.001)-differential privacy (add-or-remove-one).",
+        *("accountant pld", "200 charged rounds", "everyone who sees global models", "Poisson, rate 0.1", "clip norm 0.2"),
         *("noise multiplier 0.95", "8.5787", "valid here", "ASSUMPTIONS    1. the server is trusted"),
         *("NOT COVERED    - CLIENT METRICS", "INCIDENTS      - 3 replies refused"),
     ):

@@ -11,6 +11,7 @@ CONFIG = {"method": "dp-fedavg", "num-rounds": 2, "clip-norm": 0.5, "seed": 0, "
 GUARANTEE = {"private": True, "epsilon": 1.5, "delta": 1e-3, "unit": "client", "relation": "add-or-remove-one"}
 GUARANTEE["protected_against"] = "outsiders"
 STATEMENT = {"format": 2, "guarantee": GUARANTEE}
+NOT_PRIVATE = {"format": 2, "guarantee": {"private": False, "epsilon": None}}
 
 
 def stated(**guarantee):

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from flower_dp.reporting import compare, tables
 from flower_dp.reporting.figures import against_epsilon, figure
-from tests.reporting.conftest import GUARANTEE, line, stated
+from tests.reporting.conftest import GUARANTEE, NOT_PRIVATE, line, stated
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_rounds_are_those_that_all_runs_have(write):
 
 
 def test_not_private_is_infinite_whatever_the_rounds_say(write):
-    nothing = write("a", [0.1, 0.5], statement={"private": False, "epsilon": None}, clip_norm=9.0)
+    nothing = write("a", [0.1, 0.5], statement=NOT_PRIVATE, clip_norm=9.0)
     seeded = write("b", [0.1, 0.5], statement=stated(private=False))
     for curve in curves(nothing, seeded):
         assert math.isinf(curve.epsilon)
@@ -191,7 +191,7 @@ def three(write):
         write("a", [0.1, 0.5, 0.7], **own),
         write("b", [0.1, 0.4, 0.8], seed=1, statement=stated(epsilon=1.75), **own),
         write("c", [0.1, 0.6, 0.9], statement=stated(epsilon=4.0), **own | {"dp-fedavg.noise-multiplier": 0.5}),
-        write("d_%", [0.1, 0.9], statement={"private": False, "epsilon": None}, **own | {"dp-fedavg.noise-multiplier": 0.0}),
+        write("d_%", [0.1, 0.9], statement=NOT_PRIVATE, **own | {"dp-fedavg.noise-multiplier": 0.0}),
     ]
 
 

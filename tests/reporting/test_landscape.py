@@ -21,7 +21,7 @@ INPUTS = RNG.standard_normal((12, 3)).astype(np.float32)
 TARGETS = RNG.standard_normal((12, 2)).astype(np.float32)
 WEIGHTS = np.array([[1.0, 2.0, -2.0], [0.0, 0.3, -0.4]], np.float32)
 BIAS = np.array([0.5, -0.5], np.float32)
-PRIVATE = {"private": True, "epsilon": 1.5}
+PRIVATE = {"format": 2, "guarantee": {"private": True, "epsilon": 1.5}}
 
 
 def recorded(folder, arrays=None, statement=PRIVATE, **config):

@@ -14,7 +14,8 @@ def norms_of(write):
 
     def read(name, *lines):
         rows = [{"round": at} | line for at, line in enumerate(lines)]
-        return read_update_norms(read_past_run(write(name, [], lines=rows, statement={"noise": {"clip_norm": 0.5}})))
+        statement = {"format": 2, "mechanism": {"noise": {"clip_norm": 0.5}}}
+        return read_update_norms(read_past_run(write(name, [], lines=rows, statement=statement)))
 
     return read
 

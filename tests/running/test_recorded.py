@@ -88,7 +88,8 @@ def test_no_metric_of_the_users_takes_the_place_of_a_column_of_the_run(tmp_path,
 def test_a_run_that_fails_has_told_what_it_released_and_has_one_line_a_round_when_it_goes_on(interrupted):
     said, text = json_of(interrupted), (interrupted / "statement.txt").read_text()
     assert (said["guarantee"]["num_charged_rounds"], said["not_covered"][-1]) == (3, "what the app has left out")
-    assert "Not covered: what the app has left out" in text
+    not_covered = text.partition("NOT COVERED    ")[2].partition("\n\n")[0]
+    assert "- what the app has left out" in [line.strip() for line in not_covered.splitlines()]
     assert json_of(interrupted, "model")["unfinished"] == "after round 3"
     recorded(interrupted, resume=True)
     assert [(line["round"], line["loss"]) for line in lines_of(interrupted)] == [(at, 1 / (1 + at)) for at in range(5)]

@@ -204,8 +204,8 @@ def test_the_number_of_replies_follows_the_rounds(sampling):
 @pytest.mark.parametrize("sensitivity", SENSITIVITIES)
 def test_the_statement_names_the_sensitivity(sensitivity):
     strategy, _ = pair(steps_of(sensitivity))
-    text = str(strategy.statement)
-    assert f"sensitivity of an update by {sensitivity!r}" in text
+    text = " ".join(str(strategy.statement).split())
+    assert f"The sensitivity of an update is proved by {sensitivity!r}: " in text
     assert not any(other in text for other in set(SENSITIVITIES) - {sensitivity})
     assert "4 records at random, without replacement" in text
     assert strategy.statement.noise["update_sensitivity_of_round_1"] == steps_of(sensitivity).update_sensitivity(1)

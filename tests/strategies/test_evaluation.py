@@ -471,7 +471,7 @@ def test_the_statement_says_that_evaluating_cohorts_are_secret():
     strategy, grid, _ = constant(num_metrics=1, sampling=PoissonSampling(sampling_rate=0.5), noise_multiplier=4.0)
     strategy.start(grid, flat(), num_rounds=1)
     statement = strategy.statement
-    told = "who evaluates is known to nobody who is protected against, nor how many do: not from logs or timing either"
+    told = "No outsider or participant learns who evaluates or how many do, whether from logs, from timing or otherwise."
     assert told in statement.assumptions
     assert all("who took part in training" in one.view for one in statement.adversaries if one.name == "outsiders")
 
@@ -510,7 +510,7 @@ def test_epsilon_is_that_of_training_and_evaluations_together():
     statement = strategy.statement
     assert statement.epsilon == pytest.approx(cost(training, evaluations))
     assert statement.epsilon_by_release == pytest.approx({"training": cost(training), "evaluation": cost(evaluations)})
-    assert "Each part alone: training " in str(statement)
+    assert "Each release alone: training " in str(statement)
     assert not statement.paper_epsilon.valid
 
 

@@ -264,7 +264,7 @@ def test_a_record_that_cannot_be_read_counts_as_zero_and_changes_no_other(caplog
 def test_dp_pasgd_evaluates_all_records_of_a_client_and_not_a_batch_of_them():
     """Noise of the sum is the same: over 40 records its std is 16 / 40 of what it would be over a batch of 16."""
     terms = METHODS["dp-pasgd"][1].terms("c0", data("c0"))
-    assert (terms.release.num_clients, terms.num_records) == (16, SIZE)
+    assert (terms.release.num_units, terms.num_records) == (16, SIZE)
     release = BUDGET.terms("c0", terms).release
     assert release.noise_scale / release.expected_cohort_size == pytest.approx(2 * 2 / 0.5 / SIZE)
     with pytest.raises(ValueError, match="num_records=None: must be the public data sizes with an evaluation"):
@@ -431,11 +431,11 @@ def test_a_run_charges_before_messages_leave_and_states_training_and_evaluation(
     statement = strategy.statement
     assert not statement.incidents
     assert statement.epsilon_by_release["evaluation"] == pytest.approx(0.5, rel=1e-9)
-    assert statement.clients.evaluation == pytest.approx(dict.fromkeys(NAMES, 0.5), rel=1e-9)
+    assert statement.clients.evaluation_by_client == pytest.approx(dict.fromkeys(NAMES, 0.5), rel=1e-9)
     books = strategy.rules.books
     training = books.cost(strategy.rules.ledgers(strategy.charges)["c0"]).epsilon
     assert statement.epsilon_by_release["training"] == pytest.approx(training)
-    total = statement.clients.each["c0"]
+    total = statement.clients.by_client["c0"]
     assert training < total <= training + 0.5
     # Nobody's view leaves evaluations out, and no paper's epsilon passes for the whole.
     assert all(one.epsilon > 0.5 * (1 - 1e-9) for one in statement.adversaries)
@@ -560,7 +560,7 @@ def test_a_client_is_charged_for_every_evaluation_that_it_was_asked_for(method, 
         sent += messages
     asked = asked_by_name(sent)
     statement = strategy.statement
-    assert statement.clients.evaluation == pytest.approx({name: 0.3 * asked[name] for name in NAMES}, rel=1e-9)
+    assert statement.clients.evaluation_by_client == pytest.approx({name: 0.3 * asked[name] for name in NAMES}, rel=1e-9)
     assert max(asked.values()) <= 3
     # At delta = 0 evaluations cost what they cost alone; at the statement's delta, where it has one, a little less.
     alone = [LaplaceDpEvent(2 * 3 / 0.9)] * max(asked.values())
@@ -600,4 +600,4 @@ def test_clients_of_one_node_are_promised_the_least_noise_of_them():
     reported = instructed(message)["ask"]
     assert reported["promise"]["noise_multiplier"] == pytest.approx(2 * 2 / 4.0)
     assert [one["noise_multiplier"] for one in reported["own"].values()] == pytest.approx([8.0, 4.0, 2.0, 1.0])
-    assert strategy.statement.clients.evaluation == pytest.approx({"c0": 0.25, "c1": 0.5, "c2": 1.0, "c3": 2.0})
+    assert strategy.statement.clients.evaluation_by_client == pytest.approx({"c0": 0.25, "c1": 0.5, "c2": 1.0, "c3": 2.0})

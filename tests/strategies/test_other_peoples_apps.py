@@ -151,7 +151,7 @@ def test_a_node_that_is_gone_counts_as_silent_and_is_named(caplog):
         strategy.start(grid, arrays(weight=np.zeros(4, np.float32)), num_rounds=1)
     assert strategy.missing == replies.MissingReplies(no_reply=1)
     assert any("node 1: no reply: Error: Node Unavailable" in record.getMessage() for record in caplog.records)
-    assert not any("was not asked" in record.getMessage() for record in caplog.records)
+    assert not any("not asked" in record.getMessage() for record in caplog.records)
 
 
 def test_failures_dead_nodes_and_refused_replies_are_counted_apart():
@@ -167,7 +167,7 @@ def test_failures_dead_nodes_and_refused_replies_are_counted_apart():
     strategy = DPFedAvg(**WORDS | {"num_clients": 6})
     strategy.start(grid, arrays(weight=np.zeros(4, np.float32)), num_rounds=1)
     assert strategy.missing == replies.MissingReplies(no_reply=1, failed=1, declined=1, rejected=1)
-    said = str(strategy.statement)
+    said = " ".join(str(strategy.statement).split())
     assert (
         "4 requested updates did not count: 1 from nodes that did not reply, 1 whose training failed or diverged, "
         "1 declined by clients, 1 refused by the server" in said

@@ -86,7 +86,7 @@ def test_three_silent_rounds_end_the_run_with_the_model_before_them(kind, tmp_pa
     assert made.statement.epsilon == pytest.approx(five.statement.epsilon)
     assert len(made.rounds) == 2
     assert "rounds 3 to 5 were charged and not finished" in made.statement.incidents
-    assert "12 requested updates did not count" in str(made.statement)
+    assert "12 requested updates did not count" in " ".join(str(made.statement).split())
     kept = CheckpointFolder(folder).read()
     assert kept.server_round == 2
     assert np.array_equal(kept.arrays["w"], made.state.model)
@@ -137,7 +137,7 @@ def test_evaluations_that_nobody_answers_end_and_training_goes_on(first, caplog)
     assert grid.asked("evaluate") == list(range(1, first + 3))
     assert [report.replies for report in made.rounds] == [4] * ROUNDS
     assert made.statement.incidents.count(ENDED) == 1
-    assert f"{first + 2} private evaluations" in str(made.statement)
+    assert f"{first + 2} private evaluations" in " ".join(str(made.statement).split())
     assert [record.getMessage() for record in caplog.records].count(f"{ENDED}; training goes on") == 1
 
 

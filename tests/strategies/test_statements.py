@@ -54,7 +54,7 @@ def test_every_statement_names_other_runs_and_all_else_that_it_leaves_out(method
     own, rest = stated(METHODS[method]()).not_covered
     assert own.startswith(OTHER_RUNS)
     assert ("ledger file" in own) == (method not in ("dp-fedavg", "dp-fedsam", "fed-smp"))
-    assert rest.startswith("everything else that is computed from client data: choice of settings, timing, logs")
+    assert rest.startswith("Everything else computed from client data: the choice of settings, timing, logs")
 
 
 # Assumptions
@@ -64,8 +64,8 @@ def relies(statement, arguments):
     return [line for line in statement.assumptions if arguments in line]
 
 
-BATCH = "which records are in a batch is known to the client alone"
-CHOICE = "only the client knows which of its records it takes"
+BATCH = "Only the client knows which records are in a batch."
+CHOICE = "Only the client knows which of its records it uses."
 GAUSSIAN = SGD | {"mechanism": "gaussian", "delta": 1e-3, "num_records": SIZES}
 POISSON = PASGD | {"epsilon": 0.3, "learning_rate": 0.25, "batch_sampling": "poisson", "num_records": 80}
 
@@ -105,19 +105,20 @@ def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
     relation = "replace-one" if isinstance(sampling, FixedSizeSampling) else "add-or-remove-one"
     strategy = DPFedAvg(**arguments, sampling=sampling, relation=relation)
     statement = stated(strategy, names=MANY)
-    assert bool(relies(statement, "the cohort of a round is known to nobody")) == relied
+    assert bool(relies(statement, "No outsider or participant learns a round's cohort")) == relied
     fixed = isinstance(sampling, FixedSizeSampling)
-    assert bool(relies(statement, "a sampling rate of 40/399 in that round, where 40/400 is accounted for")) == fixed
+    unaccounted = "NOT ACCOUNTED FOR in training: epsilon uses the sampling rate 40/400. A client that knows it was not selected "
+    assert bool(relies(statement, f"{unaccounted}faces 40/399 in that round")) == fixed
     outsiders = next(one for one in statement.adversaries if one.name == "outsiders")
-    assert outsiders.view.endswith(", not who took part") == fixed
+    assert outsiders.view.endswith("; not which clients took part") == fixed
     assert outsiders.view.endswith(", and who took part") == (not relied)
 
 
-CENTRAL = "the server is trusted: it sees single updates and adds the noise"
-SHARES = "clients add their shares of the noise; single messages are not private and are seen by the aggregator only"
-TOPPED = "the server is trusted to add the shares of noise that are missing in a round"
-APART = "clients do not combine their knowledge of their shares of the noise, nor does a node that hosts several"
-NONE = "no noise is added to updates: training is not private"
+CENTRAL = "The server is trusted: it sees single updates and adds the noise."
+SHARES = "Every replying client adds its noise share. Single messages are not private; only the aggregator sees them."
+TOPPED = "The server is trusted to add every noise share that a round's sum lacks."
+APART = "Clients do not combine what they know of their noise shares; nor does a node that hosts several clients."
+NONE = "No noise is added to updates: training is not private."
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_who_is_trusted_with_the_noise_is_said(arguments, assumed):
 
 def test_a_release_that_tells_the_cohort_says_that_sampling_lowers_no_cost():
     sampled = LEVEL | {"num_clients": 400, "delta": 1e-4}
-    arguments = "adversaries may know who takes part: sampling lowers no cost"
+    arguments = "Adversaries may know who takes part, so epsilon claims no amplification by sampling."
     strategy = DPFedSAM(**sampled, sampling=PoissonSampling(sampling_rate=0.1), server_completes_noise=False)
     strategy.plan(3)
     assert relies(strategy.statement, arguments)
@@ -151,9 +152,13 @@ def test_a_release_that_tells_the_cohort_says_that_sampling_lowers_no_cost():
 def test_a_local_statement_says_what_is_public_and_whom_nobody_can_check():
     for method in ("fedsgd-dpc", "nbafl", "dp-pasgd", "dp-fedpaq", "scaffold"):
         first, second = stated(METHODS[method]()).assumptions[:2]
-        assert first.startswith("a client clips and adds its noise itself, by its own budget; one that does not loses its own")
-        assert second.startswith("data sizes, budgets, who is asked and who answers are public, and whether a client answers")
-    assert relies(stated(METHODS["nbafl"]()), "the other clients add their noise and don't share it; the server adds its own")
+        assert first.startswith(
+            "Every client clips and adds its noise itself, by its own budget. A client that does not loses its own"
+        )
+        assert second.startswith(
+            "Data sizes, budgets, cohorts and the names of replying clients are public. Whether a client replies"
+        )
+    assert relies(stated(METHODS["nbafl"]()), "other clients add their noise and keep it secret; the server adds its own")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -164,10 +169,11 @@ def test_what_a_run_went_through_is_said(method):
     strategy._session.update_state(missing=MissingReplies(no_reply=2, rejected=1), incidents=incidents)
     statement = strategy.statement
     assert "ended before round 4: no reason" in statement.incidents
-    assert any(line.startswith("3 ") and "that were asked for did not count" in line for line in statement.incidents)
+    missed = ("3 requested updates did not count: ", "3 requested replies did not count: ")
+    assert any(line.startswith(missed) for line in statement.incidents)
     if method not in ("dp-fedavg", "dp-fedsam", "fed-smp"):
         strategy._session.update_state(releases={strategy.rules.training.name: 5})
-        assert "5 times a client whose budget was spent was not asked" in strategy.statement.incidents
+        assert "5 times a client was skipped because its budget was spent" in strategy.statement.incidents
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -180,7 +186,7 @@ def test_metrics_without_noise_are_named(method):
 
     assert not told()
     assert "CLIENT METRICS: clients sent training metrics without noise." in told(report_client_metrics=True)
-    assert any("configure_evaluate asks clients for metrics without noise" in line for line in told(own_evaluation=True))
+    assert any("configure_evaluate requests metrics without noise" in line for line in told(custom_evaluation=True))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -204,7 +210,7 @@ def test_no_number_of_a_paper_is_valid_with_noise_from_a_seed(method):
         ({"sampling": FullSampling(), "relation": "replace-one"}, "it holds for add-or-remove-one"),
         (
             {"sampling": PoissonSampling(sampling_rate=0.1), "server_completes_noise": False},
-            "missing shares of noise reveal who takes part",
+            "the number of noise shares in a sum reveals who takes part",
         ),
         ({"sampling": FullSampling(), "keep_ratio": 0.5}, "top-k of each client's own noised update is not post-processing"),
         ({"sampling": FullSampling()}, None),

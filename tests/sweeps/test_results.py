@@ -49,7 +49,7 @@ def test_a_row_for_each_run(made):
 def test_rows_have_public_numbers_alone(made):
     """No time of a run whose times tell how many clients took part, and nothing that clients were asked for."""
     (first, *_) = rows(made)
-    assert not {"client-norm", "secret", "secret-cohort", "cohort-size"} & first.keys()
+    assert not {"client-norm", "secret", "cohort-is-secret", "cohort-size"} & first.keys()
     assert first["seconds"] == ""
     (made.folder.of(made.runs[0]) / "statement.json").write_text(json.dumps({"format": 2, "guarantee": {"private": False}}))
     finish(made.folder.of(made.runs[1]), made.runs[1].config, 0.7, finished=False, elapsed=12.5)

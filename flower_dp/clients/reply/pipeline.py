@@ -140,14 +140,14 @@ class Pipeline:
         >>> import torch
         >>> from flower_dp.clients.reply.parts import GaussianShare, RowClip
         >>> from flower_dp.clients.reply.sending import Lossless, TopK
-        >>> from flower_dp.clients.reply.pipeline import Job, Pipeline
+        >>> from flower_dp.clients.reply.pipeline import ClientJob, Pipeline
         >>> class Constant:
         ...     def rows(self, vector, jobs):
         ...         return ((torch.full_like(vector, 9.0), torch.tensor(0.0)) for job in jobs)
         >>> clip = RowClip(clip_norm=1.0, step=2.0**-14)
         >>> share = GaussianShare(noise_std=0.5)
         >>> pipeline = Pipeline(train=Constant(), clip=clip, noise=share, after_noise=TopK(keep_ratio=0.5), encode=Lossless())
-        >>> job = Job(name="a", records=[], seed=0, secret=lambda: torch.Generator())
+        >>> job = ClientJob(name="a", records=[], seed=0, secret=lambda: torch.Generator())
         >>> (reply,) = pipeline.replies(torch.zeros(8), [job])
         >>> int(reply.row.count_nonzero())
         4

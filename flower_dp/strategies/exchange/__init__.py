@@ -83,7 +83,7 @@ class Exchange(Protocol):
             asked: what was asked.
             replies: those to the first stage, as they arrive: each is added up, and dropped.
             more: sends a further stage.
-            seeded: whether the server's own noise is from a fixed seed: see `Collected`.
+            seeded: whether the server's own noise is from a fixed seed: see `CollectedReplies`.
 
         Raises:
             RoundDiscarded: if the stages give no sum.

@@ -86,8 +86,8 @@ class ClientManager:
         timeout: seconds to wait for them.
         newcomers: whether more clients than `num_clients` may take part. If not, exactly `num_clients` do: those of the start.
         unfit: why a node that runs these methods can't take part, None if it can.
-        max_clients_per_node: see `Options`.
-        max_new_clients: see `Options`.
+        max_clients_per_node: see `StrategyOptions`.
+        max_new_clients: see `StrategyOptions`.
     """
 
     def __init__(

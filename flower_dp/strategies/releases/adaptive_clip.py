@@ -21,13 +21,13 @@ class AdaptiveClip:
     Source: Andrew, Thakkar, McMahan, Ramaswamy 2021, Algorithm 1 and Theorem 1.
 
     Attributes:
-        initial: clip norm of the first round (paper: C^0).
+        initial_clip_norm: clip norm of the first round (paper: C^0).
         target_quantile: part of the updates that should be within the clip norm, in (0, 1) (paper: gamma).
         learning_rate: of the clip norm's logarithm (paper: eta_C).
         count_noise_std: std of the noise on the number of clients within the clip norm (paper: sigma_b); more than half of the
             noise multiplier. None: a twentieth of the expected cohort, or the noise multiplier if that is larger.
-        smallest: no round has a smaller clip norm; a public number.
-        largest: no round has a larger clip norm; a public number.
+        min_clip_norm: no round has a smaller clip norm; a public number.
+        max_clip_norm: no round has a larger clip norm; a public number.
 
     Raises:
         ValueError: for a value that makes no sense, naming it.

@@ -46,7 +46,7 @@ class LocalReleases:
         vectors_of: the vectors that are sent with the model.
         metrics: of an evaluation; None in training.
         terms: of every client, by its name; empty before they are known.
-        kind: a digest of the terms, by which clients are charged.
+        fingerprint: a digest of the terms, by which clients are charged.
     """
 
     name: str

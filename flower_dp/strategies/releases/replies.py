@@ -31,7 +31,7 @@ class MissingReplies:
     """The number of requested updates that do not count, by reason.
 
     Attributes:
-        silent: the node did not reply; it has left, or is too slow.
+        no_reply: the node did not reply; it has left, or is too slow.
         failed: training failed or diverged, or the app raised an error.
         declined: the client refused the instruction, because of its policy, its budget or its version of this package.
         rejected: the server refused the reply: it was malformed, not finite, or larger than any honest one.
@@ -158,7 +158,7 @@ def collect(
         limits: those that the server enforces.
         stock: how replies are read, where the nodes are stock clients. None: a reply without an answer is refused, since its
             sender has not followed the instruction and may have added no noise.
-        seeded: whether the server's own noise is from a fixed seed: see `Collected`.
+        seeded: whether the server's own noise is from a fixed seed: see `CollectedReplies`.
     """
     collected = CollectedReplies(total=np.zeros(limits.length, np.float64), seeded=seeded)
     rest = None if limits.step else np.zeros(limits.length, np.float64)

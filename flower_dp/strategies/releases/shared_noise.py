@@ -95,10 +95,10 @@ class NoiseSharing:
         ...     clip_norm=0.5,
         ...     mechanism=Gaussian(noise_multiplier=2.0),
         ...     sampler=FullSampling(),
-        ...     num_clients=100,
+        ...     num_units=100,
         ... )
         >>> shared = NoiseSharing(release=release, placement="distributed", server_completes_noise=True, min_reply_ratio=1.0)
-        >>> shared.share(100), round(shared.server_std(75), 3)
+        >>> shared.share_std(100), round(shared.server_std(75), 3)
         (0.1, 0.5)
     """
 
