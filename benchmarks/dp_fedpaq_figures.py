@@ -169,7 +169,7 @@ def check(problem: Problem) -> None:
         raise SystemExit(f"local steps differ from the product's by up to {float((own - product).abs().max()):.3g}")
 
 
-def quantised(rows: Tensor, levels: int, rng: torch.Generator) -> Tensor:
+def quantized(rows: Tensor, levels: int, rng: torch.Generator) -> Tensor:
     """Return QSGD of every row [m, d]: levels of its norm, rounded at random and without bias."""
     scale = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     drawn = torch.floor(rows.abs() * (levels / scale) + torch.rand(rows.shape, generator=rng)).clamp(max=levels)
@@ -193,7 +193,7 @@ def run(problem: Problem, case: Case, seed: int) -> Row:
         made = problem.updates(model, case, who, places, rate, drift)
         if noise:
             made += rate / case.batch * noise * torch.randn(made.shape, generator=rng)
-        sent = quantised(made.flatten(1), case.levels, rng).view_as(made) if case.levels else made
+        sent = quantized(made.flatten(1), case.levels, rng).view_as(made) if case.levels else made
         if case.method == "scaffold":
             change = -common - sent / (case.steps * rate)
             own[who] += change

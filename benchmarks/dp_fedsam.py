@@ -140,7 +140,7 @@ def tuning(
 
 
 def _at_clip_norm(point: Mapping[str, Any], norm: float) -> dict[str, Any]:
-    """Return a point at a clip norm, which is also the bound of BLUR's regularisation where the point has one."""
+    """Return a point at a clip norm, which is also the bound of BLUR's regularization where the point has one."""
     method = point["method"]
     bound = {"blur-bound": norm} if "blur-bound" in point else {}
     return {**point, **bound, method: {**point[method], "clip-norm": norm}}

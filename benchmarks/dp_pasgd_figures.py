@@ -58,7 +58,7 @@ class Case:
                 "dp-pasgd.batch-sampling": self.sampling,
                 "dp-pasgd.clip-norm": CLIP_NORM,
                 "dp-pasgd.calibration": self.calibration,
-                "dp-pasgd.max-cost": float(self.cost),
+                "dp-pasgd.max-resource-cost": float(self.cost),
             },
             arguments=asdict(self),
             numbers=numbers,

@@ -8,7 +8,7 @@ eta_k = 0.1 / (1 + kE/100), gamma = 0.2 (b = 12 of 600 records with the full MNI
 of more than 100 such records, and no budget here pays for it.
 
 Prints a Markdown table: mean ± standard deviation over the seeds, what a client sends in a round, and
-differences of loss to no quantisation seed by seed. Noise is the operating system's: another run gives other digits.
+differences of loss to no quantization seed by seed. Noise is the operating system's: another run gives other digits.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def _numbers(strategy: DPStrategy, statement: PrivacyStatement) -> Row:
 
 
 def rows(results: list[Measured]) -> list[Row]:
-    """Return the table's rows; every budget's last point is the one without quantisation."""
+    """Return the table's rows; every budget's last point is the one without quantization."""
     made = []
     for index, result in enumerate(results):
         plain = results[index // len(LEVELS) * len(LEVELS) + len(LEVELS) - 1]

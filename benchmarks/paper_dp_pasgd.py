@@ -51,7 +51,7 @@ def _point(name: str, tau: int, rate: float, sizes: str) -> Point:
             "dp-pasgd.batch-sampling": "fixed-size",
             "dp-pasgd.clip-norm": CLIP_NORM,
             "dp-pasgd.calibration": "zcdp",
-            "dp-pasgd.max-cost": float(MAX_COST),
+            "dp-pasgd.max-resource-cost": float(MAX_COST),
         },
         arguments={"data": name, "tau": tau, "learning rate": rate},
         numbers=numbers,

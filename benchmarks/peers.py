@@ -139,7 +139,7 @@ clientapp = "flowers_wrapper:client"
 
 def ours(num_rounds: int, seed: int, data_dir: str, *, poisson: bool) -> dict[str, Any]:
     """Run the job as `flower-dp run` does."""
-    settings = JOB.overrides(num_rounds, data_dir) | {"seed": seed, "evaluate-every": num_rounds}
+    settings = JOB.overrides(num_rounds, data_dir) | {"seed": seed, "test-every": num_rounds}
     if poisson:
         del settings["cohort-size"]
         settings |= {"sampling": "poisson", "sampling-rate": COHORT / JOB.num_clients}

@@ -39,10 +39,10 @@ from flower_dp.strategies.strategy import DPStrategy  # noqa: E402
 
 Row = dict[str, Any]
 
-# Lines that the colour-blind can tell apart, also in grey print.
+# Lines that the color-blind can tell apart, also in gray print.
 LOOKS: tuple[dict[str, Any], ...] = tuple(
-    {"color": colour, "marker": mark, "markersize": 5, "capsize": 2}
-    for colour, mark in (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
+    {"color": color, "marker": mark, "markersize": 5, "capsize": 2}
+    for color, mark in (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
 )
 
 

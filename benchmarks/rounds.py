@@ -75,7 +75,7 @@ class Job:
             "momentum": 0.0,
             "learning-rate": 0.1,
             "learning-rate-decay": 0.0,
-            "evaluate-every": 0,
+            "test-every": 0,
         }
 
     def dealt(self, labels: np.ndarray, seed: int = 0) -> list[np.ndarray]:

@@ -4,7 +4,7 @@
                                    [--local-steps N [N ...]]
 
 Logistic regression, HET_MNIST(1): 100 clients with one digit each, 10 of them a round at random, E local steps on 12 records
-each, constant step size 0.1. FedAvg is the same program without control variates: DP-FedPAQ without noise, quantisation or any
+each, constant step size 0.1. FedAvg is the same program without control variates: DP-FedPAQ without noise, quantization or any
 gradient that reaches the clip norm. Counts the rounds until the test accuracy is 85 % for the first time, and those until it
 stays there for five rounds. One process, one torch thread. A seed governs data split, initial model and who takes part; which
 records a client takes in a round is drawn anew, as in any run.

@@ -77,7 +77,7 @@ class Method:
         client: words, model=, clients=, noise_seed= -> a node's client; None: stock clients of Flower.
         stock: whether stock clients can take part.
         unit: what the statement protects.
-        relation: neighbouring relation.
+        relation: neighboring relation.
         delta: the delta of the statement.
         charges: everything that a round charges; the dearest of them is the epsilon of the statement.
         noise: std of each coordinate of the model's increment, where no update has any, by how many clients were heard.
@@ -419,7 +419,7 @@ def dp_pasgd(label: str, title: str, num_local_steps: int, *, variant: bool = Fa
 
 
 def local_steps(cls: type[DPStrategy], recipe: Any, name: str, title: str, *, carries_noise: bool = False) -> Method:
-    """DP-FedPAQ without quantisation, whose noise is Gaussian then; a round takes all records, so nothing is amplified.
+    """DP-FedPAQ without quantization, whose noise is Gaussian then; a round takes all records, so nothing is amplified.
 
     SCAFFOLD's guarantee and noise are the same. Its corrections add up to zero over all clients, and a first message has none.
     """

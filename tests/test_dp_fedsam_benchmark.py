@@ -27,8 +27,8 @@ num-rounds = 1
 partition = "iid"
 validation-ratio = 0.1
 records-per-client = 8
-evaluate-every = 0
-engine = "one-by-one"
+test-every = 0
+training-engine = "one-by-one"
 [grid]
 "METHOD.noise-multiplier" = 3.0
 "METHOD.delta" = 0.002

@@ -20,7 +20,7 @@ from tests.asks import ask, config_of
 from tests.grids import LocalGrid
 
 CONFIG = {"method": "dp-fedavg", "num-clients": 4, "num-rounds": 2, "sampling": "full", "learning-rate": 0.1}
-CONFIG |= {"dp-fedavg.delta": 1e-3, "evaluation.every": 2}
+CONFIG |= {"dp-fedavg.delta": 1e-3, "private-evaluation.every": 2}
 
 
 def adapted(seed: int = 1) -> nn.Module:

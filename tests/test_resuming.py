@@ -353,7 +353,7 @@ def test_a_damaged_checkpoint_is_never_taken_for_none(tmp_path, caplog):
     previous.unlink()
     for other in (b"1", b"3"):
         newest.write_bytes(whole.replace(b"state 2\n", b"state %s\n" % other, 1))
-        with pytest.raises(CheckpointError, match=f"has format {int(other)}; this version of flower-dp reads format 2"):
+        with pytest.raises(CheckpointError, match=f"has format {int(other)}; this version of flower-dp reads format 3"):
             case.start()
     newest.unlink()
     previous.write_bytes(whole)  # killed between two renames

@@ -14,7 +14,23 @@ CODE = sorted((ROOT / "flower_dp").rglob("*.py"))
 # Pages of users; notebooks and recorded figures are made by programs.
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 # Question words and relative clauses begin no docstring: an IDE shows its first line alone.
-NO_FIRST_WORD = {"What", "Whether", "Why", "How", "Whose", "Who", "Whom", "Which", "Of", "Where", "When", "All", "That", "As", "If"}
+NO_FIRST_WORD = {
+    "What",
+    "Whether",
+    "Why",
+    "How",
+    "Whose",
+    "Who",
+    "Whom",
+    "Which",
+    "Of",
+    "Where",
+    "When",
+    "All",
+    "That",
+    "As",
+    "If",
+}
 # Fragments: in a tooltip an attribute's text stands alone.
 NO_FIRST_WORD_OF_ATTRIBUTES = {
     *("of", "by", "at", "on", "for", "from", "to", "with", "as", "that", "than", "its"),
@@ -47,7 +63,9 @@ BRITISH = re.compile(
 def docstrings(file: Path) -> Iterator[tuple[str, ast.AST, str]]:
     """Yield the place, the definition and the docstring of everything that has one."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+            text := ast.get_docstring(node)
+        ):
             yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node, text
 
 
@@ -96,7 +114,11 @@ def prose_of(file: Path) -> Iterator[tuple[int, str]]:
         text = re.sub(r"`[^`\n]*`", "``", text)
         yield from enumerate(text.splitlines(), 1)
         return
-    yield from ((node.lineno, node.value) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    yield from (
+        (node.lineno, node.value)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
     yield from ((number, line.partition("# ")[2]) for number, line in enumerate(text.splitlines(), 1) if "# " in line)
 
 

@@ -26,11 +26,11 @@ _SPREAD = 3
 def training_of(settings: Settings, *, sam_radius: float = 0.0, loss: Loss | None = None) -> parts.Training:
     """Return the recipe of local training; without a loss, with that of the task's model."""
     regularizers: list[parts.Regularizer] = []
-    if settings.proximal:
-        regularizers.append(parts.ProximalTerm(strength=settings.proximal))
+    if settings.proximal_mu:
+        regularizers.append(parts.ProximalTerm(strength=settings.proximal_mu))
     if settings.blur_strength:
         regularizers.append(parts.BLUR(strength=settings.blur_strength, bound=settings.blur_bound))
-    keep_ratio = settings.update_keep_ratio
+    keep_ratio = settings.lus_keep_ratio
     return parts.Training(
         learning_rate=settings.learning_rate,
         batch_size=settings.batch_size,

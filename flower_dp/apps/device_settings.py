@@ -29,7 +29,7 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
     - for a method in which clients share the noise, knows from itself who is drawn.
 
     A device that sets anything of a method sets its whole table: what it leaves out has the app's default, not the server's
-    value, for one value can undo another (a delta near 1, budgets for single clients, a weaker neighbouring relation). It
+    value, for one value can undo another (a delta near 1, budgets for single clients, a weaker neighboring relation). It
     then takes part in no method for which it has set nothing.
 
     Args:
@@ -57,7 +57,7 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
         raise ValueError(f"method={method!r}: this device's node-config has settings for {', '.join(mine)}, and it runs no other")
     table = _defaults_of(method) if mine else {}
     # Of what sends more than noised updates, a device has what it sets itself alone.
-    config = {**run_config, **table, **_defaults_of("evaluation"), "report-client-metrics": False}
+    config = {**run_config, **table, **_defaults_of("private-evaluation"), "report-client-metrics": False}
     others = {key for other in mine if other != method for key in tables[other]}  # which this run does not read
     config |= {key: value for key, value in node_config.items() if _is_setting(key) and key not in others}
     _check_records(config, node_config, DEALT if dealt else ())
@@ -108,7 +108,7 @@ def _check_defaults(config: Mapping[str, Any], node_config: Mapping[str, Any], k
 
 def _is_setting(key: str) -> bool:
     prefix, dot, _ = key.partition(".")
-    return key in defaults() or key in FUNCTIONS or bool(dot and prefix in (*METHODS, *TASKS, "evaluation"))
+    return key in defaults() or key in FUNCTIONS or bool(dot and prefix in (*METHODS, *TASKS, "private-evaluation"))
 
 
 def _defaults_of(table: str) -> dict[str, Any]:

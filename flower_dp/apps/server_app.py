@@ -67,7 +67,7 @@ def _evaluation(
     everywhere = {prefix: records.batch(torch.arange(len(records)), torch.device("cpu")) for prefix, records in public.items()}
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        due = settings.evaluate_every and server_round % settings.evaluate_every == 0
+        due = settings.test_every and server_round % settings.test_every == 0
         metrics: dict[str, float] = {}
         for prefix, (inputs, labels) in everywhere.items() if due or server_round == settings.num_rounds else ():
             found = _test(model, settings.model, arrays, inputs, labels)

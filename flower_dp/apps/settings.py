@@ -50,13 +50,13 @@ class Evaluation:
     def check(self, findings: ErrorCollector) -> None:
         """Find values that make no sense."""
         before = len(findings.errors)
-        _check_each(self, findings, "evaluation.")
+        _check_each(self, findings, "private-evaluation.")
         with findings.collect_errors():
             self.bounds()
         if not self.every and len(findings.errors) == before:
             for one in fields(self):
                 with findings.collect_errors():
-                    self.refuse(one.name, "is read with evaluation.every above 0 only")
+                    self.refuse(one.name, "is read with private-evaluation.every above 0 only")
 
     def refuse(self, name: str, why: str) -> None:
         """Refuse a setting that somebody has set and nobody reads.
@@ -82,7 +82,7 @@ class Evaluation:
                 bound = math.nan
             if name not in METRICS or name in found or not 0 < bound < math.inf:
                 wanted = "metrics with their upper bounds above 0, each once, with commas between them, as 'loss=5,accuracy=1'"
-                raise bad("evaluation.metrics", self.metrics, f"{wanted}; there are {', '.join(METRICS)}")
+                raise bad("private-evaluation.metrics", self.metrics, f"{wanted}; there are {', '.join(METRICS)}")
             found[name] = bound
         return found
 
@@ -113,14 +113,14 @@ class Settings:
     learning_rate_decay: float = _checked(0.0005, number, at_least=0, below=1)
     momentum: float = _checked(0.5, number, at_least=0, below=1)
     weight_decay: float = _checked(0.0, number, at_least=0)
-    proximal: float = _checked(0.0, number, at_least=0)
+    proximal_mu: float = _checked(0.0, number, at_least=0)
     blur_strength: float = _checked(0.0, number, at_least=0)
     blur_bound: float = _checked(0.0, number, at_least=0)
-    update_keep_ratio: float = _checked(1.0, number, above=0, at_most=1)
+    lus_keep_ratio: float = _checked(1.0, number, above=0, at_most=1)
     optimizer: str = "sgd"
     training_engine: str = _checked("auto", one_of, valid=("auto", "batched", "one-by-one"))
     report_client_metrics: bool = False
-    evaluate_every: int = _checked(1, integer, at_least=0)
+    test_every: int = _checked(1, integer, at_least=0)
     round_timeout: float = _checked(600.0, number, above=0)
     seed: int = _checked(0, integer, at_least=0, at_most=2**63 - 1)  # of torch, and of a number in a message
     output_dir: str = ""
@@ -152,7 +152,7 @@ class Settings:
             findings.errors.append(refusal("partition", self.partition, why))
         self.evaluation.check(findings)
         if 0 < self.num_rounds < (every := self.evaluation.every):
-            findings.errors.append(refusal("evaluation.every", every, f"num-rounds={self.num_rounds} has no such round"))
+            findings.errors.append(refusal("private-evaluation.every", every, f"num-rounds={self.num_rounds} has no such round"))
 
     @property
     def holds_out(self) -> bool:

@@ -72,7 +72,7 @@ def clip_norm_of(own: Any) -> float | AdaptiveClip:
     Raises:
         ValueError: for settings of an adaptive clip norm without a quantile.
     """
-    options = ("clip_count_noise_std", "smallest_clip_norm", "largest_clip_norm")
+    options = ("clip_count_noise_std", "min_clip_norm", "max_clip_norm")
     if not own.clip_quantile:
         for name in options:
             if value := getattr(own, name):
@@ -83,8 +83,8 @@ def clip_norm_of(own: Any) -> float | AdaptiveClip:
         target_quantile=own.clip_quantile,
         learning_rate=own.clip_learning_rate,
         count_noise_std=own.clip_count_noise_std or None,
-        min_clip_norm=own.smallest_clip_norm or own.clip_norm / _CLIP_RANGE,
-        max_clip_norm=own.largest_clip_norm or own.clip_norm * _CLIP_RANGE,
+        min_clip_norm=own.min_clip_norm or own.clip_norm / _CLIP_RANGE,
+        max_clip_norm=own.max_clip_norm or own.clip_norm * _CLIP_RANGE,
     )
 
 
@@ -94,7 +94,8 @@ def evaluation_of(settings: Settings) -> PrivateEvaluation | None:
     if not own.every:
         return None
     own.refuse(
-        "epsilon", f"is read by methods with a budget of every client; method={settings.method!r} has evaluation.noise-multiplier"
+        "epsilon",
+        f"is read by methods with a budget of every client; method={settings.method!r} has private-evaluation.noise-multiplier",
     )
     return PrivateEvaluation(
         noise_multiplier=own.noise_multiplier,
@@ -127,10 +128,12 @@ def evaluation_budget_of(settings: Settings) -> EvaluationBudget | None:
     own = settings.evaluation
     if not own.every:
         return None
-    own.refuse("noise_multiplier", f"is not read by method={settings.method!r}; the noise follows from evaluation.epsilon")
+    own.refuse(
+        "noise_multiplier", f"is not read by method={settings.method!r}; the noise follows from private-evaluation.epsilon"
+    )
     if not own.epsilon:
         why = f"method={settings.method!r} needs every client's budget of all evaluations, above 0"
-        raise refusal("evaluation.epsilon", own.epsilon, why)
+        raise refusal("private-evaluation.epsilon", own.epsilon, why)
     return EvaluationBudget(epsilon=own.epsilon, num_evaluations=max(1, settings.num_rounds // own.every))
 
 

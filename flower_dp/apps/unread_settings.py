@@ -10,7 +10,7 @@ from flower_dp.methods import METHODS, TRAINING
 
 _SAMPLING = ("sampling", "sampling-rate", "cohort-size")
 _STEPS = ("learning-rate", "learning-rate-decay")
-_ADAPTIVE = ("clip-learning-rate", "clip-count-noise-std", "smallest-clip-norm", "largest-clip-norm")
+_ADAPTIVE = ("clip-learning-rate", "clip-count-noise-std", "min-clip-norm", "max-clip-norm")
 
 
 def by_others(method: str | None, sampling: str | None) -> Callable[[str], bool]:
@@ -76,8 +76,8 @@ def unread(run_config: Mapping[str, Any]) -> set[str]:
         "blur-bound": run_config.get("blur-strength"),
         "fed-smp.random-ratio": run_config.get("fed-smp.mask") == "top-k",
         **{f"{method}.{name}": run_config.get(f"{method}.clip-quantile") for name in _ADAPTIVE},
-        **{f"evaluation.{key_of(name)}": run_config.get("evaluation.every") for name in Evaluation.__dataclass_fields__},
-        "evaluation.every": True,
+        **{f"evaluation.{key_of(name)}": run_config.get("private-evaluation.every") for name in Evaluation.__dataclass_fields__},
+        "private-evaluation.every": True,
     }
     tables = tuple(f"{other}." for other in TASKS if other != task)
     return {key for key in run_config if others(key) or key.startswith(tables) or not read_beside.get(key, True)}

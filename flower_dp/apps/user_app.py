@@ -100,7 +100,7 @@ def app(
             arrays; inputs may be a dict of them by the names of the model's arguments), a map-style torch data set of such pairs,
             or `flower_dp.clients.Records`. Methods with local placement (such as fedsgd-dpc and nbafl) treat the number of
             records as public, and call it for all clients, on the server too.
-        evaluate_fn: global model -> metrics, on public data; for the initial model and after the rounds that `evaluate-every`
+        evaluate_fn: global model -> metrics, on public data; for the initial model and after the rounds that `test-every`
             says. A parameter `round` gets the round's number, and `epsilon` the epsilon spent so far, infinite without privacy.
             None for no metrics.
         loss: model outputs, targets -> mean loss of a batch.
@@ -221,7 +221,7 @@ def _evaluation(
 ) -> Callable[[int, ArrayRecord], MetricRecord | None] | None:
     if evaluate_fn is None:
         return None
-    taken, every = _taken(evaluate_fn), settings.evaluate_every
+    taken, every = _taken(evaluate_fn), settings.test_every
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if server_round != settings.num_rounds and not (every and server_round % every == 0):

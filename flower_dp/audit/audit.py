@@ -24,7 +24,7 @@ class Claim:
 
     Attributes:
         unit: a `client` or a `record`.
-        relation: neighbouring relation.
+        relation: neighboring relation.
         epsilon: the statement's, at `delta`.
         delta: the statement's.
         accountant: what proves it.
@@ -100,7 +100,7 @@ def audit(
     """Audit one case: runs on the real way from client to server, with fresh noise, and a lower bound of epsilon from them.
 
     Args:
-        case: the method, its neighbouring inputs and what is seen.
+        case: the method, its neighboring inputs and what is seen.
         trials: runs without the unit, and as many with it.
         confidence: of the lower bound.
         progress: is told after every two runs how many of `trials` are done.

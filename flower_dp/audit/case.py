@@ -1,4 +1,4 @@
-"""One case of an audit: a strategy and its clients, two neighbouring inputs, and what an adversary sees of a run."""
+"""One case of an audit: a strategy and its clients, two neighboring inputs, and what an adversary sees of a run."""
 
 import logging
 import math
@@ -33,7 +33,7 @@ _LARGEST_ARRAY = 2**40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Neighbouring inputs of one method.
+    """Neighboring inputs of one method.
 
     Every client lives on a node of its own. Client 0 is the unit, or holds the record that is. Client i pushes the parameters in
     the direction `present[i]` with the unit and `absent[i]` without it, in odd rounds, and into the opposite one in even rounds:
@@ -46,8 +46,8 @@ class Case:
         strategy: makes the strategy.
         client: words `model` and `clients` of a node -> its client; None: a stock client of Flower.
         present: -1, 0 or 1 for every client.
-        absent: the same for the neighbouring input.
-        drops_out: whether client 0 does not answer at all in the neighbouring input; else it answers, with another push.
+        absent: the same for the neighboring input.
+        drops_out: whether client 0 does not answer at all in the neighboring input; else it answers, with another push.
         view: what is seen: `outsider` global models; `participant` these, without client 1's own messages, which it knows;
             `server` client 0's messages.
         num_rounds: of a run.

@@ -21,15 +21,15 @@ def figure(audits: list[Audit]) -> Figure:
         x = np.geomspace(least, 1.0, 300)
         y = np.maximum(claimed_tradeoff(one.claim, x), least)
         axes.plot(x, y, **canvas.look(0), label=f"claimed: epsilon {one.claim.epsilon:.3g}")
-        axes.fill_between(x, least, y, color=canvas.COLOURS[0], alpha=0.12, label="refutes the claim")
+        axes.fill_between(x, least, y, color=canvas.COLORS[0], alpha=0.12, label="refutes the claim")
         bound = np.maximum(one.estimator.curve(one.strength, x), least)
         axes.plot(x, bound, **canvas.look(6), label=f"lower bound: epsilon {one.lower:.3g}")
         points = np.maximum(np.array(one.points), least)
         axes.plot(
-            points[:, 0], points[:, 1], ".", markersize=3, color=canvas.COLOURS[1], label=f"{one.errors.statistic}, measured"
+            points[:, 0], points[:, 1], ".", markersize=3, color=canvas.COLORS[1], label=f"{one.errors.statistic}, measured"
         )
         chosen = np.array([one.errors.false_positives, one.errors.false_negatives]) / one.errors.trials
-        axes.plot(*np.maximum(chosen, least), "*", markersize=13, color=canvas.COLOURS[6], label="the test that was chosen")
+        axes.plot(*np.maximum(chosen, least), "*", markersize=13, color=canvas.COLORS[6], label="the test that was chosen")
         axes.set(title=one.label, xlabel="false positives", ylabel="false negatives", xscale="log", yscale="log")
         axes.set(xlim=(least, 1.0), ylim=(least, 1.0))
         axes.grid(visible=True, alpha=0.3)

@@ -1,4 +1,4 @@
-"""How each method becomes a case: its strategy, its clients, and the neighbouring inputs that its relation allows.
+"""How each method becomes a case: its strategy, its clients, and the neighboring inputs that its relation allows.
 
 A case has few rounds and few clients, so that its claim is as tight as it can be, and noise so small that error rates can be seen
 in some thousand trials: it costs an audit nothing to claim a large epsilon, and noise, sensitivity and accounting are the same
@@ -64,10 +64,10 @@ def noised_sum(
 ) -> Case:
     """Return the case of a method with one noised sum: two clients, one of which is the unit; four where they share the noise.
 
-    Under add-or-remove-one the unit does not answer in the neighbouring input; where who answers may be known, it answers with an
+    Under add-or-remove-one the unit does not answer in the neighboring input; where who answers may be known, it answers with an
     update of zero, as the statement says. Under replace-one its update points into the opposite direction. A second client's
     update, against the unit's, is the same in both, and those of further clients are zero. With sampling there is one round, and
-    all others' updates are that of the neighbouring input: then a cohort without the unit can't be told from it.
+    all others' updates are that of the neighboring input: then a cohort without the unit can't be told from it.
 
     Clients that send the largest coordinates or the levels of their own noised updates are two in any case: each is protected by
     its own share alone, and the noise of others would hide that. Without a trusted server all must answer, so that there are no
@@ -108,7 +108,7 @@ def noised_sum(
         sampling = FullSampling()
     clip = AdaptiveClip(initial_clip_norm=clip_norm, min_clip_norm=clip_norm / 1000, max_clip_norm=clip_norm * 1000)
     common |= {"clip_norm": clip if words.get("clip_quantile") else clip_norm, "noise_multiplier": noise_multiplier}
-    training = BLURS if words.get("blur_strength") or words.get("update_keep_ratio", 1.0) < 1 else TRAINING
+    training = BLURS if words.get("blur_strength") or words.get("lus_keep_ratio", 1.0) < 1 else TRAINING
     full = isinstance(sampling, FullSampling)
     replaced = own.get("relation") == "replace-one" or (not own.get("relation") and isinstance(sampling, FixedSizeSampling))
     without = -1.0 if replaced else 0.0
@@ -160,7 +160,7 @@ def _local(
         method: the method's name.
         recipe: arguments of the client's recipe, which is made once, when the first client is: it may calibrate its noise.
         strategy: arguments of the strategy.
-        without: what the unit pushes in the neighbouring input: -1 where it is replaced, 0 where it is left out.
+        without: what the unit pushes in the neighboring input: -1 where it is replaced, 0 where it is left out.
         words: of `Case`.
     """
     made = cache(lambda: METHODS[method].load("recipe")(**recipe))

@@ -150,7 +150,7 @@ class OneRunAudit:
         claimed: the epsilon that the run's statement gives; infinite for a run without privacy.
         delta: of both epsilons.
         unit: what a canary is, `client` or `record`.
-        relation: the claim's neighbouring relation, by which the two values of a coin are neighbours.
+        relation: the claim's neighboring relation, by which the two values of a coin are neighbors.
         sees: what the auditor sees.
         num_canaries: how many coins there were.
         num_guesses: on how many it guessed.

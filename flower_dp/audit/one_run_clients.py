@@ -44,7 +44,7 @@ class ClientCanaries:
     ) -> "ClientCanaries":
         """Draw places and directions.
 
-        The two values of a coin are neighbours by `relation`. Add-or-remove-one: the canary or nobody; the sum moves by the clip
+        The two values of a coin are neighbors by `relation`. Add-or-remove-one: the canary or nobody; the sum moves by the clip
         norm. Replace-one: the canary or its negative; it moves by twice that, the claim's whole sensitivity.
 
         Args:

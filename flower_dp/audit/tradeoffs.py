@@ -110,7 +110,7 @@ class SampledGaussianTradeoff:
 
     Without the unit N(0, 1) is released, and with it (1 - q) N(0, 1) + q N(mu, 1): under add-or-remove-one where the unit is left
     out, and under replace-one where all others in the sample contribute what the other unit does. Under `replaced` the unit has
-    another value in the neighbouring input, and both are mixtures: (1 - q) N(0, 1) + q N(-+mu / 2, 1).
+    another value in the neighboring input, and both are mixtures: (1 - q) N(0, 1) + q N(-+mu / 2, 1).
 
     The likelihood ratio grows with what is released, so the best tests are thresholds t, whose error rates are sums of normal
     distribution functions. mu is the least for which no threshold has both rates below the bounds; its epsilon is where

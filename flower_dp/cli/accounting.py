@@ -55,7 +55,7 @@ RelationOption = Annotated[
     str | None,
     typer.Option(
         click_type=click.Choice(RELATIONS),
-        help="Which data sets are neighbours. Default: add-or-remove-one; with fixed-size replace-one.",
+        help="Which data sets are neighbors. Default: add-or-remove-one; with fixed-size replace-one.",
     ),
 ]
 RunTarget = Annotated[

@@ -27,7 +27,7 @@ def compare(
     ] = None,
     by: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY", help="A setting: runs with one value of it have one colour, or one line; may be repeated."),
+        typer.Option(metavar="KEY", help="A setting: runs with one value of it have one color, or one line; may be repeated."),
     ] = None,
     against: Annotated[
         str,
@@ -94,7 +94,7 @@ def landscape(
 ) -> None:
     """Draw the test loss around the final models of runs of flower-dp's own tasks, or of an app that names a public-test.
 
-    The directions are random and normalised filter by filter (Li et al. 2018), the same draw for all runs, on one scale.
+    The directions are random and normalized filter by filter (Li et al. 2018), the same draw for all runs, on one scale.
 
     Exit status: 0, or 2 with a line that names the invalid folder or option.
     """

@@ -1,4 +1,4 @@
-"""DP-FedPAQ on the client: a noised update of local steps on clipped gradients, quantised to a few levels."""
+"""DP-FedPAQ on the client: a noised update of local steps on clipped gradients, quantized to a few levels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -83,7 +83,7 @@ class FedSGDDPCRecipe:
         num_records: public data size, one number or one by client name; None: the number of records, which replace-one leaves
             public. Under add-or-remove-one it must be given, since the true number is then protected.
         sampling_rate: part of the records in a batch, in expectation; 1 for Laplace.
-        relation: neighbouring relation; replace-one in the paper.
+        relation: neighboring relation; replace-one in the paper.
         loss: model outputs, targets -> loss, for batches of one record.
 
     Example:

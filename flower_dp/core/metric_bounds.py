@@ -29,7 +29,7 @@ class MetricBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         >>> three.counted({"loss": 8.0, "accuracy": 0.5, "f1": 0.0}).tolist()
         [0.5, 0.25, 0.0, 0.5]
         >>> metrics = MetricBounds(bounds={"loss": 4.0, "accuracy": 1.0})
-        >>> metrics.centred(np.array([[8.0, 0.5], [1.0, 0.0]])).tolist()
+        >>> metrics.centered(np.array([[8.0, 0.5], [1.0, 0.0]])).tolist()
         [[0.5, 0.0], [-0.25, -0.5]]
         >>> metrics.fractions(np.array([0.5, 0.0])).tolist()  # of the bounds
         [1.0, 0.5]
@@ -66,7 +66,7 @@ class MetricBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             entries.append(1.0 if math.isnan(value) else min(max(value / bound, 0.0), 1.0))
         return np.asarray([*entries, 1.0]) / math.sqrt(len(entries) + 1)
 
-    def centred(self, values: np.ndarray) -> np.ndarray:
+    def centered(self, values: np.ndarray) -> np.ndarray:
         """Return contributions of L1 norm at most 1 of metrics [n, metrics], float64.
 
         A value is clipped to [0, bound], mapped to [-1, 1] and divided by the number of metrics. One that is NaN counts as its
@@ -78,5 +78,5 @@ class MetricBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return np.asarray((2 * clipped - 1) / len(self.bounds))
 
     def fractions(self, mean: np.ndarray) -> np.ndarray:
-        """Return what part of its bound every metric is [metrics], of a mean of `centred` contributions."""
+        """Return what part of its bound every metric is [metrics], of a mean of `centered` contributions."""
         return np.asarray((mean * len(self.bounds) + 1) / 2)

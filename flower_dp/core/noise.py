@@ -1,7 +1,7 @@
 """Noise on a lattice: Gaussian and Laplace draws, rounded to multiples of a power of two.
 
 A proof assumes real-valued noise. With floating-point noise, the set of floats that a sum "value + noise" can take depends on the
-value, so counting them distinguishes neighbouring inputs. Here the value is first rounded toward zero to multiples of a step g,
+value, so counting them distinguishes neighboring inputs. Here the value is first rounded toward zero to multiples of a step g,
 which never raises its norm; the draw is rounded to the nearest multiple of g; and the sum is exact. For x on the lattice,
 x + round(n) = round(x + n): the result is post-processing of the ideal mechanism. A sum of separately rounded Gaussian shares of
 standard deviation s differs from that by terms of the order exp(-2 pi^2 (s / g)^2): 0 in any float, as s >= 1024 g here.

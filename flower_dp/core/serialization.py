@@ -15,7 +15,7 @@ T = TypeVar("T")
 _KINDS: dict[str, tuple[type, Callable[[Any], Mapping[str, Any]], Callable[[Mapping[str, Any]], Any]]] = {}
 
 # The first line of a file: what it is, and the number of its format.
-_MAGIC, FORMAT = b"flower-dp state ", 2
+_MAGIC, FORMAT = b"flower-dp state ", 3
 _LONGEST_LINE = 80
 # Of a whole number: msgpack has 64 bits.
 _MOST_INT = 2**63

@@ -12,10 +12,10 @@ TRAINING = (
     "batch_size",
     "momentum",
     "weight_decay",
-    "proximal",
+    "proximal_mu",
     "blur_strength",
     "blur_bound",
-    "update_keep_ratio",
+    "lus_keep_ratio",
     "optimizer",
     "training_engine",
 )
@@ -79,6 +79,6 @@ ONE_NOISED_SUM: Mapping[str, float] = {
     "clip_quantile": 0.0,
     "clip_learning_rate": 0.2,
     "clip_count_noise_std": 0.0,
-    "smallest_clip_norm": 0.0,
-    "largest_clip_norm": 0.0,
+    "min_clip_norm": 0.0,
+    "max_clip_norm": 0.0,
 }

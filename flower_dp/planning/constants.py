@@ -1,4 +1,4 @@
-"""A problem's constants from the clients' data, for softmax regression with L2 regularisation.
+"""A problem's constants from the clients' data, for softmax regression with L2 regularization.
 
 Client i's loss is F_i(theta) = mean over its records of -log softmax(theta x)_y, plus (l2/2) ||theta||^2; theta has one
 row of weights per class. The joint loss F weighs clients by their numbers of records. All fits are full-batch, by
@@ -54,13 +54,13 @@ class Constants:
     one."""
     gradient_bound: float
     """Z G, Assumption 5, E||grad F_i(theta_t, zeta)||^2 <= G^2: the largest root of a client's mean squared per-record
-    gradient norm, along the pilot, regulariser included."""
+    gradient norm, along the pilot, regularizer included."""
     gradient_variance: tuple[float, ...]
     """Z Lambda_i^2, Assumption 6: the largest mean squared distance of client i's per-record gradients from their mean,
     along the pilot."""
     l1_norm: float
     """Z xi_1, Assumption 1: no per-record gradient along the pilot has a larger L1 norm. An upper bound: the norm of
-    the loss's gradient plus that of the regulariser's."""
+    the loss's gradient plus that of the regularizer's."""
     l2_norm: float
     """Z xi_2, Assumption 2: the largest L2 norm of a per-record gradient along the pilot."""
     heterogeneity: float
@@ -105,10 +105,10 @@ class Constants:
 
 
 def estimate(clients: Sequence[tuple[ArrayLike, ArrayLike]], *, l2: float, num_classes: int, fit_bias: bool = False) -> Constants:
-    """Compute the constants of L2-regularised softmax regression over the clients' data.
+    """Compute the constants of L2-regularized softmax regression over the clients' data.
 
     Each client is (features [n_i, f], labels [n_i] of whole numbers in 0..num_classes-1, or one-hot [n_i,
-    num_classes]). With `fit_bias` a feature of ones is added; its weights are regularised too, else the loss would not
+    num_classes]). With `fit_bias` a feature of ones is added; its weights are regularized too, else the loss would not
     be strongly convex.
 
     NOT PRIVATE: the result is a statistic of the clients' data and is covered by no epsilon unless the data are public.

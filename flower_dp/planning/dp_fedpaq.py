@@ -1,7 +1,7 @@
 """DP-FedPAQ: the best number of local steps, clients and quantization levels under a budget of bits.
 
 Mohammadi, Bai, Fan, Song, Yi, Liu: Differential Privacy Meets Federated Learning under Communication Constraints. In each of K
-rounds M of N clients take E steps, add Gaussian noise to their update and send it quantised (QSGD with s levels). The unit
+rounds M of N clients take E steps, add Gaussian noise to their update and send it quantized (QSGD with s levels). The unit
 of privacy is one record; every message is private on its own (local DP). The paper's epsilon and delta are of one round.
 
 The bound is Theorem 1 (eq. 19) with eq. 12, on the expected squared distance to the optimum after T iterations.

@@ -42,7 +42,7 @@ class Problem(planner.Problem):
     num_clients: int = whole()  # M
     cost_per_aggregation: float = real(at_least=0)  # c_1
     cost_per_step: float = real(at_least=0)  # c_2
-    max_cost: float = real(above=0)  # C_th
+    max_resource_cost: float = real(above=0)  # C_th
     epsilon: float = real(above=0)  # epsilon_th
     delta: float = real(above=0, below=1)
     learning_rate: float = real(above=0)  # eta
@@ -61,9 +61,9 @@ class Problem(planner.Problem):
             least = f"learning_rate * smoothness <= 1, which is learning_rate <= {1 / self.smoothness:.6g}"
             raise BadValue("learning_rate", f"learning_rate={self.learning_rate!r}: the bound needs {least}")
         least_cost = self.cost(1, 1)
-        if least_cost > self.max_cost:
+        if least_cost > self.max_resource_cost:
             one = f"one round of one step, cost_per_aggregation + cost_per_step = {least_cost:.6g}"
-            raise BadValue("max_cost", f"max_cost={self.max_cost!r}: must pay for {one}")
+            raise BadValue("max_resource_cost", f"max_resource_cost={self.max_resource_cost!r}: must pay for {one}")
         try:
             zcdp_budget(epsilon=self.epsilon, delta=self.delta)
         except ValueError as error:
@@ -95,7 +95,10 @@ class Problem(planner.Problem):
 
     def feasible(self, num_rounds: int, steps_per_round: int) -> bool:
         """Tell whether a point of whole numbers keeps the budget of costs and the step-size condition."""
-        return self.step_size_holds(steps_per_round) and self.cost(num_rounds, num_rounds * steps_per_round) <= self.max_cost
+        return (
+            self.step_size_holds(steps_per_round)
+            and self.cost(num_rounds, num_rounds * steps_per_round) <= self.max_resource_cost
+        )
 
     def noise_variance(self) -> float:
         """Return (d/M) sum_m sigma_m^2 of a single step; of K steps it is K times that (eq. 23, with the right sign)."""
@@ -138,7 +141,7 @@ class Problem(planner.Problem):
         Both are at least (1 - (1 - eta lambda)^K / K) B(K, 1), which grows with K.
         """
         per_step = self.cost_per_aggregation / self.most_steps_per_round() + self.cost_per_step
-        low, high = 1, int(min(self.max_cost / per_step + 1, _NEVER_ENDING)) if per_step > 0 else _NEVER_ENDING
+        low, high = 1, int(min(self.max_resource_cost / per_step + 1, _NEVER_ENDING)) if per_step > 0 else _NEVER_ENDING
         while low < high:
             middle = (low + high + 1) // 2
             grown = float((1 - self._left(middle)) * self.floor(middle, 1)) <= value
@@ -150,7 +153,7 @@ class Problem(planner.Problem):
 
         It is tau* of eq. 22 with a whole number of rounds.
         """
-        left = (self.max_cost - self.cost_per_step * num_steps) * (1 + 1e-9)
+        left = (self.max_resource_cost - self.cost_per_step * num_steps) * (1 + 1e-9)
         with np.errstate(divide="ignore", invalid="ignore"):
             rounds = np.floor(left / self.cost_per_aggregation + 1e-9) if self.cost_per_aggregation > 0 else num_steps
             least = np.ceil(num_steps / np.minimum(rounds, num_steps))
@@ -191,7 +194,7 @@ class Candidate(planner.Candidate):
 def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Candidate]:
     """Return the best point for a problem (a mapping with the fields of `Problem` as keys).
 
-    The point has the least Theorem 1 bound of all whole numbers of rounds and tau whose cost is at most max_cost and for
+    The point has the least Theorem 1 bound of all whole numbers of rounds and tau whose cost is at most max_resource_cost and for
     which the step-size condition holds; of equals, the one with the fewest steps. Every device's noise is that of eq. 9 for its
     batch size and epsilon, computed for the whole number K. noise_std is a list if batch_size is one.
 
@@ -222,7 +225,7 @@ def plan(values: Mapping[str, object]) -> planner.Plan[Problem, Candidate]:
             Row("num_rounds", rounds),
             Row("noise_std", each if several else each[0], "on every coordinate of a mini-batch gradient", stds),
             Row("bound", best.bound, "expected gap of the loss"),
-            Row("cost", best.cost, f"of {problem.max_cost:.6g}"),
+            Row("cost", best.cost, f"of {problem.max_resource_cost:.6g}"),
             Row("epsilon", paper, "the paper's formula", format_rounded_up(paper, 6)),
             Row("epsilon_tight", tight, with_delta, format_rounded_up(tight, 6)),
         ),
@@ -261,7 +264,7 @@ def _best(problem: Problem, bound: Bound) -> Place:
     last = problem.last_step(least)
     if last > MOST_STEPS:
         allows = f"allows {last:.3g} steps, and neither costs nor noise rule them out; at most {MOST_STEPS:.0e} can be searched"
-        raise ProblemError("max_cost", f"max_cost={problem.max_cost!r}: {allows}")
+        raise ProblemError("max_resource_cost", f"max_resource_cost={problem.max_resource_cost!r}: {allows}")
     for first in range(1, last + 1, _CHUNK):
         steps = np.arange(first, min(first + _CHUNK, last + 1), dtype=np.float64)
         tau = problem.least_steps_per_round(steps)
@@ -285,7 +288,7 @@ def _start(problem: Problem, bound: Bound) -> Place:
     found = []
     for tau in _spaced(problem.most_steps_per_round()):
         per_round = problem.cost(1, tau)
-        most = problem.max_cost / per_round if per_round > 0 else float(MOST_STEPS)
+        most = problem.max_resource_cost / per_round if per_round > 0 else float(MOST_STEPS)
         found += [(rounds, tau) for rounds in _spaced(int(min(most, MOST_STEPS))) if problem.feasible(rounds, tau)]
     values = bound(np.asarray([rounds * tau for rounds, tau in found]), np.asarray([tau for _, tau in found]))
     return found[int(np.argmin(values))]
@@ -324,9 +327,11 @@ def _candidates(problem: Problem, best: Place) -> tuple[Candidate, ...]:
 
 def _rounds_at_one(problem: Problem) -> int:
     per_round = problem.cost(1, 1)
-    most = int(min(problem.max_cost / per_round if per_round > 0 else MOST_STEPS, problem.last_step(math.inf), MOST_STEPS))
+    most = int(
+        min(problem.max_resource_cost / per_round if per_round > 0 else MOST_STEPS, problem.last_step(math.inf), MOST_STEPS)
+    )
     rounds = np.arange(1.0, max(most, 1) + 1)
-    kept = rounds[problem.cost_per_aggregation * rounds + problem.cost_per_step * rounds <= problem.max_cost]
+    kept = rounds[problem.cost_per_aggregation * rounds + problem.cost_per_step * rounds <= problem.max_resource_cost]
     return int(kept[np.argmin(problem.bound(kept, 1.0))])
 
 
@@ -385,7 +390,7 @@ def _panels(problem: Problem, rounds: int, tau: int, bound: float) -> tuple[Pane
     """Return the bound over tau, with the best number of rounds for each, and over K, with the relaxed tau of eq. 22."""
     reach, steps = problem.most_steps_per_round(), rounds * tau
     if problem.cost_per_step > 0:
-        reach = min(reach, int((problem.max_cost - problem.cost_per_aggregation) / problem.cost_per_step))
+        reach = min(reach, int((problem.max_resource_cost - problem.cost_per_aggregation) / problem.cost_per_step))
     last_tau, last_steps = planner.last_shown(tau, reach), planner.last_shown(steps, problem.last_step(math.inf))
 
     def by_tau(taus: Floats) -> Floats:
@@ -402,7 +407,7 @@ def _panels(problem: Problem, rounds: int, tau: int, bound: float) -> tuple[Pane
 
 def _relaxed_steps_per_round(problem: Problem, num_steps: Floats) -> Floats:
     """Return tau* = c1 K / (C_th - c2 K) of eq. 22, at least 1; NaN where the step-size condition or the costs forbid it."""
-    left = problem.max_cost - problem.cost_per_step * num_steps
+    left = problem.max_resource_cost - problem.cost_per_step * num_steps
     with np.errstate(divide="ignore", invalid="ignore"):
         tau = np.maximum(problem.cost_per_aggregation * num_steps / left, 1.0) if problem.cost_per_aggregation else 1 + 0 * left
         step = problem.learning_rate * problem.smoothness
@@ -413,7 +418,7 @@ def _relaxed_steps_per_round(problem: Problem, num_steps: Floats) -> Floats:
 def _least(problem: Problem, tau: int, best_num_rounds: int) -> float:
     """The least bound at this tau, of some numbers of rounds."""
     per_round = problem.cost(1, tau)
-    most = problem.max_cost / per_round if per_round > 0 else np.inf
+    most = problem.max_resource_cost / per_round if per_round > 0 else np.inf
     tried = np.unique(np.geomspace(1, max(min(most, 10.0 * best_num_rounds), 1.0), _TRIED).round())
     rounds = [int(count) for count in {*tried, best_num_rounds} if problem.feasible(int(count), tau)]
     return float(np.min(problem.bound(np.asarray(rounds, dtype=np.float64) * tau, tau))) if rounds else float("nan")

@@ -249,7 +249,7 @@ def _least(values: Floats, given: int) -> int:
 
 
 def _runs(bounds: Bounds, by_cohort: Floats) -> list[Point]:
-    """Return one point for each run of neighbouring cohort sizes that have no bound, with the reason at its largest."""
+    """Return one point for each run of neighboring cohort sizes that have no bound, with the reason at its largest."""
     gone = np.concatenate([[False], ~np.isfinite(by_cohort), [False]])
     starts, ends = np.flatnonzero(gone[1:] & ~gone[:-1]) + 1, np.flatnonzero(gone[:-1] & ~gone[1:])
     return [
@@ -312,7 +312,7 @@ def _reasons_for_optima(bounds: Bounds, candidates: tuple[Point, ...]) -> list[s
         least = best_k.cohort_size
         reasons.append(f"K of N at T={t}: K={least}, bound {best_k.bound:.4g}; K={k} as given {given}")
         if 1 < least < n and _log_argument(bounds, least - 1) <= 0:
-            zero = "and the paper's noise goes to 0 there: this optimum may be an artefact of the formula"
+            zero = "and the paper's noise goes to 0 there: this optimum may be an artifact of the formula"
             reasons.append(f"K={least} is the least K whose logarithm is defined, {zero}")
     return reasons
 

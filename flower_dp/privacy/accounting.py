@@ -25,7 +25,7 @@ _FINE_ENOUGH = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyCost:
-    """(epsilon, delta)-differential privacy under a neighbouring relation, and the accountant that proves it.
+    """(epsilon, delta)-differential privacy under a neighboring relation, and the accountant that proves it.
 
     Example:
         >>> from dp_accounting import GaussianDpEvent
@@ -114,7 +114,7 @@ def calibrate(
         make_event: the whole run's event for a noise multiplier.
         epsilon: target, finite and > 0.
         delta: target, in [0, 1).
-        relation: neighbouring relation.
+        relation: neighboring relation.
         rtol: relative width of the last search interval.
 
     Raises:

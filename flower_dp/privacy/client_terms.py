@@ -200,7 +200,7 @@ def least_gaussian_multiplier(
         epsilon: budget of all releases together.
         delta: in (0, 1).
         num_releases: how many there are.
-        relation: neighbouring relation.
+        relation: neighboring relation.
         num_units: how many the sampler draws from, where that matters to the cost of a release.
 
     Raises:

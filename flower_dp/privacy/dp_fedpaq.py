@@ -19,7 +19,7 @@ from flower_dp.privacy.mechanisms import Gaussian
 SENSITIVITIES = ("clip-update", "per-step", "convex-glm")
 # What the noise is made for.
 CALIBRATIONS = ("exact", "paper")
-# Where nothing bounds the whole sum (`convex-glm`), rounding adds to half of the distance of two neighbours' sums, in clip norms:
+# Where nothing bounds the whole sum (`convex-glm`), rounding adds to half of the distance of two neighbors' sums, in clip norms:
 # to the lattice, which is that much finer, at most 2^-21, and float64 steps at most _STEPS (`longest_weights`), 2^-18 in all; to
 # float32 2^-24 a record, and float64 sums of n records n 2^-52 a record.
 _ROUNDING = 2.0**-18
@@ -125,7 +125,7 @@ class FedPAQSteps:
         smoothness L. That of the subtraction, r, is at most 2^-52 Y, and those of all E steps together at most (E + 4) 2^-52 Y.
         Steps without errors bring no two models further apart (a record's features exceed their bound by less than
         2^-52 (2 n + 16) of it for n columns, the distance grows by no more), so errors add up: the sums of gradients of two
-        neighbours, which are b / eta times how far their models have moved, are apart by at most
+        neighbors, which are b / eta times how far their models have moved, are apart by at most
         2 C + 2 [C (5 n + 32) E 2^-52 + E a + 2 (b / eta) sum of r]. The bracket is at most 2^-19 C, which the sensitivity
         contains, for every Y up to the result. It is 0, or less, if there is no such Y.
 
@@ -181,7 +181,7 @@ def block_of(columns: int) -> int:
 def update_terms(
     *, steps: FedPAQSteps, epsilon: float, delta: float, num_replies: int, num_records: int, calibration: str = "exact"
 ) -> ClientTerms:
-    """Return the terms of DP-FedPAQ: each reply is the noised update of E local steps, quantised after that.
+    """Return the terms of DP-FedPAQ: each reply is the noised update of E local steps, quantized after that.
 
     All `num_replies` replies together are (epsilon, delta)-differentially private for each record, under replace-one. Every reply
     takes its own E b of the client's records at random, which nobody else knows: amplified by sampling without

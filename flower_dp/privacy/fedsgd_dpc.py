@@ -78,7 +78,7 @@ def gradient_terms(
         num_replies: the most replies that the client will send.
         num_records: the client's public data size.
         sampling_rate: part of the records in a batch, in expectation.
-        relation: neighbouring relation; replace-one in the paper.
+        relation: neighboring relation; replace-one in the paper.
 
     Raises:
         ValueError: for a value out of range, naming it.

@@ -6,7 +6,7 @@ release itself: its least delta at epsilon x, when one of the m units is replace
     d'(log(1 + g (e^x - 1))) = g d(x)     for x >= 0    (Balle, Barthe & Gaboardi 2018, Theorem 9)
     d'(-x) = 1 - e^-x (1 - d'(x))         for x > 0     (replace-one is symmetric)
 
-d' is the profile of one pair of distributions, which dominates all neighbours in both directions. So releases compose by adding
+d' is the profile of one pair of distributions, which dominates all neighbors in both directions. So releases compose by adding
 up the losses of their pairs (Zhu, Dong & Wang 2022, on dominating pairs), or the Renyi divergences of these pairs.
 `docs/accounting.md` has the proof.
 """
@@ -43,7 +43,7 @@ def distribution(release: dp.DpEvent, rate: float, grid: float) -> PrivacyLossDi
         release: one Gaussian or Laplace release with noise scale / *sensitivity* for its multiplier. The sensitivity of a
             replacement is twice the clip norm.
         rate: g = m / n, in (0, 1].
-        grid: distance of neighbouring losses.
+        grid: distance of neighboring losses.
 
     Raises:
         OverflowError: if the grid is too fine for losses of this size.

@@ -21,7 +21,7 @@ from flower_dp.privacy.charges import Charge, CostScope
 from flower_dp.privacy.events import as_json
 from flower_dp.privacy.private_file import BudgetSpentError, LedgerError, Lock, check_folder, create_private, sync_folder
 
-APPLICATION, FORMAT = int.from_bytes(b"fldp", "big"), 3
+APPLICATION, FORMAT = int.from_bytes(b"fldp", "big"), 4
 TABLES = {
     "about": "key TEXT PRIMARY KEY, value TEXT NOT NULL",
     "runs": "id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, about TEXT NOT NULL",

@@ -1,7 +1,7 @@
 """The Gaussian and the Laplace mechanism: how much noise a release has, and the event that a ledger is charged with.
 
 `noise_multiplier` is the scale of the noise over the clip norm: the standard deviation over the L2 clip norm for Gaussian noise,
-the Laplace scale over the L1 clip norm for Laplace noise. The neighbouring relation is not known here: `accounting` doubles the
+the Laplace scale over the L1 clip norm for Laplace noise. The neighboring relation is not known here: `accounting` doubles the
 sensitivity under replace-one. Draws are functions of `flower_dp.core.noise`.
 """
 

@@ -50,7 +50,7 @@ def epsilon_of(leaves: Leaves, delta: float, relation: Relation, grid: float, ro
     Args:
         leaves: what was released.
         delta: in (0, 1).
-        relation: neighbouring relation.
+        relation: neighboring relation.
         grid: distance of the losses at which distributions are kept; finer ones are taken where epsilon is small.
         rough: another upper bound, NaN if there is none.
     """
@@ -91,7 +91,7 @@ def rough_epsilon_of(leaves: Leaves, delta: float, relation: Relation, grid: flo
     Args:
         leaves: what was released.
         delta: in (0, 1).
-        relation: neighbouring relation.
+        relation: neighboring relation.
         grid: the finest distance of the losses.
         ceiling: another upper bound.
     """

@@ -34,8 +34,8 @@ def distribution(release: dp.GaussianDpEvent, rate: float, grid: float, relation
     Args:
         release: one Gaussian release, with noise std / clip norm for its multiplier.
         rate: the probability with which each unit takes part, in (0, 1).
-        grid: distance of neighbouring losses.
-        relation: neighbouring relation; a replaced unit moves the sum by up to twice the clip norm.
+        grid: distance of neighboring losses.
+        relation: neighboring relation; a replaced unit moves the sum by up to twice the clip norm.
 
     Raises:
         OverflowError: if the grid is too fine for losses of this size.
@@ -47,7 +47,7 @@ def replaced_divergence(release: dp.GaussianDpEvent, rate: float, order: float) 
     """Return the Renyi divergence of one sampled release under replace-one; infinite where it would take too many points.
 
     The pair P = (1 - q) N(0, std^2) + q N(-1, std^2), Q = (1 - q) N(0, std^2) + q N(1, std^2) dominates the release
-    (`docs/accounting.md` has the proof), so its divergence bounds that of every pair of neighbours.
+    (`docs/accounting.md` has the proof), so its divergence bounds that of every pair of neighbors.
 
     Args:
         release: one Gaussian release, with noise std / clip norm for its multiplier.

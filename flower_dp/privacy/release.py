@@ -1,6 +1,6 @@
 """A release: one noisy thing that crosses a trust boundary.
 
-It holds clip norm, mechanism, sampler and neighbouring relation, and derives both noise and event from them. So an epsilon that
+It holds clip norm, mechanism, sampler and neighboring relation, and derives both noise and event from them. So an epsilon that
 the noise does not give can't be configured.
 """
 
@@ -27,8 +27,8 @@ class Release:
     Attributes:
         description: the quantity released, in words.
         visible_to: everyone who sees it, in words; they are the adversary.
-        unit: what differs between neighbouring data sets: a `client` (all of one client's data) or a `record`.
-        relation: the neighbouring relation.
+        unit: what differs between neighboring data sets: a `client` (all of one client's data) or a `record`.
+        relation: the neighboring relation.
         clip_norm: bound on the norm of one unit's contribution (L2 for Gaussian, L1 for Laplace noise).
         mechanism: the noise, as a multiple of `clip_norm`.
         sampler: who takes part in a round (or, inside one client, which of its records).

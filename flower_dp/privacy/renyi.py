@@ -21,7 +21,7 @@ from flower_dp.privacy.events import Leaves, Relation, scaled, unwrap_sampling
 ORDERS = tuple(map(float, DEFAULT_RDP_ORDERS))
 # Places in `ORDERS`.
 _WHOLE = [place for place, order in enumerate(ORDERS) if order == int(order)]
-# A search looks at one place in so many first, then between the neighbours of the best one.
+# A search looks at one place in so many first, then between the neighbors of the best one.
 _STEP = 4
 # More than the error of the logarithm of a moment of a sampled release, (order - 1) x divergence, in float64: for
 # logarithms below 1 as such, for others in parts of it.

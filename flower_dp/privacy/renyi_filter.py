@@ -28,7 +28,7 @@ def order_for(
         delta: of the budget.
         event: what will be charged, as far as that is known; None for Gaussian releases without sampling. Then the order is a
             whole number from 2 on: the library's divergences of sampled releases are the tightest there.
-        relation: neighbouring relation of the event.
+        relation: neighboring relation of the event.
 
     Raises:
         ValueError: if the budget is too small for any release at any order.
@@ -88,7 +88,7 @@ def _of_leaf(leaf: dp_events.DpEvent, order: float, relation: Relation) -> float
         # Bun & Steinke 2016, Proposition 3.3.
         bounds += [pure, order * pure**2 / 2]
     if rate < 1 and (relation == "replace-one" or isinstance(leaf, dp_events.PoissonSampledDpEvent)):
-        # Sampling never adds a cost: what the sample is, is a mixture that both neighbours share.
+        # Sampling never adds a cost: what the sample is, is a mixture that both neighbors share.
         bounds.append(renyi.divergence_of(inner, relation, order))
     # One of NaN, or one that rounding has made 0, is none.
     found = [bound for bound in bounds if bound is not None and bound > 0]

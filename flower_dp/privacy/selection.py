@@ -173,7 +173,7 @@ def epsilon(runs: Sequence[DpEvent], number: RunCountLaw, *, delta: float, relat
             the same unit.
         number: the law of K.
         delta: at which epsilon is asked for, in [0, 1).
-        relation: neighbouring relation.
+        relation: neighboring relation.
 
     Raises:
         ValueError: if there is no candidate, or a value is out of range.
@@ -235,7 +235,7 @@ def _delta_at(candidates: Sequence[Leaves], relation: Relation, epsilons: np.nda
 
     Args:
         candidates: of the run.
-        relation: neighbouring relation.
+        relation: neighboring relation.
         epsilons: at least 0 [k].
         deltas: of the points, falling.
     """

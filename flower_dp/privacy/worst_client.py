@@ -30,7 +30,7 @@ class MaxClientEpsilon:
 
     Args:
         terms: of every client.
-        relation: neighbouring relation of the ledgers.
+        relation: neighboring relation of the ledgers.
         delta: the delta at which epsilon is stated, also that of the budgets in the terms.
     """
 

@@ -1,4 +1,4 @@
-"""What all figures share: an empty figure, colours, and a file that is written whole or not at all."""
+"""What all figures share: an empty figure, colors, and a file that is written whole or not at all."""
 
 import io
 import os
@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 
 from flower_dp.running.run_folder import write_whole
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish, without the yellow, which is hard to see on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+# Okabe and Ito's colors, which color-blind readers can distinguish, without the yellow, which is hard to see on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 STYLES = ("-", "--", "-.", ":")
 _LACKS = re.compile(r"Glyph (\d+) .*missing from", re.DOTALL)  # what matplotlib warns of, once a letter
 
@@ -31,9 +31,9 @@ def empty(width: float, height: float) -> Figure:
 
 
 def look(place: int, style: int | None = None) -> dict[str, Any]:
-    """Return colour and style of the line at a place among many; `style` is the place among those of one colour."""
-    style = place // len(COLOURS) if style is None else style
-    return {"color": COLOURS[place % len(COLOURS)], "linestyle": STYLES[style % len(STYLES)]}
+    """Return color and style of the line at a place among many; `style` is the place among those of one color."""
+    style = place // len(COLORS) if style is None else style
+    return {"color": COLORS[place % len(COLORS)], "linestyle": STYLES[style % len(STYLES)]}
 
 
 def entry(lines: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ def figure(curves: Sequence[Curve], metric: str, *, grouped: bool = False) -> Fi
     Args:
         curves: the curves.
         metric: what they have.
-        grouped: curves of one line (`Curve.line`) have one colour.
+        grouped: curves of one line (`Curve.line`) have one color.
     """
     looks = _looks(curves, grouped=grouped)
     panels = 2 if any(curve.private for curve in curves) else 1
@@ -102,12 +102,12 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
     return result
 
 
-def _level(axes: Axes, curve: Curve, label: str, colour: str) -> None:
+def _level(axes: Axes, curve: Curve, label: str, color: str) -> None:
     """Draw what a curve reaches without privacy, across, with its spread."""
     last, spread = float(curve.mean[-1]), float(curve.std[-1])
-    axes.axhline(last, color=colour, linestyle=":", label=f"{label}\nnot private")
+    axes.axhline(last, color=color, linestyle=":", label=f"{label}\nnot private")
     if len(curve.runs) > 1:
-        axes.axhspan(last - spread, last + spread, color=colour, alpha=0.15, linewidth=0)
+        axes.axhspan(last - spread, last + spread, color=color, alpha=0.15, linewidth=0)
 
 
 def _counted(some: Sequence[Curve], curves: Sequence[Curve]) -> str:
@@ -119,12 +119,12 @@ def _counted(some: Sequence[Curve], curves: Sequence[Curve]) -> str:
 
 
 def _looks(curves: Sequence[Curve], *, grouped: bool) -> list[Mapping[str, Any]]:
-    """Return colour and style of every curve."""
+    """Return color and style of every curve."""
     if not grouped:
         return [canvas.look(place) for place in range(len(curves))]
     lines = [curve.line for curve in curves]
-    colours = {line: place for place, line in enumerate(dict.fromkeys(lines))}
-    return [canvas.look(colours[line], lines[:place].count(line)) for place, line in enumerate(lines)]
+    colors = {line: place for place, line in enumerate(dict.fromkeys(lines))}
+    return [canvas.look(colors[line], lines[:place].count(line)) for place, line in enumerate(lines)]
 
 
 def _title(curves: Sequence[Curve], metric: str, what: str) -> str:

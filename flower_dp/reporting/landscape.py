@@ -1,4 +1,4 @@
-"""The loss around final models, along random directions that are normalised filter by filter.
+"""The loss around final models, along random directions that are normalized filter by filter.
 
 Li, Xu, Taylor, Studer, Goldstein 2018, *Visualizing the Loss Landscape of Neural Nets*, section 4: L(theta + a delta + b eta).
 Every filter of a random Gaussian direction is scaled to the norm of the same filter of theta, and biases stay as they are.
@@ -119,18 +119,18 @@ class _Problem:
 
     model: FlatModel
     loss: Loss
-    centre: Tensor
+    center: Tensor
     batches: list[tuple[Any, Tensor]]
 
     @classmethod
     def of(cls, test: PublicTest, arrays: Mapping[str, NDArray[np.generic]], num_records: int, seed: int) -> "_Problem":
         model = FlatModel(test.module)
         model.module.eval()
-        centre = torch.from_numpy(model.layout.flatten(arrays))
+        center = torch.from_numpy(model.layout.flatten(arrays))
         drawn = np.random.default_rng((seed, 2)).permutation(len(test.records))[:num_records]
         positions = torch.split(torch.from_numpy(np.sort(drawn)), _BATCH)
         batches = [test.records.batch(part, model.device) for part in positions]
-        return cls(model=model, loss=test.loss, centre=centre, batches=batches)
+        return cls(model=model, loss=test.loss, center=center, batches=batches)
 
     @property
     def num_records(self) -> int:
@@ -151,7 +151,7 @@ class _Problem:
         found = np.empty((len(offsets), len(offsets)))
         for row, up in enumerate(offsets):
             for column, along in enumerate(offsets):
-                self.model.vector.copy_(self.centre + float(along) * first + float(up) * second)
+                self.model.vector.copy_(self.center + float(along) * first + float(up) * second)
                 found[row, column] = sum(
                     float(self.loss(outputs_of(self.model.module, inputs), targets)) * len(targets)
                     for inputs, targets in self.batches

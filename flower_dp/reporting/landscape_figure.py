@@ -46,7 +46,7 @@ def figure(landscapes: Sequence[Landscape]) -> Figure:
     for axes in every[panels:]:
         axes.set_axis_off()
     result.suptitle(
-        f"Loss on {landscapes[0].num_records} test records around final models (+), along random directions normalised filter by "
+        f"Loss on {landscapes[0].num_records} test records around final models (+), along random directions normalized filter by "
         "filter",
         fontsize="medium",
     )

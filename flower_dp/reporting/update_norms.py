@@ -76,7 +76,7 @@ def figure(norms: UpdateNorms, label: str) -> Figure:
     if norms.rounds.size:
         axes.plot(norms.rounds, norms.mean, label="norm before the clip, mean of a round", **canvas.look(0))
         low, high = np.maximum(norms.mean - norms.std, 0.0), norms.mean + norms.std
-        axes.fill_between(norms.rounds, low, high, color=canvas.COLOURS[0], alpha=0.2, label="± standard deviation over clients")
+        axes.fill_between(norms.rounds, low, high, color=canvas.COLORS[0], alpha=0.2, label="± standard deviation over clients")
     _draw_clip_norm(axes, norms)
     axes.set(xlabel="round", ylabel="L2 norm of an update")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -93,11 +93,11 @@ def _draw_clip_norm(axes: Axes, norms: UpdateNorms) -> None:
     if not norms.clip_norms.size:
         return
     least, largest = norms.clip_norms.min(), norms.clip_norms.max()
-    colour = canvas.COLOURS[1]
+    color = canvas.COLORS[1]
     if norms.mean.size and least > _BEYOND * (norms.mean + norms.std).max():
-        axes.plot([], [], "--", color=colour, label=f"clip norm: {least:.4g} at least, above the axis")
+        axes.plot([], [], "--", color=color, label=f"clip norm: {least:.4g} at least, above the axis")
         return
-    axes.plot(norms.clip_rounds, norms.clip_norms, "--", color=colour, label="clip norm")
+    axes.plot(norms.clip_rounds, norms.clip_norms, "--", color=color, label="clip norm")
     axes.set_ylim(bottom=0.0)
     if least > 0 and largest > _WIDE * least:
         axes.set(yscale="log", ylim=(0.5 * norms.mean.min(initial=least), None))

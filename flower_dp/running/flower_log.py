@@ -1,4 +1,4 @@
-"""The log of a run: what this process writes meanwhile, without colours; of its last attempt the warnings, and why it failed."""
+"""The log of a run: what this process writes meanwhile, without colors; of its last attempt the warnings, and why it failed."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*$")
 
 @contextmanager
 def logged(folder: Path, *, go_on: bool, resumed: bool = False) -> Iterator[None]:
-    """Let all that this process and its workers write go to the log of a run in this folder; a terminal's colours do not stay.
+    """Let all that this process and its workers write go to the log of a run in this folder; a terminal's colors do not stay.
 
     Args:
         folder: of the run.
@@ -37,7 +37,7 @@ def logged(folder: Path, *, go_on: bool, resumed: bool = False) -> Iterator[None
         for stream, copy in before:
             os.dup2(copy, stream)
             os.close(copy)
-        _remove_colours(folder / LOG)
+        _remove_colors(folder / LOG)
 
 
 def is_shown(record: logging.LogRecord) -> bool:
@@ -64,7 +64,7 @@ def kept_to_be_shown() -> Iterator[list[tuple[int, str]]]:
 
 
 def write_to(path: str | os.PathLike[str]) -> None:
-    """Let all that this process writes from now on be added to a file; Flower's logger writes no colours any more."""
+    """Let all that this process writes from now on be added to a file; Flower's logger writes no colors any more."""
     import flwr.serverapp  # noqa: F401, PLC0415 - it makes the handlers
 
     with open(path, "ab") as file:
@@ -82,13 +82,13 @@ def _flush() -> None:
         stream.flush()
 
 
-def _remove_colours(log: Path) -> None:
+def _remove_colors(log: Path) -> None:
     if log.exists() and b"\x1b" in (content := log.read_bytes()):
         write_whole(log, plain(content.decode("utf-8", errors="replace")).encode())
 
 
 def plain(text: str) -> str:
-    """Return a text without terminal colours."""
+    """Return a text without terminal colors."""
     return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
 
 

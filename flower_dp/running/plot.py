@@ -17,7 +17,7 @@ from flower_dp.running.progress import private_quantity
 
 Rows = Sequence[Mapping[str, Any]]
 
-# Blue circles and orange squares differ for the colour-blind and in grey print.
+# Blue circles and orange squares differ for the color-blind and in gray print.
 _METRIC, _EPSILON = "#0072B2", "#D55E00"
 _STYLES = ("-", ":", "-.")
 _MOST_PANELS = 12
@@ -106,9 +106,9 @@ def _line(axes: Axes, rows: Rows, name: str, **look: Any) -> list[Line2D]:
     return axes.plot(rounds, values, markersize=4, **look) if rounds else []
 
 
-def _label(axes: Axes, text: str, colour: str, *, drawn: bool) -> None:
-    axes.set_ylabel(text or "no metric recorded", color=colour)
-    axes.tick_params(axis="y", labelcolor=colour)
+def _label(axes: Axes, text: str, color: str, *, drawn: bool) -> None:
+    axes.set_ylabel(text or "no metric recorded", color=color)
+    axes.tick_params(axis="y", labelcolor=color)
     if not drawn:
         axes.set_yticks([])
 

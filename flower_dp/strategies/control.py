@@ -133,7 +133,7 @@ class ControlVariate:
         size = sent.size
         if self.quantization_levels is None:
             return 2 * sum_norm + float(l2_norms(sent.astype(np.float64)))
-        # c_i also has the error of its message, at most sqrt(q) times the norm of the quantised vector, and so on recursively.
+        # c_i also has the error of its message, at most sqrt(q) times the norm of the quantized vector, and so on recursively.
         return (2 * sum_norm + self._radius(size, honest)) / (1 - self._error(size))
 
     def longest_ever(self, size: int, honest: Honest) -> tuple[float, float]:

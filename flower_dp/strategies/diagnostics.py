@@ -31,7 +31,7 @@ def log_summary(rules: MethodRules, optimizer: ServerOptimizer | None) -> None:
     expected = sampling.expected_cohort_size(rules.about.num_clients)
     log.info("%s: %s, %g of %s clients expected a round", rules.about.title, sampling, expected, rules.about.num_clients)
     if optimizer is not None:
-        log.info("server optimiser %s: it works on the noised mean and costs no epsilon", optimizer.name)
+        log.info("server optimizer %s: it works on the noised mean and costs no epsilon", optimizer.name)
 
 
 def run_fingerprint(rules: MethodRules, layout: Layout, optimizer: ServerOptimizer | None, num_rounds: int) -> dict[str, str]:

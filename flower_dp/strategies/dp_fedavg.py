@@ -30,7 +30,7 @@ class DPFedAvg(DPStrategy):
         num_clients: number of clients; the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in (0, 1).
         target_epsilon: the run ends before the round that would pass it; None for no target.
-        relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
+        relation: neighboring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
         placement: `central`: the server adds all noise; `distributed`: every client adds its share to its own update.
         server_completes_noise: with placement='distributed', whether the server adds every noise share that a round's sum lacks
             (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the

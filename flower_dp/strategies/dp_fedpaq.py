@@ -104,7 +104,7 @@ class DPFedPAQRules(LocalRules):
         super().__init__(title, books, name=name, sampling=sampling, clip_norm=steps.sum_norm, evaluation=evaluation)
 
     def weight(self, name: str) -> float:
-        """Return 1: a row that is sent alone is sent as it was quantised."""
+        """Return 1: a row that is sent alone is sent as it was quantized."""
         return 1.0
 
     def vectors(self, own: ControlState | None, size: int) -> dict[str, np.ndarray]:
@@ -176,7 +176,7 @@ class DPFedPAQRules(LocalRules):
         )
 
     def noise_and_signal_norms(self, dimension: int) -> tuple[float, float]:
-        """Return the norms of the noise on the mean of updates, and of the longest update; without what quantisation adds."""
+        """Return the norms of the noise on the mean of updates, and of the longest update; without what quantization adds."""
         factor = -self.steps.update_factor(1)
         variances = [terms.release.noise_std**2 for terms in self.books.terms.values()]
         noise = math.sqrt(sum(variances) / len(variances) / self.cohort_size * dimension)
@@ -188,7 +188,7 @@ class DPFedPAQRules(LocalRules):
         sizes = books.num_records.values()
         whole = bool(sizes) and all(size == steps.num_records for size in sizes)
         each = f"all records, {steps.num_records}" if whole else f"{steps.num_records} records at random, without replacement"
-        # On an update, before it is quantised: steps shrink from round to round, and the noise with them.
+        # On an update, before it is quantized: steps shrink from round to round, and the noise with them.
         factor = -steps.update_factor(max(1, charges.number(self.training.name)))
         secret = ("Only the client knows which of its records it uses.",) if relies_on_secret_sampling(self, charges) else ()
         return local_statement(

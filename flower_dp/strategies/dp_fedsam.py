@@ -31,7 +31,7 @@ class DPFedSAM(DPStrategy):
     flagged as not valid.
 
     With `quantization_levels` every client rounds its own noised update at random to so many levels (QSGD, `DPFedPAQ`), and sends
-    a few bits a coordinate. As with top-k, a single quantised message is not a function of the noised sum. Distributed placement
+    a few bits a coordinate. As with top-k, a single quantized message is not a function of the noised sum. Distributed placement
     only, since under central placement a client's message has no noise.
 
     Args:
@@ -44,7 +44,7 @@ class DPFedSAM(DPStrategy):
         num_clients: number of clients (paper: M); the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in (0, 1).
         target_epsilon: the run ends before the round that would pass it; None for no target.
-        relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
+        relation: neighboring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
         keep_ratio: part of the coordinates kept after the noise, those of largest magnitude (paper: p).
         quantization_levels: levels above 0 to which every client rounds its own noised update (QSGD); None for none.
         placement: `distributed`: every client adds its share to its own update; `central`: the server adds all noise.

@@ -41,15 +41,17 @@ from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.strategies.strategy import DPStrategy
 
 
-def less_is_better(best_by: str) -> bool:
+def less_is_better(best_model_metric: str) -> bool:
     """Return whether the least value of a metric is the best (`...loss`), or the largest (`...accuracy`).
 
     Raises:
         ValueError: for a name with another ending.
     """
-    if isinstance(best_by, str) and best_by.endswith(("loss", "accuracy")):
-        return best_by.endswith("loss")
-    raise checks.bad("best_by", best_by, "the name of a metric that ends in loss or accuracy, such as validation-loss")
+    if isinstance(best_model_metric, str) and best_model_metric.endswith(("loss", "accuracy")):
+        return best_model_metric.endswith("loss")
+    raise checks.bad(
+        "best_model_metric", best_model_metric, "the name of a metric that ends in loss or accuracy, such as validation-loss"
+    )
 
 
 @serializable
@@ -69,7 +71,7 @@ class BestModel:
     value: float = math.nan
     num_seen: int = 0
 
-    def after(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord, *, best_by: str) -> BestModel:
+    def after(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord, *, best_model_metric: str) -> BestModel:
         """Return the best model with one more to compare: this one, or the new one if it is better than all before.
 
         A model whose number is not finite is passed over.
@@ -78,28 +80,30 @@ class BestModel:
             server_round: of the model.
             arrays: the model.
             metrics: its evaluation, with public data: then the choice costs no privacy.
-            best_by: the metric that decides, see `less_is_better`.
+            best_model_metric: the metric that decides, see `less_is_better`.
 
         Raises:
             ValueError: if the evaluation does not have the number by which models are compared.
         """
-        found = metrics.get(best_by)
+        found = metrics.get(best_model_metric)
         if not isinstance(found, int | float):
-            raise ValueError(f"evaluate_fn: returns {', '.join(metrics) or 'nothing'}; must have best_by={best_by!r}")
+            raise ValueError(
+                f"evaluate_fn: returns {', '.join(metrics) or 'nothing'}; must have best_model_metric={best_model_metric!r}"
+            )
         if not math.isfinite(found):
             return self
-        better = found < self.value if less_is_better(best_by) else found > self.value
+        better = found < self.value if less_is_better(best_model_metric) else found > self.value
         if self.arrays is not None and not better:
             return replace(self, num_seen=self.num_seen + 1)
         model = {name: array.numpy() for name, array in arrays.items()}
         return BestModel(arrays=model, server_round=server_round, value=float(found), num_seen=self.num_seen + 1)
 
-    def in_words(self, best_by: str) -> str | None:
+    def in_words(self, best_model_metric: str) -> str | None:
         """Return how the resulting model was chosen; None if nothing was compared."""
         if self.arrays is None:
             return None
         which = f"of round {self.server_round}" if self.server_round else "the initial one"
-        return f"The final model, {which}, was chosen out of {self.num_seen} by its {best_by}"
+        return f"The final model, {which}, was chosen out of {self.num_seen} by its {best_model_metric}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,31 +116,35 @@ class Resources:
         num_local_steps: steps of a round.
         cost_per_aggregation: of a round's messages.
         cost_per_step: of a local step.
-        max_cost: of a device in a run; None: no limit.
+        max_resource_cost: of a device in a run; None: no limit.
 
     Raises:
         ValueError: for a value that makes no sense, naming field and value; or if the limit is too small for one round.
 
     Example:
         >>> from flower_dp.strategies.dp_pasgd import Resources
-        >>> Resources(num_local_steps=10, cost_per_aggregation=100, cost_per_step=1, max_cost=1000).cost(9)
+        >>> Resources(num_local_steps=10, cost_per_aggregation=100, cost_per_step=1, max_resource_cost=1000).cost(9)
         990.0
     """
 
     num_local_steps: int
     cost_per_aggregation: float = 0.0
     cost_per_step: float = 0.0
-    max_cost: float | None = None
+    max_resource_cost: float | None = None
 
     def __post_init__(self) -> None:
         checks.number("cost_per_aggregation", self.cost_per_aggregation, at_least=0)
         checks.number("cost_per_step", self.cost_per_step, at_least=0)
-        if self.max_cost is not None:
-            checks.number("max_cost", self.max_cost, above=0)
+        if self.max_resource_cost is not None:
+            checks.number("max_resource_cost", self.max_resource_cost, above=0)
             if not self.has_costs:
-                raise checks.refusal("max_cost", self.max_cost, "needs cost_per_aggregation or cost_per_step above 0")
-            if self.cost(1) > self.max_cost:
-                raise checks.refusal("max_cost", self.max_cost, f"must pay for one round, which costs a device {self.cost(1):g}")
+                raise checks.refusal(
+                    "max_resource_cost", self.max_resource_cost, "needs cost_per_aggregation or cost_per_step above 0"
+                )
+            if self.cost(1) > self.max_resource_cost:
+                raise checks.refusal(
+                    "max_resource_cost", self.max_resource_cost, f"must pay for one round, which costs a device {self.cost(1):g}"
+                )
 
     @property
     def has_costs(self) -> bool:
@@ -149,7 +157,7 @@ class Resources:
 
     def stop_reason(self, most: int) -> str | None:
         """Return that one more round would exceed the budget of a device that was asked in so many, if so; else None."""
-        if self.max_cost is None or self.cost(most + 1) <= self.max_cost:
+        if self.max_resource_cost is None or self.cost(most + 1) <= self.max_resource_cost:
             return None
         return (
             f"the resource budget is spent: a device has spent {self.cost(most):g}, and one more round would make that "
@@ -165,7 +173,7 @@ class Resources:
 
     @property
     def _limit(self) -> str:
-        return "" if self.max_cost is None else f" of max_cost={self.max_cost:g}"
+        return "" if self.max_resource_cost is None else f" of max_resource_cost={self.max_resource_cost:g}"
 
 
 _FORMULA = "rho + 2 sqrt(rho log(1/delta)), rho = 2 K G^2 / (X_m^2 sigma_m^2), Hu et al. eq. 9"
@@ -187,7 +195,7 @@ class DPPASGDRules(LocalRules):
         num_steps: local steps that the noise is made for.
         batch_sampling: see `step_terms`.
         calibration: see `step_terms`.
-        best_by: the number by which models are compared.
+        best_model_metric: the number by which models are compared.
         evaluation: the plan of private evaluations; None for none.
     """
 
@@ -202,12 +210,12 @@ class DPPASGDRules(LocalRules):
         num_steps: int,
         batch_sampling: str,
         calibration: str,
-        best_by: str,
+        best_model_metric: str,
         evaluation: PrivateEvaluation | LocalEvaluation | None = None,
     ) -> None:
         self.steps, self.num_steps, self.batch_sampling = steps, num_steps, batch_sampling
-        less_is_better(best_by)
-        self.best_by = best_by
+        less_is_better(best_model_metric)
+        self.best_model_metric = best_model_metric
         terms = partial(
             step_terms,
             delta=delta,
@@ -297,7 +305,7 @@ class DPPASGDRules(LocalRules):
         ]
         if relies_on_secret_sampling(self, charges):
             assumptions.append("Only the client knows which records are in a batch.")
-        if state.own is not None and (chosen := state.own.in_words(self.best_by)):
+        if state.own is not None and (chosen := state.own.in_words(self.best_model_metric)):
             assumptions.append(f"{chosen} on public data, which costs nothing.")
         scale = "noise_std_of_a_mean_gradient"
         # Of a device with the least, on the change of a weight in all steps of a round.
@@ -353,8 +361,8 @@ class DPPASGD(DPStrategy):
     The result's model is the best by `evaluate_fn`, the initial one included; without an `evaluate_fn`, or if it returns nothing,
     the last. Let `evaluate_fn` use public data: then the choice costs nothing.
 
-    A run ends before the round that would pass the privacy budget (`num_steps`) or the resource budget (`max_cost`), and its
-    statement says which; `rules.costs(charges)` has the cost of every device.
+    A run ends before the round that would exceed the privacy budget (`num_steps`) or the resource limit (`max_resource_cost`).
+    The statement says which. `rules.costs(charges)` is the cost of every device.
 
     Args:
         num_clients: number of devices (paper: M).
@@ -371,11 +379,11 @@ class DPPASGD(DPStrategy):
         calibration: `exact`, the least noise that can be proved enough, or `zcdp`, the paper's eq. 9 (not its eq. 23, which has a
             wrong sign).
         num_records: public data sizes, needed for `poisson` and for an `evaluation`: one number, a sequence or a mapping.
-        cost_per_aggregation: of one round to a device (paper: c1).
-        cost_per_step: of one local step to a device (paper: c2).
-        max_cost: of a device in a run (paper: C_th); None: no limit.
-        best_by: the number of `evaluate_fn` by which models are compared: the least, if its name ends in `loss`, or the largest,
-            if it ends in `accuracy`.
+        cost_per_aggregation: cost of one round to a device (paper: c1).
+        cost_per_step: cost of one local step to a device (paper: c2).
+        max_resource_cost: largest cost to a device in a run (paper: C_th); None: no limit.
+        best_model_metric: the metric of `evaluate_fn` that selects the final model: the smallest value if its name ends in
+            `loss`, the largest if it ends in `accuracy`.
         options: those of every strategy: see `StrategyOptions`.
 
     Raises:
@@ -397,7 +405,7 @@ class DPPASGD(DPStrategy):
         ...     learning_rate=0.5,
         ...     cost_per_aggregation=100,
         ...     cost_per_step=1,
-        ...     max_cost=1000,
+        ...     max_resource_cost=1000,
         ... )
         >>> strategy.rules.resources.cost(9)
         990.0
@@ -423,8 +431,8 @@ class DPPASGD(DPStrategy):
         num_records: int | Sequence[int] | Mapping[str, int] | None = None,
         cost_per_aggregation: float = 0.0,
         cost_per_step: float = 0.0,
-        max_cost: float | None = None,
-        best_by: str = "loss",
+        max_resource_cost: float | None = None,
+        best_model_metric: str = "loss",
         **options: Unpack[StrategyOptions],
     ) -> None:
         steps = StepSchedule(
@@ -437,7 +445,7 @@ class DPPASGD(DPStrategy):
             num_local_steps=num_local_steps,
             cost_per_aggregation=cost_per_aggregation,
             cost_per_step=cost_per_step,
-            max_cost=max_cost,
+            max_resource_cost=max_resource_cost,
         )
         rules = DPPASGDRules(
             Population(num_clients=num_clients, num_records=num_records, epsilon=epsilon, batch_size=batch_size),
@@ -448,7 +456,7 @@ class DPPASGD(DPStrategy):
             num_steps=num_steps,
             batch_sampling=batch_sampling,
             calibration=calibration,
-            best_by=best_by,
+            best_model_metric=best_model_metric,
             evaluation=options.get("evaluation"),
         )
         super().__init__(rules, **options)
@@ -468,7 +476,7 @@ class DPPASGD(DPStrategy):
         """Run as `DPStrategy.start` does; the result's model is the best of the run by `evaluate_fn`, else the last.
 
         Raises:
-            ValueError: as there, or if `evaluate_fn` does not return the number that `best_by` names.
+            ValueError: as there, or if `evaluate_fn` does not return the number that `best_model_metric` names.
             TimeoutError: as there.
             RuntimeError: as there.
         """
@@ -495,7 +503,9 @@ class DPPASGD(DPStrategy):
             metrics = evaluate_fn(server_round, arrays)
             if metrics is not None:
                 best = self._session.record.own or BestModel()
-                self._session.update_state(own=best.after(server_round, arrays, metrics, best_by=self.rules.best_by))
+                self._session.update_state(
+                    own=best.after(server_round, arrays, metrics, best_model_metric=self.rules.best_model_metric)
+                )
             return metrics
 
         return evaluate

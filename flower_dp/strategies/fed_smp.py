@@ -39,7 +39,7 @@ class FedSMP(DPStrategy):
         num_clients: number of clients; the run waits until that many have registered.
         delta: the delta at which epsilon is stated, in (0, 1).
         target_epsilon: the run ends before the round that would pass it; None for no target.
-        relation: neighbouring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
+        relation: neighboring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
         keep_ratio: part of the coordinates of a round's mask (paper: p = k / d).
         mask: `rand-k` or `top-k`.
         random_ratio: with `top-k`, part of the mask's coordinates that is random, in (0, 1]; 0.5 by default.

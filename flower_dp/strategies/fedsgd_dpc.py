@@ -220,7 +220,7 @@ class FedSGDDPC(DPStrategy):
         smoothness: lambda of gamma = 2 lambda / mu.
         aggregation: `data-size` or `uniform`.
         sampling_rate: part of a client's records in a batch (paper: q), Gaussian only.
-        relation: neighbouring relation; replace-one in the paper. Under add-or-remove-one the noise is about half as large.
+        relation: neighboring relation; replace-one in the paper. Under add-or-remove-one the noise is about half as large.
         num_replies: the most replies of a client (R), if not ceil(b T / N): one number, a sequence or a mapping.
         noise_constant: the paper's c2, which has no published value; gives the Gaussian `paper` epsilon.
         options: those of every strategy: see `StrategyOptions`.

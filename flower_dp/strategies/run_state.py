@@ -100,7 +100,7 @@ class RunState:
         model: the arrays that are trained, as one vector [d], float32, after the last round; None before the first.
         releases: the states of releases that have one, by name.
         own: what the method itself keeps; None for nothing.
-        optimizer: the state of the server's optimiser; None without one.
+        optimizer: the state of the server's optimizer; None without one.
         not_private: whether a round had noise or sampling from a fixed seed; it stays so.
         asked_metrics: whether clients were asked for training metrics, which are not private.
         custom_evaluation: whether a round was run by a subclass that asks clients to evaluate, whose metrics are not private.

@@ -1,4 +1,4 @@
-"""A server optimiser: any Flower strategy that moves the global model by the noised mean, which costs no epsilon."""
+"""A server optimizer: any Flower strategy that moves the global model by the noised mean, which costs no epsilon."""
 
 import copy
 import logging
@@ -151,10 +151,10 @@ class ServerOptimizer:
         with _quiet():
             arrays, _ = strategy.aggregate_train(server_round, [Message(RecordDict(content), reply_to=message)])
         if arrays is None:
-            raise RoundDiscarded(f"the server optimiser {self.name} gave no model")
+            raise RoundDiscarded(f"the server optimizer {self.name} gave no model")
         vector: np.ndarray = layout.flatten({name: array.numpy() for name, array in arrays.items()})
         if not np.isfinite(vector).all():
-            raise RoundDiscarded(f"the server optimiser {self.name} gave a model with NaN or infinite entries")
+            raise RoundDiscarded(f"the server optimizer {self.name} gave a model with NaN or infinite entries")
         return vector
 
 

@@ -229,7 +229,7 @@ class Session:
 
     @property
     def record(self) -> RunState:
-        """The state without charges and the state of the optimiser: reports, incidents, results."""
+        """The state without charges and the state of the optimizer: reports, incidents, results."""
         return self._own
 
     def update_state(self, **changes: Any) -> None:
@@ -411,7 +411,7 @@ class Session:
         return now, collected, vector
 
     def _moved(self, now: RoundRequest, vector: np.ndarray) -> np.ndarray:
-        """Return the next model [d], float32: the method's, or that of the server's optimiser."""
+        """Return the next model [d], float32: the method's, or that of the server's optimizer."""
         optimizer, kept = self._optimizer, None if self._optimizer is None else self._optimizer.state
         try:
             if optimizer is not None:

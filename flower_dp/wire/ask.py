@@ -136,7 +136,7 @@ class ReleaseRequest(Part, frozen=True, kw_only=True):
         noise_std: std of the share that each client adds to its own clipped row under `distributed`, else 0.
         mask: the coordinates that all clients keep before the clip; None for all.
         keep_ratio: part of the coordinates that every client sends after its noise; 1 sends all.
-        quantization_levels: levels above 0 to which every client rounds its noised row; 0 for no quantisation.
+        quantization_levels: levels above 0 to which every client rounds its noised row; 0 for no quantization.
         indicator: what every client sends behind its update, where the clip norm is adaptive: `promise.clip_norm` then bounds
             the norm of both together; None for a fixed clip norm.
         metrics: of an evaluation: the metrics that are asked for, with their bounds; None in training.

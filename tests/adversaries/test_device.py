@@ -452,7 +452,7 @@ def test_an_error_that_data_have_chosen_tells_the_server_nothing(ends: type[Base
 
 @pytest.mark.parametrize("engine", ["one_by_one", "batched"])
 @pytest.mark.parametrize("ends", [*ENDINGS, GeneratorExit], ids=lambda kind: kind.__name__)
-def test_an_exit_in_one_clients_data_decides_nothing_for_its_neighbours(ends: type[BaseException], engine: str) -> None:
+def test_an_exit_in_one_clients_data_decides_nothing_for_its_neighbors(ends: type[BaseException], engine: str) -> None:
     """In the first query, in training and in a private evaluation; at the first record that is read, or after some."""
     pairs = [(torch.ones(6), 1)] * 1024  # twice as many as are read at once
     late = DatasetRecords(dataset=Ending(ends, pairs))

@@ -64,7 +64,7 @@ LONGEST = 1100
 BY_LABEL = {method.label: method for method in OWN}
 
 
-# Variants whose devices have code of their own: a regulariser, a public mask, another noise.
+# Variants whose devices have code of their own: a regularizer, a public mask, another noise.
 MORE = {"dp-fedavg, BLURS", "fed-smp", "fedsgd-dpc gaussian"}
 
 
@@ -423,8 +423,8 @@ def norm_of(values: np.ndarray, kind: str) -> float:
     return float(np.abs(values).sum() if kind == "l1" else np.linalg.norm(values))
 
 
-def assert_neighbours(rows: list[Row], others: list[Row]) -> None:
-    """What neighbours noise differs by no more than the noise is made for: half of that is a release's clip norm.
+def assert_neighbors(rows: list[Row], others: list[Row]) -> None:
+    """What neighbors noise differs by no more than the noise is made for: half of that is a release's clip norm.
 
     Steps with noise of their own move two runs apart, so only the first of each reply is compared.
     """
@@ -476,7 +476,7 @@ def test_no_message_moves_a_device_from_its_own_terms(label: str, data: st.DataO
             assert row.noise.noise_std >= own.noise_scale
         assert (reply is None, why) == (twins is None, twins_why)  # no record decides what is told
         assert spent(twin.context) == after
-        assert_neighbours(rows, others)
+        assert_neighbors(rows, others)
         if reply is not None and twins is not None:
             answer = answer_in(reply, message)
             assert answer.refused == answer_in(twins, message).refused

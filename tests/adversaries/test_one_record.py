@@ -423,7 +423,7 @@ def of_largest_by_numpy(batch: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("transform", [of_largest, of_largest_by_numpy, lambda batch: batch + torch.rand(len(batch), 1)])
 def test_a_transform_sees_one_record_at_a_time(transform):
-    """Whatever it does with a batch; vectorised or not."""
+    """Whatever it does with a batch; vectorized or not."""
     flat, items = made(lambda: nn.Linear(FEATURES, CLASSES)), honest()
 
     def contributions(values: Tensor) -> Tensor:

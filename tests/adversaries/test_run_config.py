@@ -149,17 +149,22 @@ def test_shared_noise_is_that_of_the_devices_own_cohort():
 
 @pytest.mark.parametrize(
     "mine",
-    [OWN, {"evaluation.every": 2, "evaluation.epsilon": 0.5}, {"num-clients": 4}, {"data-fn": "", "learning-rate": 0.1}],
+    [
+        OWN,
+        {"private-evaluation.every": 2, "private-evaluation.epsilon": 0.5},
+        {"num-clients": 4},
+        {"data-fn": "", "learning-rate": 0.1},
+    ],
     ids=["a budget", "evaluation", "num-clients", "two others"],
 )
 def test_a_device_that_sets_anything_sends_no_metrics_unasked(mine):
     """A server's `report-client-metrics=true` once got the exact training loss of a device that had set only its budget."""
-    asked = {"report-client-metrics": True, "evaluation.every": 2, "evaluation.epsilon": 9.0}
+    asked = {"report-client-metrics": True, "private-evaluation.every": 2, "private-evaluation.epsilon": 9.0}
     assert hosted(asked).policy.allow_metrics
     client = hosted(asked, **mine)
     assert not client.policy.allow_metrics
     budget = client.evaluation_budget
-    assert (budget.epsilon if budget else None) == mine.get("evaluation.epsilon")
+    assert (budget.epsilon if budget else None) == mine.get("private-evaluation.epsilon")
     assert hosted(asked, **mine, **{"report-client-metrics": True}).policy.allow_metrics
 
 

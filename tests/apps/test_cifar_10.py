@@ -52,7 +52,7 @@ def test_pictures_and_labels_are_those_of_the_files(small_cifar):
     assert task.source == f"CIFAR-10's cifar-10-batches-py in {folder}"
 
 
-def test_each_colour_is_standardised_by_its_own_constants():
+def test_each_color_is_standardized_by_its_own_constants():
     pictures = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
     pictures[0, 1], pictures[1, 2] = 255, 51
     numbers = cifar_10.standardized(pictures)
@@ -79,7 +79,7 @@ def test_files_that_are_not_the_published_ones_are_not_unpickled(small_cifar):
     assert not ran.exists()
 
 
-def test_resnet18_has_group_normalisation():
+def test_resnet18_has_group_normalization():
     model = models.make("resnet18", seed=0, num_features=3072)
     # By hand: 11,689,512 of torchvision's with 1,000 classes, less 990 rows of 512 weights and a bias.
     assert sum(parameter.numel() for parameter in model.parameters()) == 11_689_512 - 990 * 513

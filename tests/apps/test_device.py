@@ -93,11 +93,11 @@ def test_metrics_stay_where_the_device_says_so():
     [
         ({}, 9.0, 2),
         ({"nbafl.paper-epsilon": 2.0}, 0.0, 0),
-        ({"evaluation.every": 2, "evaluation.epsilon": 0.5}, 0.5, 2),
-        ({"nbafl.paper-epsilon": 2.0, "evaluation.every": 2, "evaluation.epsilon": 0.5}, 0.5, 2),
+        ({"private-evaluation.every": 2, "private-evaluation.epsilon": 0.5}, 0.5, 2),
+        ({"nbafl.paper-epsilon": 2.0, "private-evaluation.every": 2, "private-evaluation.epsilon": 0.5}, 0.5, 2),
     ],
 )
 def test_a_device_that_sets_anything_evaluates_by_its_own_settings_alone(node, epsilon, every):
-    run = {"method": "nbafl", "nbafl.paper-epsilon": 50.0, "evaluation.every": 2, "evaluation.epsilon": 9.0}
+    run = {"method": "nbafl", "nbafl.paper-epsilon": 50.0, "private-evaluation.every": 2, "private-evaluation.epsilon": 9.0}
     own = own_settings(run, node)
-    assert (own["evaluation.epsilon"], own["evaluation.every"]) == (epsilon, every)
+    assert (own["private-evaluation.epsilon"], own["private-evaluation.every"]) == (epsilon, every)

@@ -57,7 +57,7 @@ def test_the_seed_decides_and_nothing_else(name):
     assert all(torch.equal(first[key], again[key]) for key in first)
     drawn = [
         key for key in first if not key.startswith("resnet.") or ".conv" in key or ".fc." in key
-    ]  # not normalisation's 1 and 0
+    ]  # not normalization's 1 and 0
     assert drawn
     assert not any(torch.equal(first[key], other[key]) for key in drawn)
 

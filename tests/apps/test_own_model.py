@@ -57,7 +57,7 @@ def test_evaluate_fn_leaves_every_layer_in_its_mode():
 
     module = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.Dropout(0.5)))
     module[1].eval()
-    settings = SimpleNamespace(num_rounds=1, evaluate_every=1)
+    settings = SimpleNamespace(num_rounds=1, test_every=1)
     evaluation = user_app._evaluation(fails, module, SimpleNamespace(line_of=lambda server_round: {"epsilon": 1.0}), settings)
     with pytest.raises(OSError, match="no test data"):
         evaluation(1, model_arrays(module))
@@ -85,8 +85,8 @@ class Own(nn.Module):
 def test_a_method_takes_a_model_and_data_of_ones_own_and_evaluates_on_its_clients(method, tmp_path):
     app = flower_dp.app(model_fn=make_model, data_fn=load_records, evaluate_fn=evaluate)
     # Little noise: with more of it the noised count of four clients may be too small for a value.
-    own = {"evaluation.epsilon": 3.0} if METHODS[method].recipe else {"evaluation.noise-multiplier": 0.1}
-    evaluation = {"evaluation.every": 2, "evaluation.metrics": "loss=4,accuracy=1"}
+    own = {"private-evaluation.epsilon": 3.0} if METHODS[method].recipe else {"private-evaluation.noise-multiplier": 0.1}
+    evaluation = {"private-evaluation.every": 2, "private-evaluation.metrics": "loss=4,accuracy=1"}
     play(app, tmp_path / "run", method=method, **NEEDS[method], **own, **evaluation)
     found = compare.read_run(tmp_path / "run", "size")
     assert list(found.values) == [0, 1, 2]

@@ -28,7 +28,7 @@ def config(settings):
 
 @pytest.fixture(scope="module")
 def by_hand():
-    """The constants from a deal of our own: what each client draws, standardised as MNIST is."""
+    """The constants from a deal of our own: what each client draws, standardized as MNIST is."""
     task = load_task("mnist")
     rest = {"dirichlet_alpha": 0.3, "classes_per_client": 2, "records_per_client": 25}
     dealt = partition("sample", task.train_labels, num_clients=4, seed=3, **rest)
@@ -39,7 +39,7 @@ def by_hand():
 def same(got, wanted):
     assert got.keys() == wanted.keys()
     for key, value in wanted.items():
-        # The app standardises in float32.
+        # The app standardizes in float32.
         assert got[key] == (pytest.approx(value, rel=1e-4) if isinstance(value, float | list) else value), key
 
 
@@ -91,7 +91,7 @@ def test_a_preset_of_another_method_gives_its_data_only(by_hand):
 )
 def test_the_proximal_coefficient_is_the_presets_where_the_bound_holds(preset, proximal):
     given = {"smoothness": 1.0, "dissimilarity": 1.0}
-    assert pilot("nbafl", config(NBAFL | {"proximal": preset}), given=given).values["proximal"] == proximal
+    assert pilot("nbafl", config(NBAFL | {"proximal-mu": preset}), given=given).values["proximal"] == proximal
 
 
 @pytest.mark.slow

@@ -108,10 +108,10 @@ def test_what_another_method_sampling_or_partition_reads_is_not_read():
     config = DEFAULTS | {"method": "fedsgd-dpc", "sampling": "round-robin", "partition": "dirichlet"}
     ignored = unread(config)
     assert {"momentum", "training-engine", "nbafl.epsilon", "adult.features", "sampling-rate", "classes-per-client"} < ignored
-    assert {"evaluation.noise-multiplier", "blur-bound"} < ignored
-    read = {"fedsgd-dpc.epsilon", "learning-rate", "cohort-size", "dirichlet-alpha", "evaluation.every", "seed"}
+    assert {"private-evaluation.noise-multiplier", "blur-bound"} < ignored
+    read = {"fedsgd-dpc.epsilon", "learning-rate", "cohort-size", "dirichlet-alpha", "private-evaluation.every", "seed"}
     assert not read & ignored
-    assert "evaluation.metrics" not in unread(config | {"evaluation.every": 2})
+    assert "private-evaluation.metrics" not in unread(config | {"private-evaluation.every": 2})
     assert "dp-fedavg.clip-learning-rate" in unread(config | {"method": "dp-fedavg"})
     assert "dp-fedavg.clip-learning-rate" not in unread(config | {"method": "dp-fedavg", "dp-fedavg.clip-quantile": 0.5})
 

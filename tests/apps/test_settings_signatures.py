@@ -30,7 +30,7 @@ WORDS: dict[str, Any] = {
     "sensitivity": ("per-step",),
     "batch-sampling": ("poisson",),
     "calibration": ("zcdp", "paper"),
-    "best-by": ("accuracy",),
+    "best-model-metric": ("accuracy",),
     "client-epsilons": (",".join(["3"] * NUM_CLIENTS),),
     "client-batch-sizes": (",".join(["3"] * NUM_CLIENTS),),
     "optimizer": ("adam",),
@@ -43,11 +43,14 @@ BESIDE = {
     "fed-smp.random-ratio": [{"fed-smp.mask": "top-k", "fed-smp.random-ratio": 0.3}],
     "model": [{"task": "vehicle", "model": "linear-svm"}],
     "cohort-size": [{"sampling": sampling, "cohort-size": 7} for sampling in ("fixed-size", "round-robin")],
-    "evaluation.every": [{"evaluation.every": 1}, {"evaluation.every": 1, "evaluation.epsilon": 0.5}],
-    "evaluation.metrics": [{"evaluation.every": 1, "evaluation.metrics": "loss=5"}],
+    "private-evaluation.every": [
+        {"private-evaluation.every": 1},
+        {"private-evaluation.every": 1, "private-evaluation.epsilon": 0.5},
+    ],
+    "private-evaluation.metrics": [{"private-evaluation.every": 1, "private-evaluation.metrics": "loss=5"}],
 }
 # Settings that are read beside a quantile alone, which makes the clip norm adaptive.
-ADAPTIVE = {"clip-learning-rate": 0.3, "clip-count-noise-std": 50.0, "smallest-clip-norm": 0.01, "largest-clip-norm": 7.0}
+ADAPTIVE = {"clip-learning-rate": 0.3, "clip-count-noise-std": 50.0, "min-clip-norm": 0.01, "max-clip-norm": 7.0}
 # Arguments that no setting changes, as `Class.argument`; those of any method under "".
 OPTIONS = ("frozen_arrays", "max_clients_per_node", "max_new_clients", "noise_seed", "on_round", "registration_timeout")
 UNSET = {

@@ -127,7 +127,7 @@ def test_a_case_without_privacy_or_with_fixed_noise_is_refused():
         ("dp-fedavg, Poisson", "sampled-Gaussian trade-off"),
         ("fedsgd-dpc, Laplace", "Laplace trade-off"),
         ("dp-pasgd, Poisson", "sampled-Gaussian trade-off"),
-        ("dp-fedpaq, quantised", "any mechanism"),
+        ("dp-fedpaq, quantized", "any mechanism"),
     ],
 )
 def test_an_estimator_is_chosen_by_what_was_charged(label, name):

@@ -100,7 +100,7 @@ def test_every_kind_of_noised_sum_is_audited(settings):
     assert audit.relation == ("replace-one" if "sampling=fixed-size" in settings else "add-or-remove-one")
 
 
-def test_contributions_of_a_coin_are_neighbours_by_the_relation():
+def test_contributions_of_a_coin_are_neighbors_by_the_relation():
     names, choices = [f"c{i}" for i in range(9)], np.array([1, -1, 1, -1])
     words = {"dimension": 50, "rng": np.random.default_rng(0)}
     added = ClientCanaries.drawn(names, choices, relation="add-or-remove-one", **words)

@@ -46,7 +46,7 @@ SHARES_REPLACED = distributed("distributed, replace-one", noise_multiplier=math.
 SHARES_UNTRUSTED = distributed("distributed, untrusted", noise_multiplier=0.5 * math.sqrt(4 / 3), server_completes_noise=False)
 RECORDS = fedsgd_dpc("records", mechanism="gaussian", relation="add-or-remove-one", epsilon=1.0)
 LAPLACE = fedsgd_dpc("Laplace", mechanism="laplace", epsilon=1.0)
-QUANTISED = local_steps("quantised", quantization_levels=10, epsilon=0.5, delta=0.2)
+QUANTIZED = local_steps("quantized", quantization_levels=10, epsilon=0.5, delta=0.2)
 PER_STEP = local_steps("per-step", sensitivity="per-step", epsilon=1.0)
 CONVEX = local_steps("convex-glm", sensitivity="convex-glm", epsilon=1.0)
 ADAPTIVE = fed_avg("adaptive", noise_multiplier=0.6, clip_quantile=0.5)
@@ -259,7 +259,7 @@ def test_a_bug_makes_the_effect_larger_than_the_claim(plant, case, factor, monke
         (LITTLE, 100),
         *(
             (one, 40)
-            for one in (TWO_ROUNDS, REPLACED, SAMPLED, SHARED, SHARES, RECORDS, LAPLACE, QUANTISED, PER_STEP, CONVEX, ADAPTIVE)
+            for one in (TWO_ROUNDS, REPLACED, SAMPLED, SHARED, SHARES, RECORDS, LAPLACE, QUANTIZED, PER_STEP, CONVEX, ADAPTIVE)
         ),
     ],
     ids=lambda value: getattr(value, "label", None),

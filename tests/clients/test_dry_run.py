@@ -64,7 +64,7 @@ class Detached(nn.Linear):
         return super().forward(inputs).detach()
 
 
-class Centred(nn.Linear):
+class Centered(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         if len(inputs) < 2:
             raise ValueError("a batch of one")
@@ -152,7 +152,7 @@ HONEST: dict[str, tuple[Any, Any, Training]] = {
     "uint8 with a transform": (convolution, tensors(BYTES, transform=lambda one: one.float() / 255), PLAIN),
     "a GRU": (gru, tensors(floats(6, 4)), PLAIN),
     "a loss that takes other targets": (linear, tensors(floats(4), LABELS + 1995), replace(PLAIN, loss=one_based)),
-    "no batch of one": (lambda: Centred(4, CLASSES), FOUR, replace(PLAIN, batch_size=4)),
+    "no batch of one": (lambda: Centered(4, CLASSES), FOUR, replace(PLAIN, batch_size=4)),
     "a batch in a list": (linear, Listed(), PLAIN),
     "without records": (linear, DatasetRecords(dataset=[]), PLAIN),
     "one of two that fits": (linear, {"a": FIVE, "b": FOUR}, PLAIN),

@@ -255,8 +255,8 @@ class Mixed(TensorRecords):
         return (inputs if len(positions) == 512 else inputs.to(torch.float64).to(torch.float16).float().unsqueeze(1)), targets
 
 
-# A neighbour, made of the client's own records, and what comes of it.
-NEIGHBOURS: dict[str, tuple[Callable[[TensorRecords], Any], type]] = {
+# A neighbor, made of the client's own records, and what comes of it.
+NEIGHBORS: dict[str, tuple[Callable[[TensorRecords], Any], type]] = {
     "another good one": (lambda own: _wide(60, 7), Tensor),
     "labels out of range": (lambda own: replace(own, targets=own.targets + 10), Tensor),
     "a record that can't be read": (lambda own: Fragile(inputs=own.inputs, targets=own.targets), OSError),
@@ -281,15 +281,15 @@ def alone(request: pytest.FixtureRequest) -> tuple[str, FlatModel, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NEIGHBOURS)
-def test_no_neighbour_changes_a_bit_of_a_row(name: str, alone: Any) -> None:
+@pytest.mark.parametrize("name", NEIGHBORS)
+def test_no_neighbor_changes_a_bit_of_a_row(name: str, alone: Any) -> None:
     """The row is the one that the client has alone, in any place."""
     own, other = _wide(60, 2), _wide(60, 3)
-    make, kind = NEIGHBOURS[name]
-    neighbour, (engine, model, alone) = make(_wide(60, 1)), alone
+    make, kind = NEIGHBORS[name]
+    neighbor, (engine, model, alone) = make(_wide(60, 1)), alone
     losses: list[Tensor] = []
-    first = rows_of(model, [neighbour, own, other], EPOCHS, engine=engine, seeds=[5, 6, 7], losses=losses)
-    last = rows_of(model, [other, own, neighbour], EPOCHS, engine=engine, seeds=[7, 6, 5])
+    first = rows_of(model, [neighbor, own, other], EPOCHS, engine=engine, seeds=[5, 6, 7], losses=losses)
+    last = rows_of(model, [other, own, neighbor], EPOCHS, engine=engine, seeds=[7, 6, 5])
     assert torch.equal(first[1], alone)
     assert torch.equal(last[1], alone)
     assert torch.equal(first[2], last[0])
@@ -402,7 +402,7 @@ def test_rows_come_in_order_through_several_windows(monkeypatch: pytest.MonkeyPa
 
 
 class Replacing(nn.Module):
-    """Keeps what it has seen in a buffer, as spectral normalisation or a codebook does."""
+    """Keeps what it has seen in a buffer, as spectral normalization or a codebook does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -109,7 +109,7 @@ def test_a_record_that_looks_beyond_its_own_table_changes_no_other(between: Any,
     assert not torch.equal(raw(values), joined)
 
 
-def centred(_: Any, hidden: Tensor, __: Tensor) -> Tensor:
+def centered(_: Any, hidden: Tensor, __: Tensor) -> Tensor:
     return hidden - hidden.mean(0)
 
 
@@ -130,7 +130,7 @@ def test_where_an_engine_joins_records_each_is_computed_alone(of: Any, monkeypat
 
 
 def test_nor_does_an_evaluation_join_records(monkeypatch: Any) -> None:
-    flat, values = made(Model(centred)), features()
+    flat, values = made(Model(centered)), features()
     expected = evaluated(flat, records(values))
     monkeypatch.setattr("flower_dp.clients.local.evaluation.keeps_records_apart", lambda module: True)
     findings_of(flat).clear()
@@ -144,7 +144,7 @@ def computed(model: FlatModel, inputs: Any, targets: Tensor) -> Tensor:
 
 
 JOINS: dict[str, Any] = {
-    "mean": centred,
+    "mean": centered,
     "attention": lambda _, hidden, __: nn.functional.scaled_dot_product_attention(*[hidden[None]] * 3)[0],
     "flatten": lambda _, hidden, __: hidden.flatten().roll(1).view(hidden.shape),
     "the next but one": lambda _, hidden, __: hidden + hidden.roll(2, 0),
@@ -341,7 +341,7 @@ def test_a_client_that_changes_the_base_is_left_out_and_so_are_those_after_it() 
 
 
 def test_a_reply_of_a_client_that_changed_the_base_does_not_leave() -> None:
-    flat = made(based(centred))
+    flat = made(based(centered))
 
     def row(change: Any) -> tuple[Tensor, Tensor]:
         flat.module.frozen.data.mul_(change)

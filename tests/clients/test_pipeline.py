@@ -220,11 +220,11 @@ def test_the_width_of_a_value_follows_from_public_numbers_where_noise_surely_fit
     assert bytes_a_value(odd.round(), clip, GaussianShare(noise_std=2.0**9)) == 4
 
 
-# Quantisation
+# Quantization
 
 
-def test_each_row_is_quantised_by_itself_with_its_weight_before_rows_are_added_up():
-    """Ternary rows of unit vectors are exact: a quantised sum would have one scale for both."""
+def test_each_row_is_quantized_by_itself_with_its_weight_before_rows_are_added_up():
+    """Ternary rows of unit vectors are exact: a quantized sum would have one scale for both."""
     rows = [torch.tensor([0.5, 0.0, 0.0]), torch.tensor([0.0, 0.0, -0.25])]
     made = pipeline(*rows, clip=RowClip(clip_norm=1.0, step=0.0), noise=NotPrivate(), encode=QSGD(levels=1))
     replies = list(made.replies(torch.zeros(3), [job("a"), replace(job("b"), weight=0.5)]))
@@ -245,8 +245,8 @@ def test_what_is_drawn_after_the_noise_does_not_repeat_it():
         made.append(np.random.default_rng(7))
         return made[-1]
 
-    quantised = pipeline(torch.zeros(50), encode=QSGD(levels=1))
-    list(quantised.replies(torch.zeros(50), [replace(job(), secret=secret)]))
+    quantized = pipeline(torch.zeros(50), encode=QSGD(levels=1))
+    list(quantized.replies(torch.zeros(50), [replace(job(), secret=secret)]))
     assert len(made) == 1
 
 

@@ -261,7 +261,7 @@ def test_named_inputs_train_as_one_tensor_does(engine: str) -> None:
         torch.testing.assert_close(clipped(Pair(), data), total, rtol=0, atol=1e-5)
 
 
-# Regularisers: their pull is the gradient of their penalty, in both engines, and no client's pull has another client in it.
+# Regularizers: their pull is the gradient of their penalty, in both engines, and no client's pull has another client in it.
 
 
 # The penalties, written down a second time.

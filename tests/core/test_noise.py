@@ -356,7 +356,7 @@ class Shifted(np.random.Generator):
 
 
 def _rounded(number: Fraction) -> int:
-    assert number.denominator != 2  # of a tie both neighbours are nearest; no draw of these seeds is one
+    assert number.denominator != 2  # of a tie both neighbors are nearest; no draw of these seeds is one
     return round(number)
 
 

@@ -66,7 +66,7 @@ class Setup:
         client: makes the client of a node: model=, clients= -> a client; with the path of the devices' ledger, for methods that
             have one.
         event: what a message of a release costs whom it is sent to, or who might have been drawn for it.
-        relation: neighbouring relation of the events.
+        relation: neighboring relation of the events.
         local: whether every device has a ledger of its own.
         drawn: whether every round costs all clients alike, whether they are asked or not.
     """

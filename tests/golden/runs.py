@@ -244,12 +244,12 @@ FURTHER: dict[str, dict[str, Any]] = {
     "private evaluation of one sum": further(
         "dp-fedavg",
         {"delta": 1e-3},
-        **{"sampling-rate": 0.5, "evaluation.every": 2, "evaluation.metrics": "loss=5,accuracy=1"},
+        **{"sampling-rate": 0.5, "private-evaluation.every": 2, "private-evaluation.metrics": "loss=5,accuracy=1"},
     ),
     "private evaluation of every client": further(
         "fedsgd-dpc",
         {"mechanism": "gaussian", "delta": 1e-4, "client-epsilons": "0.5,2,8,2"},
-        **{"evaluation.every": 1, "evaluation.epsilon": 0.5},
+        **{"private-evaluation.every": 1, "private-evaluation.epsilon": 0.5},
     ),
     "epsilon given, fixed-size cohorts": further("dp-fedavg", {"epsilon": 3.0, "delta": 1e-3}, sampling="fixed-size", **THREE),
     "a target that ends the run": further("dp-fedavg", {"target-epsilon": 6.0, "delta": 1e-3}, sampling="full"),
@@ -263,7 +263,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     ),
     "scaffold with noise": further("scaffold", {"sensitivity": "per-step", "num-local-steps": 2}, **{"batch-size": 38}),
     "dp-pasgd by the paper's accountant": further("dp-pasgd", {"calibration": "zcdp", "num-local-steps": 2}),
-    "nbafl with a proved epsilon": further("nbafl", {"epsilon": 20.0, "paper-epsilon": 50.0}, proximal=0.1),
+    "nbafl with a proved epsilon": further("nbafl", {"epsilon": 20.0, "paper-epsilon": 50.0}, **{"proximal-mu": 0.1}),
 }
 
 # The examples of docs/planning.md, and two changes of them.

@@ -220,7 +220,7 @@ def test_rows_that_are_clipped_together_are_those_that_are_clipped_alone(asked: 
     "device", [DEVICE, pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 )
 @pytest.mark.parametrize("asked", ASKS.values(), ids=ASKS)
-def test_no_neighbour_changes_a_bit_of_a_row_that_is_clipped_with_others(asked: dict[str, Any], device: Any, caplog: Any) -> None:
+def test_no_neighbor_changes_a_bit_of_a_row_that_is_clipped_with_others(asked: dict[str, Any], device: Any, caplog: Any) -> None:
     """Neither a long row, nor one that is not finite, nor an error, nor how many there are, nor the place."""
     caplog.set_level("DEBUG", logger="flwr")
     own = drawn_rows()[4]

@@ -388,8 +388,8 @@ def test_other_files_are_no_ledger(tmp_path):
 def test_another_format_or_a_ledger_without_its_triggers_is_refused(path):
     by_hand(path, "DROP TRIGGER charges_delete")
     refused(path, "is damaged: its tables are not those of a ledger")
-    by_hand(path, "PRAGMA user_version = 4")
-    refused(path, "has format 4; this release of flower-dp reads format 3")
+    by_hand(path, "PRAGMA user_version = 5")
+    refused(path, "has format 5; this release of flower-dp reads format 4")
 
 
 def test_a_ledger_is_created_once(path, tmp_path):

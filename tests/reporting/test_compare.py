@@ -174,8 +174,8 @@ def test_curves_by_a_setting(write, call):
     assert [curve.line for curve in grouped] == ["noise-multiplier=1", "noise-multiplier=2", "noise-multiplier=2"]
     assert grouped[0].label.startswith("noise-multiplier=1, ")
     drawn = figure(grouped, "accuracy", grouped=True).axes[0].containers
-    colours, styles = zip(*((one.lines[0].get_color(), one.lines[0].get_linestyle()) for one in drawn), strict=True)
-    assert colours[0] != colours[1] == colours[2]
+    colors, styles = zip(*((one.lines[0].get_color(), one.lines[0].get_linestyle()) for one in drawn), strict=True)
+    assert colors[0] != colors[1] == colors[2]
     assert styles[1] != styles[2]
     status, _, err = call("compare", *runs, "--by", "speed")
     assert (status, err) == (2, "error: --by speed: no run has this setting\n")

@@ -163,7 +163,7 @@ def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
 def test_the_middle_of_the_landscape_is_the_recorded_loss_of_the_run(tmp_path, call):
     pytest.importorskip("sklearn")
     keywords = {"task": "breast-cancer", "method": "dp-fedavg", "num-clients": 10, "num-rounds": 2, "sampling": "full"}
-    keywords |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "evaluate-every": 0}
+    keywords |= {"dp-fedavg.delta": 1e-3, "dp-fedavg.target-epsilon": 0.0, "test-every": 0}
     played = [play(tmp_path / f"z{z:g}", {**keywords, "dp-fedavg.noise-multiplier": z}) for z in (0.0, 4.0)]
     target = str(tmp_path / "figure.png")
     words = ("--output", target, "--resolution", "3", "--records", "1000")

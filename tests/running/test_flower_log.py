@@ -24,7 +24,7 @@ print("after")
 """
 
 
-def test_all_that_a_process_writes_meanwhile_is_in_the_log_without_colours(tmp_path):
+def test_all_that_a_process_writes_meanwhile_is_in_the_log_without_colors(tmp_path):
     log = tmp_path / "flower.log"
     log.write_text("of another run\n")
     for more, count in (([], 1), (["go on"], 2)):

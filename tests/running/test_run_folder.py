@@ -125,5 +125,5 @@ def test_a_folder_that_was_there_stays_as_open_as_it_was_and_its_log_is_its_owne
     assert run_folder.new_folder(tmp_path, "main") == tmp_path
     run_folder.new_log(tmp_path).close()
     modes = [mode(log)]
-    run_folder.write_whole(log, b"without colours\n")
+    run_folder.write_whole(log, b"without colors\n")
     assert [mode(tmp_path), *modes, mode(log)] == [0o755, 0o600, 0o600]

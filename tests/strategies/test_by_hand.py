@@ -1,4 +1,4 @@
-"""Runs without noise over generated settings, against the same rounds by hand: gaps, decay, a server optimiser."""
+"""Runs without noise over generated settings, against the same rounds by hand: gaps, decay, a server optimizer."""
 
 import math
 from collections.abc import Callable
@@ -202,7 +202,7 @@ class NbAFLByHand(ByHand):
 
 
 def optimized(case: Case, by_hand: ByHand, start: np.ndarray) -> list[np.ndarray]:
-    """The model after each round, moved by the server optimiser: momentum, or Adam (Reddi et al. 2021, with Flower's step size)."""
+    """The model after each round, moved by the server optimizer: momentum, or Adam (Reddi et al. 2021, with Flower's step size)."""
     here, models = start, []
     mean = second = momentum = np.zeros_like(start)
     for server_round in range(1, ROUNDS + 1):

@@ -147,7 +147,7 @@ def test_bytes_per_client_are_told_whatever_the_hosting():
         torch.testing.assert_close(model, answer[0][1], rtol=1e-5, atol=1e-6)
 
 
-def test_the_quantisers_draws_are_secret():
+def test_the_quantizers_draws_are_secret():
     """Without noise, and with one public seed, two runs differ: all that is drawn at random is drawn anew."""
     models = []
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_the_quantisers_draws_are_secret():
     assert not torch.equal(*models)
 
 
-def test_an_honest_quantised_row_is_never_refused_and_a_longer_one_is():
+def test_an_honest_quantized_row_is_never_refused_and_a_longer_one_is():
     strategy, recipe = pair(quantization_levels=1)
     start(strategy, grid_of(recipe, IMAGES, model=logistic), 3, model=logistic)
     assert [report.replies for report in strategy.rounds] == [4, 4, 4]

@@ -239,10 +239,13 @@ def test_nonsense_is_refused_on_both_sides(arguments, message):
     [
         ({"batch_sampling": "poisson"}, "num_records=None: must be the public data sizes"),
         ({"batch_size": [4, 4]}, "batch_size: has 2 values"),
-        ({"best_by": "auc"}, "best_by='auc': must be the name of a metric that ends in loss or accuracy"),
+        ({"best_model_metric": "auc"}, "best_model_metric='auc': must be the name of a metric that ends in loss or accuracy"),
         ({"cost_per_step": -1.0}, "cost_per_step=-1.0"),
-        ({"max_cost": 10.0}, "max_cost=10.0: needs cost_per_aggregation or cost_per_step above 0"),
-        ({"max_cost": 11.9, "cost_per_step": 1, "cost_per_aggregation": 10}, "must pay for one round, which costs a device 12"),
+        ({"max_resource_cost": 10.0}, "max_resource_cost=10.0: needs cost_per_aggregation or cost_per_step above 0"),
+        (
+            {"max_resource_cost": 11.9, "cost_per_step": 1, "cost_per_aggregation": 10},
+            "must pay for one round, which costs a device 12",
+        ),
     ],
 )
 def test_nonsense_is_refused_before_any_client_is_asked(arguments, message):
@@ -313,7 +316,7 @@ def evaluation(numbers, name="loss"):
     ],
 )
 def test_the_result_is_the_best_model_by_the_servers_evaluation_else_the_last(numbers, name, best):
-    strategy, recipe = pair(server={"best_by": name, "num_clients": 1})
+    strategy, recipe = pair(server={"best_model_metric": name, "num_clients": 1})
     evaluate, shown = evaluation(numbers, name)
     grid = grid_of(recipe, {"c0": FOUR["c0"]})
     result = strategy.start(grid, model_arrays(linear()), num_rounds=3, evaluate_fn=evaluate)
@@ -333,7 +336,7 @@ def test_an_evaluation_without_the_number_that_decides_is_refused_before_anythin
     strategy, recipe = pair()
     grid = grid_of(recipe, FOUR)
     evaluate, _ = evaluation([1.0], "auc")
-    with pytest.raises(ValueError, match="evaluate_fn: returns auc; must have best_by='loss'"):
+    with pytest.raises(ValueError, match="evaluate_fn: returns auc; must have best_model_metric='loss'"):
         strategy.start(grid, model_arrays(linear()), num_rounds=3, evaluate_fn=evaluate)
     assert not grid.received
 
@@ -341,11 +344,11 @@ def test_an_evaluation_without_the_number_that_decides_is_refused_before_anythin
 # Two budgets
 
 PRIVACY = "the privacy budget is spent: num_steps=6, all of them charged"
-RESOURCES = "the resource budget is spent: a device has spent {}, and one more round would make that {} of max_cost={}"
+RESOURCES = "the resource budget is spent: a device has spent {}, and one more round would make that {} of max_resource_cost={}"
 
 
 @pytest.mark.parametrize(
-    ("max_cost", "num_rounds", "rounds", "why"),
+    ("max_resource_cost", "num_rounds", "rounds", "why"),
     [
         (26.0, 3, 2, RESOURCES.format(26, 39, 26)),
         (39.0, 4, 3, f"{PRIVACY} and {RESOURCES.format(39, 52, 39)}"),
@@ -353,9 +356,9 @@ RESOURCES = "the resource budget is spent: a device has spent {}, and one more r
         (52.0, 3, 3, None),
     ],
 )
-def test_a_run_ends_before_the_round_that_would_pass_either_budget_and_says_which(max_cost, num_rounds, rounds, why):
+def test_a_run_ends_before_the_round_that_would_pass_either_budget_and_says_which(max_resource_cost, num_rounds, rounds, why):
     """The reply of the first device never arrives, and costs what the others do."""
-    strategy, recipe = pair(server={"cost_per_aggregation": 10.0, "cost_per_step": 1.5, "max_cost": max_cost})
+    strategy, recipe = pair(server={"cost_per_aggregation": 10.0, "cost_per_step": 1.5, "max_resource_cost": max_resource_cost})
     grid = grid_of(recipe, FOUR, tamper=lambda node, reply: [] if node == 1 else [reply])
     result = strategy.start(grid, model_arrays(linear()), num_rounds=num_rounds)
     assert len(strategy.rounds) == strategy.statement.num_charged_rounds == rounds
@@ -382,7 +385,7 @@ def test_the_planners_answer_can_be_run_as_it_is():
     answer = plan(PROBLEM)
     shared = {key: PROBLEM[key] for key in ("epsilon", "delta", "learning_rate", "batch_size", "clip_norm")}
     shared |= {"num_steps": answer["num_steps"], "num_local_steps": answer["steps_per_round"], "calibration": "zcdp"}
-    prices = {key: PROBLEM[key] for key in ("cost_per_aggregation", "cost_per_step", "max_cost")}
+    prices = {key: PROBLEM[key] for key in ("cost_per_aggregation", "cost_per_step", "max_resource_cost")}
     strategy, recipe = DPPASGD(**shared, **prices, num_clients=4), DPPASGDRecipe(**shared)
     start(strategy, grid_of(recipe, FOUR), answer["num_rounds"])
     assert len(strategy.rounds) == answer["num_rounds"] > 1

@@ -127,8 +127,8 @@ class Masked:
         third = [self.ask(now, node, {"stage": "unmask", "nodes": rows}) for node in rows]
         for reply in more(third):
             total -= reply.content["payload"]["0"].numpy()
-        centred = (total + MODULUS // 2) % MODULUS - MODULUS // 2
-        return dataclasses.replace(collected, total=centred * STEP, clients=[name for node in rows for name in now.asked[node]])
+        centered = (total + MODULUS // 2) % MODULUS - MODULUS // 2
+        return dataclasses.replace(collected, total=centered * STEP, clients=[name for node in rows for name in now.asked[node]])
 
 
 class Party(LocalGrid):

@@ -426,7 +426,7 @@ def step_cases(draw: Any) -> dict[str, Any]:
         "decay": draw(st.sampled_from([0.5, 0.5, 0.0])),
         "pull": draw(st.sampled_from([0.7, 0.0])),
         "bound": draw(st.sampled_from([0.3, 2.0])),
-        "max_cost": draw(st.sampled_from([None, 25.0])),
+        "max_resource_cost": draw(st.sampled_from([None, 25.0])),
     }
 
 
@@ -456,7 +456,7 @@ def step_methods(case: dict[str, Any]) -> tuple[Any, Any]:
         "weight_decay": case["pull"],
     }
     recipe = DPPASGDRecipe(**common)
-    costs = {"cost_per_aggregation": 7.0, "cost_per_step": 1.0, "max_cost": case["max_cost"]}
+    costs = {"cost_per_aggregation": 7.0, "cost_per_step": 1.0, "max_resource_cost": case["max_resource_cost"]}
     return (
         lambda: methods.DPPASGD(num_clients=many, num_records=sizes, **common, **costs),
         lambda **node: LocalDPClient(recipe=recipe, **node),
@@ -474,8 +474,8 @@ def test_the_statement_of_local_steps_is_that_of_the_least_noise_of_any_round_by
         found = run(there, strategy, client, Path(folder, "run"))
     statement, rules = found.strategy.statement, found.strategy.rules
     rounds = min(ROUNDS, case["replies"])
-    if case["max_cost"] and not case["fedpaq"]:
-        rounds = min(rounds, int(case["max_cost"] // (7 + case["steps"])))
+    if case["max_resource_cost"] and not case["fedpaq"]:
+        rounds = min(rounds, int(case["max_resource_cost"] // (7 + case["steps"])))
     assert sorted(found.grid.asked("train")) == list(range(1, rounds + 1))
     assert statement.num_charged_rounds == rounds
     stds, papers = [], []

@@ -201,7 +201,7 @@ VALUES = arrays_of.arrays(np.float64, (5, 3), elements=st.floats(allow_nan=True,
 @given(VALUES, VALUES)
 def test_one_record_moves_the_sum_by_what_the_noise_is_made_for(values, others):
     metric_bounds = MetricBounds(bounds={"a": 1.0, "b": 1e-6, "c": 1e6})
-    rows, replaced = metric_bounds.centred(values), metric_bounds.centred(np.concatenate([others[:1], values[1:]]))
+    rows, replaced = metric_bounds.centered(values), metric_bounds.centered(np.concatenate([others[:1], values[1:]]))
     assert np.abs(rows.sum(0) - replaced.sum(0)).sum() <= 2 * (1 + 1e-12)
     assert np.abs(rows.sum(0) - rows[1:].sum(0)).sum() <= 1 + 1e-12
 
@@ -284,7 +284,7 @@ def test_a_record_whose_metrics_cannot_be_computed_counts_as_zero_and_nothing_of
     assert caplog.text.count("KeyError") == 1  # in one line for all of the client's records
 
 
-def test_no_record_takes_the_place_of_another_where_one_more_is_a_neighbour():
+def test_no_record_takes_the_place_of_another_where_one_more_is_a_neighbor():
     """All 40 records are in the sum, though 10 are public: a choice of 10 would move by more than one record's part."""
     assert row_of(data("c3"), size=10, relation="add-or-remove-one") == pytest.approx([4.0], abs=1e-4)
 

@@ -113,7 +113,7 @@ def test_few_levels_are_refused_since_errors_would_grow():
     assert strategy.statement.num_charged_rounds == 0
 
 
-def test_quantised_control_variates_are_those_of_the_quantised_message():
+def test_quantized_control_variates_are_those_of_the_quantized_message():
     strategy, recipe = pair(quantization_levels=40)
     grid = grid_of(recipe, FOUR)
     start(strategy, grid, 4)

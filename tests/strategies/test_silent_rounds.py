@@ -71,7 +71,7 @@ KINDS = {
     "adaptive clip": {
         "clip_norm": AdaptiveClip(initial_clip_norm=0.5, count_noise_std=2.0, min_clip_norm=0.01, max_clip_norm=10.0)
     },
-    "server optimiser": {"server_optimizer": FedAdam()},
+    "server optimizer": {"server_optimizer": FedAdam()},
 }
 
 

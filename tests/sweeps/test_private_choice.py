@@ -32,7 +32,7 @@ mean = 4
 num-rounds = 2
 num-clients = 200
 sampling = "full"
-evaluation.every = 1
+private-evaluation.every = 1
 dp-fedavg.target-epsilon = 0.0
 [grid]
 learning-rate = [0.1, 0.2, 0.3]

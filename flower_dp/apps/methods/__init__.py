@@ -76,7 +76,7 @@ class ParsedRunConfig:
                     findings.errors.append(checks.refusal(key, value, why))
             ignored = {*FUNCTIONS, *NOT_READ}
             run_config = defaults() | {key: value for key, value in run_config.items() if key not in ignored}
-        tables: dict[str, dict[str, Any]] = {name: {} for name in (*METHODS, *TASKS, "evaluation")}
+        tables: dict[str, dict[str, Any]] = {name: {} for name in (*METHODS, *TASKS, "private-evaluation")}
         common = {}
         for key, value in run_config.items():
             prefix, dot, rest = key.partition(".")
@@ -84,7 +84,7 @@ class ParsedRunConfig:
                 tables[prefix][rest] = value
             else:
                 common[key] = value
-        evaluation = read(Evaluation, tables["evaluation"], findings, "evaluation.")
+        evaluation = read(Evaluation, tables["private-evaluation"], findings, "private-evaluation.")
         settings = replace(read(Settings, common, findings), evaluation=evaluation)
         settings.check(findings)
         task, name = settings.task, settings.method
@@ -168,7 +168,7 @@ class ParsedRunConfig:
 @cache
 def defaults() -> dict[str, Value]:
     """Return every setting of the app, by run-config key, with its default; don't write to it."""
-    tables: dict[str, type[Any]] = {"": Settings, "evaluation.": Evaluation}
+    tables: dict[str, type[Any]] = {"": Settings, "private-evaluation.": Evaluation}
     tables |= {f"{name}.": table_of(name) for name in METHODS} | {f"{name}.": task_module(name).Own for name in TASKS}
     return {
         prefix + key_of(one.name): one.default

@@ -11,14 +11,14 @@ from flower_dp.planning.planner import Data, Inputs
 
 def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
     """Return the arguments of strategy and recipe that several settings decide."""
-    checks.number("max-cost", own.max_cost, at_least=0)
+    checks.number("max-resource-cost", own.max_resource_cost, at_least=0)
     return {
         **local_words(settings, sizes),
         **_shared(settings, own),
         "learning_rate": settings.learning_rate,
         "learning_rate_decay": settings.learning_rate_decay,
         "weight_decay": settings.weight_decay,
-        "best_by": own.best_by or ("validation-loss" if settings.validation_ratio else "loss"),
+        "best_model_metric": own.best_model_metric or ("validation-loss" if settings.validation_ratio else "loss"),
     }
 
 
@@ -34,8 +34,8 @@ def planning(settings: Settings, own: Any, data: Data, given: Mapping[str, objec
     }
     if own.cost_per_aggregation or own.cost_per_step:
         values |= {"cost_per_aggregation": own.cost_per_aggregation, "cost_per_step": own.cost_per_step}
-    if own.max_cost:
-        values["max_cost"] = own.max_cost
+    if own.max_resource_cost:
+        values["max_resource_cost"] = own.max_resource_cost
     notes = ("epsilon is that of the client with the smallest",) if own.client_epsilons else ()
     return Inputs(values=values, notes=notes)
 

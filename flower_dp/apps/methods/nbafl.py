@@ -37,9 +37,11 @@ def planning(settings: Settings, own: Any, data: Data, given: Mapping[str, objec
         return Inputs(values=values)
     known: dict[str, Any] = {**data.constants.nbafl(), **given}
     least = best_proximal(smoothness=known["smoothness"], dissimilarity=known["dissimilarity"]) / 2
-    if settings.proximal > least:
-        return Inputs(values=values | {"proximal": settings.proximal}, notes=(f"proximal={settings.proximal:g} is the preset's",))
-    return Inputs(values=values, notes=(f"at the preset's proximal={settings.proximal:g} the bound says nothing",))
+    if settings.proximal_mu > least:
+        return Inputs(
+            values=values | {"proximal": settings.proximal_mu}, notes=(f"proximal={settings.proximal_mu:g} is the preset's",)
+        )
+    return Inputs(values=values, notes=(f"at the preset's proximal={settings.proximal_mu:g} the bound says nothing",))
 
 
 def _budget(settings: Settings, own: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""CIFAR-10: 50,000 + 10,000 colour pictures of 32 x 32 pixels from a folder, ten classes; torchvision reads them."""
+"""CIFAR-10: 50,000 + 10,000 color pictures of 32 x 32 pixels from a folder, ten classes; torchvision reads them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ _MEANS, _STDS = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def num_features(own: NoSettings) -> int:
-    """Return the number of pixels, those of each colour."""
+    """Return the number of pixels, those of each color."""
     return 3 * 32 * 32
 
 
@@ -56,7 +56,7 @@ def load(data_dir: str, own: NoSettings) -> Task:
 
 
 def standardized(pictures: "Tensor") -> "Tensor":
-    """Return uint8 pictures [..., 3, 32, 32] as float32 numbers, with each colour's published mean and deviation taken out."""
+    """Return uint8 pictures [..., 3, 32, 32] as float32 numbers, with each color's published mean and deviation taken out."""
     numbers = pictures.float()
     means, stds = (255 * numbers.new_tensor(of).view(3, 1, 1) for of in (_MEANS, _STDS))
     return (numbers - means) / stds
@@ -71,6 +71,6 @@ def _read(root: Path, data_dir: str, *, train: bool, download: bool) -> tuple[np
         why = f"torchvision has no whole cifar-10-batches-py in {root.absolute()} ({' '.join(str(error).split())})"
         wanted = f"must be a folder with it (from {_SOURCE}), or '{DOWNLOAD_PREFIX}' and a folder to download to"
         raise refusal("data-dir", data_dir, f"{why}; {wanted}") from error
-    # torchvision has the colours last, as pictures are drawn; torch's convolutions take them first.
+    # torchvision has the colors last, as pictures are drawn; torch's convolutions take them first.
     inputs = np.ascontiguousarray(dataset.data.transpose(0, 3, 1, 2))
     return inputs, np.asarray(dataset.targets, dtype=np.int64)

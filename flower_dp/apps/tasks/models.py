@@ -13,13 +13,13 @@ from flower_dp.clients.training.losses import Loss, hinge
 from flower_dp.core import checks
 
 _PIXELS = 28 * 28
-_COLOURED = 3 * 32 * 32
-# As in the paper that group normalisation comes from (Wu and He 2018).
+_COLORED = 3 * 32 * 32
+# As in the paper that group normalization comes from (Wu and He 2018).
 _NUM_GROUPS = 32
 
 
 def make(name: str, *, bias: bool = True, seed: int, num_features: int = _PIXELS, num_classes: int = 10) -> nn.Module:
-    """Build a model on the CPU, with torch's default initialisation drawn from `seed`.
+    """Build a model on the CPU, with torch's default initialization drawn from `seed`.
 
     It takes float records [batch, ...] of `num_features` numbers and returns logits [batch, num_classes], "linear-svm" one number
     a record [batch, 1]. Torch's global random state is as it was before the call.
@@ -30,10 +30,10 @@ def make(name: str, *, bias: bool = True, seed: int, num_features: int = _PIXELS
             the output, 1,663,370 parameters (McMahan et al. 2017, section 3), for 28 x 28 pixels. "cnn-small": convolutions of 16
             and 32 channels (8 x 8 and 4 x 4, stride 2), each with tanh and max-pooling, a dense layer of 32 with tanh and the
             output, 26,010 parameters (Papernot et al. 2021, table 1), for 28 x 28 pixels. "resnet18": torchvision's
-            ResNet-18 with group normalisation (32 groups) in place of BatchNorm, for colour pictures of 32 x 32 pixels.
+            ResNet-18 with group normalization (32 groups) in place of BatchNorm, for color pictures of 32 x 32 pixels.
             "linear-svm": one row of weights, for labels -1 and +1.
         bias: Whether the layers have bias terms.
-        seed: Seed of the initialisation, >= 0.
+        seed: Seed of the initialization, >= 0.
         num_features: Numbers of a record.
         num_classes: Classes of the labels.
 
@@ -136,7 +136,7 @@ def _check_pixels(model: str, num_features: int) -> None:
 
 
 def _resnet18(num_features: int, num_classes: int, bias: bool) -> nn.Module:
-    if num_features != _COLOURED:
+    if num_features != _COLORED:
         raise ValueError(f"model='resnet18': is for 3 x 32 x 32 pixels, not for {num_features} features")
     if not bias:
         raise ValueError("model-bias=False: must be True for model='resnet18', whose convolutions have no bias terms anyhow")

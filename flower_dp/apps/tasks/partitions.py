@@ -158,7 +158,7 @@ def _label_shards(labels: np.ndarray, num_clients: int, shards_per_client: int, 
         needs = f"with classes-per-client={shards_per_client} needs {num_shards} shards"
         raise ValueError(f"num-clients={num_clients}: {needs}, but there are only {len(labels)} training records")
     # The order is random first, so that what fills no shard is not always of the last class, nor a shard's records
-    # always neighbours in the file.
+    # always neighbors in the file.
     order = rng.permutation(len(labels))[: num_shards * size]
     shards = order[np.argsort(labels[order], kind="stable")].reshape(num_shards, size)
     return list(shards[rng.permutation(num_shards)].reshape(num_clients, shards_per_client * size))

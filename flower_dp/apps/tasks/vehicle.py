@@ -1,7 +1,7 @@
 """Vehicle: which of two military vehicles drives past? Acoustic and seismic features of 23 sensors, from `data-dir`.
 
 100 features a record, labels -1 and +1; a linear SVM with hinge loss. The features are taken as the file has them: in the form
-that goes around each sensor's records were standardised with their own mean and deviation, which no guarantee covers.
+that goes around each sensor's records were standardized with their own mean and deviation, which no guarantee covers.
 """
 
 import json

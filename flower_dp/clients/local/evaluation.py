@@ -145,7 +145,7 @@ def _contribution(metrics: RecordMetrics, record: tuple[Tensor, Tensor], bounds:
     try:
         with contained():
             values = metrics.of(*record)
-        return np.asarray(bounds.centred(np.asarray([[float(values[name]) for name in bounds.bounds]]))[0])
+        return np.asarray(bounds.centered(np.asarray([[float(values[name]) for name in bounds.bounds]]))[0])
     except Exception as error:
         problems.add(type(error).__name__)
         return np.zeros(len(bounds.bounds))

@@ -130,7 +130,7 @@ class Pipeline:
         clip: bounds what one client, or one record, can change, and rounds that to the lattice of the noise.
         noise: the noise that this client adds to the clipped row, or in training to the clipped sum of every step.
         after_noise: any function of the noised row, for example a selection of its largest entries.
-        encode: how the sum of a node's rows is sent; quantisation is here, and changes every row before the sum.
+        encode: how the sum of a node's rows is sent; quantization is here, and changes every row before the sum.
         keep: what the client keeps until its next round, made from the row that leaves; None for nothing.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The parts of a client's pipeline after its noise: selection, quantisation, and the encoding of a node's sum.
+"""The parts of a client's pipeline after its noise: selection, quantization, and the encoding of a node's sum.
 
 Any part of the right protocol is allowed there: it sees only noised rows, unless the server adds the noise.
 """
@@ -125,7 +125,7 @@ class SinglePrecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QSGD:
-    """Quantise every row at random to a few levels, before rows are added up; send a single row packed.
+    """Quantize every row at random to a few levels, before rows are added up; send a single row packed.
 
     A row is already private here, and so is everything that is computed from it: its norm, which is sent, and the size of the
     payload. The sum of several rows has no levels; it is sent as float32.
@@ -151,7 +151,7 @@ class QSGD:
         compression.check_levels(self.levels)
 
     def quantize(self, row: Array, rng: Generator) -> tuple[Array, Payload]:
-        """Return the quantised row [d], float32, and the payload of it alone.
+        """Return the quantized row [d], float32, and the payload of it alone.
 
         Args:
             row: with its noise.
@@ -165,11 +165,11 @@ class QSGD:
         return quantized if is_numpy_array(row) else array_namespace(row).asarray(quantized, device=device(row)), payload
 
     def encode(self, total: Array, width: int | None) -> Payload:
-        """Return the payload of a sum of quantised rows."""
+        """Return the payload of a sum of quantized rows."""
         return compression.smallest(array_namespace(total).astype(total, array_namespace(total).float32))
 
     def row_bytes(self, length: int, width: int) -> int:
-        """Return the largest number of bytes of a quantised row."""
+        """Return the largest number of bytes of a quantized row."""
         return compression.qsgd_bytes(length, self.levels)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from flower_dp.core.root_logger import untouched_root_logger
 
-# A group of one value without neighbours would always be normalised to zero.
+# A group of one value without neighbors would always be normalized to zero.
 _FEWEST_IN_GROUP = 2
 _MOST_GROUPS = 32
 
@@ -59,7 +59,7 @@ def _replacement(name: str, layer: Any, fix: Callable[..., Any], num_groups: int
     channels: int = layer.num_features
     if num_groups is None and isinstance(layer, nn.BatchNorm1d) and channels == 1:
         raise ValueError(
-            f"layer {name!r}: normalises one number a record, and GroupNorm would make it zero: leave the layer out; or give "
+            f"layer {name!r}: normalizes one number a record, and GroupNorm would make it zero: leave the layer out; or give "
             "num_groups=1 if it is for sequences"
         )
     groups = _groups(layer) if num_groups is None else num_groups

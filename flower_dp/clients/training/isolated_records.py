@@ -156,7 +156,7 @@ def _one(records: Records, position: int, device: torch.device) -> tuple[Inputs,
 def _transform(
     transform: Transform, records: TensorRecords, device: torch.device
 ) -> Callable[[Inputs, Callable[[int], None]], Inputs]:
-    """Return a function that transforms records [n, ...] so that none sees another one: vectorised if that works for zeros."""
+    """Return a function that transforms records [n, ...] so that none sees another one: vectorized if that works for zeros."""
 
     def one(row: Any) -> Any:
         made = transform(row)
@@ -167,11 +167,11 @@ def _transform(
     def alone(row: Any) -> Any:
         return batches.each(one(batches.each(row, lambda tensor: tensor.unsqueeze(0))), lambda tensor: tensor.squeeze(0))
 
-    vectorised = torch.func.vmap(alone, randomness="different")
+    vectorized = torch.func.vmap(alone, randomness="different")
 
     def together(inputs: Inputs, restart: Callable[[int], None]) -> Inputs:
         restart(0)
-        made: Inputs = vectorised(inputs if isinstance(inputs, Tensor) else dict(inputs))
+        made: Inputs = vectorized(inputs if isinstance(inputs, Tensor) else dict(inputs))
         return made
 
     def one_by_one(inputs: Inputs, restart: Callable[[int], None]) -> Inputs:

@@ -41,7 +41,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 def record_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy of one record; NaN with a gradient of zero if any target is neither a class nor ignored.
 
-    Otherwise it is torch's, up to the last bits. Vectorised over records, torch's own imports SymPy, which takes 0.4 s.
+    Otherwise it is torch's, up to the last bits. Vectorized over records, torch's own imports SymPy, which takes 0.4 s.
     """
     known = _known(outputs, targets)
     if known is None or outputs.ndim < 2 or targets.shape != outputs[:, 0].shape:

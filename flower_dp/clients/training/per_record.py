@@ -1,6 +1,6 @@
 """Per-record gradients: one row per record, from the faster of two engines that supports the model.
 
-`torch.func` differentiates the model for one record and vectorises that (`vmap`): records can't mix, whatever the model's own
+`torch.func` differentiates the model for one record and vectorizes that (`vmap`): records can't mix, whatever the model's own
 forward does with a batch. Opacus' expanded weights run the whole batch through the model once. They are faster for convolutions
 on a processor, and serve only stacks of layers that are known to keep records apart. `docs/accounting.md` has the
 figures.
@@ -95,7 +95,7 @@ def _keeps_apart(layer: nn.Module) -> bool:
 
 
 def _by_vmap(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> tuple[Sequence[Tensor], Tensor]:
-    """Differentiate the model for one record, vectorised over records (`torch.func`)."""
+    """Differentiate the model for one record, vectorized over records (`torch.func`)."""
     weights = [parameter.detach() for parameter in model.parameters]
     places = _places(model)
 
@@ -106,9 +106,9 @@ def _by_vmap(model: FlatModel, inputs: Inputs, targets: Tensor, loss: Loss) -> t
         outputs = torch.func.functional_call(model.module, placed, () if arguments else (batch,), arguments, tie_weights=False)
         return loss(outputs, target.unsqueeze(0))
 
-    vectorised = torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="same")
+    vectorized = torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="same")
     with without_compiler():
-        gradients, values = vectorised(weights, inputs, targets)
+        gradients, values = vectorized(weights, inputs, targets)
     return gradients, values
 
 

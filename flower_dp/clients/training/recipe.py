@@ -165,7 +165,7 @@ class Training:
         checks.number("learning_rate_decay", self.learning_rate_decay, at_least=0, below=1)
         checks.number("sam_radius", self.sam_radius, at_least=0)
         if not isinstance(self.regularizers, tuple) or not all(hasattr(one, "pull") for one in self.regularizers):
-            raise ValueError(f"regularizers={self.regularizers!r}: must be a tuple of regularisers, such as ProximalTerm")
+            raise ValueError(f"regularizers={self.regularizers!r}: must be a tuple of regularizers, such as ProximalTerm")
         checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum={self.momentum}: is not read with optimizer={self.optimizer!r}")
@@ -243,7 +243,7 @@ class Training:
 
     @torch.no_grad()
     def penalized(self, gradients: list[Tensor], weights: Tensor, start: Tensor, layout: Layout) -> list[Tensor]:
-        """Return the gradients of the loss with those of weight decay and of all regularisers.
+        """Return the gradients of the loss with those of weight decay and of all regularizers.
 
         Args:
             gradients: in the shapes of the parameters of one client or, stacked, of many.

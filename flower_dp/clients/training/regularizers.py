@@ -1,4 +1,4 @@
-"""Parts of local training: regularisers, which are penalties on a client's weights, and LUS, local update sparsification."""
+"""Parts of local training: regularizers, which are penalties on a client's weights, and LUS, local update sparsification."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,7 +55,7 @@ class BLUR:
 
     An update within the bound costs nothing. A longer one is pulled straight back to the global model, by strength times the part
     of its norm above the bound. The clip takes less from shorter updates; it stays what the guarantee rests on.
-    (Bounded local update regularisation, Cheng et al. 2022.)
+    (Bounded local update regularization, Cheng et al. 2022.)
 
     Attributes:
         strength: coefficient (paper: lambda). strength x step size must stay well below 2, or training jumps over the bound.

@@ -150,7 +150,7 @@ class AppContribution:
         try:
             with contained():
                 metrics = metrics_of(self.app)
-            return self.bounds.centred(np.asarray([[metrics[name] for name in self.bounds.bounds]]))
+            return self.bounds.centered(np.asarray([[metrics[name] for name in self.bounds.bounds]]))
         except Exception as error:
             log.error("evaluation failed: the reply is noise alone", exc_info=error)
             return np.zeros((1, len(self.bounds.bounds)))

@@ -1,4 +1,4 @@
-"""Stochastic quantisation to a few levels, packed into bytes (QSGD; Alistarh et al. 2017).
+"""Stochastic quantization to a few levels, packed into bytes (QSGD; Alistarh et al. 2017).
 
 Coordinate j of a vector x becomes ||x|| sign(x_j) l_j / s with a whole number l_j of 0 to s, rounded up or down at random so that
 its expectation is x_j. Most l_j of a long vector are 0, and zlib codes them in far less than log2(2 s + 1) bits each. Otherwise
@@ -21,12 +21,12 @@ from flower_dp.core.vectors import Array
 
 # Digits of two bytes.
 MOST_LEVELS = 2**15 - 1
-# Coordinates that are quantised, packed or read at a time.
+# Coordinates that are quantized, packed or read at a time.
 _BLOCK = 2**16
 _BYTE = np.dtype(np.uint8)
 _SCALE = np.dtype("<f4")
 _CODINGS = ("packed", "deflate")
-# Natural logarithm of the probability that a quantised vector is longer than `qsgd_norm_ratio` says.
+# Natural logarithm of the probability that a quantized vector is longer than `qsgd_norm_ratio` says.
 _LOG_NEVER = -50.0
 
 
@@ -84,9 +84,9 @@ def qsgd_variance(length: int, levels: int) -> float:
 
 
 def qsgd_norm_ratio(length: int, levels: int) -> float:
-    """Return a bound on the ratio of the norms of a quantised vector and its vector, exceeded with a probability below 1e-21.
+    """Return a bound on the ratio of the norms of a quantized vector and its vector, exceeded with a probability below 1e-21.
 
-    The square of the ratio is the sum of l_j^2 over s^2. These are independent, l_j is one of two neighbours in 0 to s, and their
+    The square of the ratio is the sum of l_j^2 over s^2. These are independent, l_j is one of two neighbors in 0 to s, and their
     sum has an expectation of at most s^2 (1 + q): Bernstein's inequality with differences of at most 2 s + 1.
     """
     mean, largest = levels**2 * (1 + qsgd_variance(length, levels)), 2 * levels + 1

@@ -99,7 +99,7 @@ class ClientLedgers:
 
     Args:
         population: who the clients are.
-        relation: neighbouring relation of the charges.
+        relation: neighboring relation of the charges.
         delta: the delta at which epsilon is stated, in [0, 1).
         terms_of: the facts about a client -> its terms.
         most_replies: number of rounds -> the most replies of one client, where the population has no number.

@@ -86,7 +86,7 @@ class ClippedUpdates:
         """Return the release with this noise, and who draws which part of it.
 
         Raises:
-            ValueError: for a sampler that is not accounted under the neighbouring relation.
+            ValueError: for a sampler that is not accounted under the neighboring relation.
         """
         default: Relation = "replace-one" if isinstance(self.sampling, FixedSizeSampling) else "add-or-remove-one"
         relation = accounting.parse_relation(self.relation) if self.relation else default

@@ -40,7 +40,7 @@ class LocalReleases:
         name: of the release on the wire: the method's, or that of private evaluations.
         clip_norm: of the releases.
         sampling: who takes part in a round.
-        relation: neighbouring relation of the ledgers.
+        relation: neighboring relation of the ledgers.
         weight_of: what a client's row counts in the sum.
         longest: how long an honest row is at most.
         vectors_of: the vectors that are sent with the model.

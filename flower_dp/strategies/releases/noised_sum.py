@@ -231,7 +231,7 @@ class NoisedSum:
             count = len(names)
             if not ask.quantization_levels:
                 return count * clip_norm + math.sqrt(count) * longest_noise
-            # Quantisation can lengthen a row; each row has the largest norm.
+            # Quantization can lengthen a row; each row has the largest norm.
             return count * (clip_norm + longest_noise) * compression.qsgd_norm_ratio(num_kept, ask.quantization_levels)
 
         def honest_indicator(names: Sequence[str]) -> float:
@@ -297,7 +297,7 @@ def _kept(ask: ReleaseRequest, length: int) -> np.ndarray | None:
 
 
 def check_relation(relation: Relation, sampling: Sampler, num_clients: int) -> None:
-    """Refuse a sampler that is not accounted under this neighbouring relation.
+    """Refuse a sampler that is not accounted under this neighboring relation.
 
     Raises:
         ValueError: for sampling of a fixed size, of a part of the clients, under add-or-remove-one.

@@ -25,7 +25,7 @@ class EpsilonPlan:
         events: returns what rounds 1 to n cost at most.
         target_epsilon: what the run may cost; None for no limit.
         delta: the delta at which epsilon is stated.
-        relation: neighbouring relation.
+        relation: neighboring relation.
     """
 
     def __init__(
