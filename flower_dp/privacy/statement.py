@@ -270,7 +270,8 @@ class PrivacyStatement:
             lines = [f"Each {self.unit} has {promise}.", proof]
         else:
             lines = [f"NOT PRIVATE. Epsilon is infinite: no {self.unit} is protected."]
-        lines.append(f"Protected against: {self.protected_against}.")
+        if not self.adversaries:  # else their table says it
+            lines.append(f"Protected against: {self.protected_against}.")
         if self.epsilon_by_release:
             alone = ", ".join(f"{name} {format_epsilon(value)}" for name, value in self.epsilon_by_release.items())
             lines.append(f"Each release alone: {alone}; together {format_epsilon(self.epsilon)}.")
@@ -301,7 +302,7 @@ def _table(adversaries: Sequence[Adversary]) -> list[str]:
     """Return a row for each adversary: epsilon, noise, accountant and view."""
     if not adversaries:
         return []
-    rows = [("", "epsilon", "lowest noise std", "accountant", "sees")] + [
+    rows = [("", "epsilon", "lowest std", "accountant", "sees")] + [
         (
             f"{one.name}{' (TRUSTED)' * one.trusted}",
             format_epsilon(one.epsilon),

@@ -31,7 +31,7 @@ from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.wire import EVALUATION
 
 # Either would help to tell who took part, or how many.
-_UNLISTED = "updates that did not arrive or did not count, and reports of single devices. They could reveal a round's cohort."
+_UNLISTED = "missing or rejected updates and reports of single devices; they could reveal a cohort."
 _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian (moments accountant)"
 
 
@@ -318,7 +318,7 @@ def _paper(rules: ClientLevelRules, charges: Charges, run: RunFacts) -> PaperEps
     epsilon = accounting.rdp_epsilon(event, delta=rules.about.delta, relation="add-or-remove-one")
     if epsilon is None:
         return None
-    held = "its assumptions hold" + (", against outsiders" if rules.noise.placement == "distributed" else "")
+    held = "against outsiders" if rules.noise.placement == "distributed" else "its assumptions hold"
     faults = []
     if charges.number(EVALUATION):
         faults.append("it covers training alone, and metrics of private evaluations were released as well")
@@ -346,7 +346,8 @@ def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) 
         lines.append(f"Only a client's own noise share protects it: its message is {_made(rules)} of its own noised update.")
     else:
         lines.append(
-            "Every replying client adds its noise share. Single messages are not private; only the aggregator sees them."
+            "Every replying client adds its noise share. Single messages are not private: only the aggregator receives them, and "
+            "it is trusted not to look at single ones."
         )
         if rules.noise.server_completes_noise:
             lines.append("The server is trusted to add every noise share that a round's sum lacks.")

@@ -11,7 +11,7 @@ from flower_dp.strategies.releases.clipped_updates import ClippedUpdates
 from flower_dp.strategies.rules import StrategyOptions
 from flower_dp.strategies.strategy import DPStrategy
 
-_PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian, DP-FedSAM Theorem 2"
+_PAPER_FORMULA = "DP-FedSAM Theorem 2, RDP of the subsampled Gaussian"
 
 
 class DPFedSAM(DPStrategy):

@@ -115,7 +115,10 @@ def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
 
 
 CENTRAL = "The server is trusted: it sees single updates and adds the noise."
-SHARES = "Every replying client adds its noise share. Single messages are not private; only the aggregator sees them."
+SHARES = (
+    "Every replying client adds its noise share. Single messages are not private: only the aggregator receives them, and it is "
+    "trusted not to look at single ones."
+)
 TOPPED = "The server is trusted to add every noise share that a round's sum lacks."
 APART = "Clients do not combine what they know of their noise shares; nor does a node that hosts several clients."
 NONE = "No noise is added to updates: training is not private."
