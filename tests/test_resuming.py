@@ -140,7 +140,7 @@ def told(strategy: Any) -> dict[str, Any]:
     """The statement, without what happened and what came of it."""
     said = strategy.statement.to_dict()
     # How far a client that lies moves the model is told in numbers once a round was finished.
-    lines = [line.partition(": in a round")[0] for line in said["assumptions"]]
+    lines = [line.partition(" In a round with")[0] for line in said["assumptions"]]
     said["assumptions"] = [line for line in lines if "was chosen out of" not in line]
     if said["method"] == "NbAFL":  # a broadcast that was not sent costs nothing
         said["adversaries"] = [one for one in said["adversaries"] if one["name"] == "the server"]
@@ -351,8 +351,8 @@ def test_a_damaged_checkpoint_is_never_taken_for_none(tmp_path, caplog):
         assert "round 3 was charged and not finished" in copy.start().incidents
     assert "the one before it is taken" in caplog.text
     previous.unlink()
-    for other in (b"1", b"3"):
-        newest.write_bytes(whole.replace(b"state 2\n", b"state %s\n" % other, 1))
+    for other in (b"1", b"2", b"4"):
+        newest.write_bytes(whole.replace(b"state 3\n", b"state %s\n" % other, 1))
         with pytest.raises(CheckpointError, match=f"has format {int(other)}; this version of flower-dp reads format 3"):
             case.start()
     newest.unlink()

@@ -169,14 +169,15 @@ def run_config() -> set[str]:
 
 
 def node_config() -> set[str]:
-    """The keys that functions with a node's config name, besides those of the run-config."""
+    """The keys that functions with a node's config name, besides those of the run-config and the names of its tables."""
     found = {LEDGER_PATH, "the app's settings"}
     for folder in (PACKAGE / "clients", PACKAGE / "apps"):
         for _, node in everywhere(folder):
             if isinstance(node, ast.FunctionDef) and "node_config" in names_in(node):
                 texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
                 found |= {text for text in texts if re.fullmatch(r"[a-z]+(-[a-z]+)+", text)}
-    return found - run_config()
+    keys = run_config()
+    return found - keys - {key.partition(".")[0] for key in keys if "." in key}
 
 
 # What a device sends

@@ -65,7 +65,7 @@ class Evaluation:
             BadValue: if it has another value than its default.
         """
         if (value := getattr(self, name)) != default_of(self, name):
-            raise refusal(f"evaluation.{key_of(name)}", value, why)
+            raise refusal(f"private-evaluation.{key_of(name)}", value, why)
 
     def bounds(self) -> dict[str, float]:
         """Return the public upper bound of every metric by name.

@@ -76,7 +76,10 @@ def unread(run_config: Mapping[str, Any]) -> set[str]:
         "blur-bound": run_config.get("blur-strength"),
         "fed-smp.random-ratio": run_config.get("fed-smp.mask") == "top-k",
         **{f"{method}.{name}": run_config.get(f"{method}.clip-quantile") for name in _ADAPTIVE},
-        **{f"evaluation.{key_of(name)}": run_config.get("private-evaluation.every") for name in Evaluation.__dataclass_fields__},
+        **{
+            f"private-evaluation.{key_of(name)}": run_config.get("private-evaluation.every")
+            for name in Evaluation.__dataclass_fields__
+        },
         "private-evaluation.every": True,
     }
     tables = tuple(f"{other}." for other in TASKS if other != task)

@@ -60,7 +60,7 @@ def test_a_table_is_all_the_devices_or_all_the_servers(method):
     table = {f"{method}.{key_of(field.name)}": field.default for field in fields(table_of(method))}
     servers = {key: f"the server's {key}" for key in table} | {"method": method, "report-client-metrics": True, "seed": 3}
     assert own_settings(servers, {"partition-id": 0}) == servers
-    evaluation = {f"evaluation.{key_of(field.name)}": field.default for field in fields(Evaluation)}
+    evaluation = {f"private-evaluation.{key_of(field.name)}": field.default for field in fields(Evaluation)}
     for key in table:
         mine = {key: "mine", "report-client-metrics": False}
         assert own_settings(servers, mine) == {**table, **evaluation, **mine, "method": method, "seed": 3}

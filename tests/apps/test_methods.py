@@ -146,13 +146,13 @@ ON = {"private-evaluation.every": 1}
         ({"private-evaluation.every": 5, "num-rounds": 4}, "private-evaluation.every=5: num-rounds=4 has no such round"),
         (
             {"private-evaluation.noise-multiplier": 2.0},
-            "private-evaluation.noise-multiplier=2.0: is read with evaluation.every above 0 only",
+            "private-evaluation.noise-multiplier=2.0: is read with private-evaluation.every above 0 only",
         ),
         ({"private-evaluation.metrics": "f1=1"}, "private-evaluation.metrics='f1=1'.* there are loss, accuracy"),
-        ({"evaluation.often": 1}, "evaluation.often=1: unknown key; known are epsilon, every, metrics"),
+        ({"private-evaluation.often": 1}, "private-evaluation.often=1: unknown key; known are epsilon, every, metrics"),
         (
             ON | {"private-evaluation.epsilon": 1.0},
-            "private-evaluation.epsilon=1.0: .* method='dp-fedsam' has evaluation.noise-multiplier",
+            "private-evaluation.epsilon=1.0: .* method='dp-fedsam' has private-evaluation.noise-multiplier",
         ),
         ({**LAPLACE} | ON, "private-evaluation.epsilon=0.0: method='fedsgd-dpc' needs every client's budget"),
         (

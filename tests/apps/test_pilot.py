@@ -168,7 +168,7 @@ def own_app(tmp_path):
             "    return Inputs(values=values, notes=(f'a pilot for {method}, which knew {sorted(given)}',))\n"
         )
         (tmp_path / "p.toml").write_text(
-            "cost_per_aggregation = 10\ncost_per_step = 1\nmax_cost = 100\nepsilon = 4\ndelta = 1e-4\nlearning_rate = 0.1\n"
+            "cost_per_aggregation = 10\ncost_per_step = 1\nmax_resource_cost = 100\nepsilon = 4\ndelta = 1e-4\nlearning_rate = 0.1\n"
             "strong_convexity = 0.1\nsmoothness = 1\ngradient_variance = 0.1\ndimension = 10\nbatch_size = 100\nclip_norm = 1\n"
         )
         return ["plan", "dp-pasgd", "--estimate-from", str(tmp_path), "--problem", str(tmp_path / "p.toml"), "--l2", "0.5"]

@@ -150,7 +150,7 @@ def changed_by(name) -> dict[str, set[str]]:
         return {one for one in after if one not in before or after[one] != before[one]}
 
     found: dict[str, set[str]] = {}
-    for key in [key for key in config if "." not in key or key.startswith((f"{name}.", "evaluation."))]:
+    for key in [key for key in config if "." not in key or key.startswith((f"{name}.", "private-evaluation."))]:
         found[key] = set()
         for change in [] if key in DATA else others(key, config[key]):
             with suppress(ValueError):
