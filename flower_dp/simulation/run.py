@@ -131,7 +131,7 @@ def simulate(
     if not isinstance(run_config, Mapping | None):
         raise ValueError(f"run_config: is a {type(run_config).__name__}; must be a dict of settings by flat key")
     if not (node_config is None or callable(node_config)):
-        raise ValueError(f"node_config: is a {type(node_config).__name__}: must be a function partition -> settings of that node")
+        raise ValueError(f"node_config: is a {type(node_config).__name__}; must be a function partition -> settings of that node")
     values = {**(run_config or {}), **({} if seed is None else {"seed": seed})}
     with ExitStack() as stack:
         loaded = stack.enter_context(_loaded(app, client_app, values, away=bool(ray_address)))

@@ -155,7 +155,7 @@ def test_two_apps_on_warm_workers(capsys):
         ({"num_nodes": 0}, "num_nodes=0"),
         ({"seed": -1}, "seed=-1"),
         ({"run_config": ["num-rounds"]}, "run_config: is a list; must be a dict"),
-        ({"node_config": {0: {"ledger-path": "x"}}}, "node_config: is a dict: must be a function partition -> settings"),
+        ({"node_config": {0: {"ledger-path": "x"}}}, "node_config: is a dict; must be a function partition -> settings"),
         ({"client_app": None}, "client_app: is a NoneType"),
         ({"app": 3}, "app: is a int; must be flower_dp.app"),
         ({"app": "mnist-nbafl", "num_nodes": 5, "run_config": {"num-clients": 4}}, "num_nodes=5: must be at most num-clients=4"),
