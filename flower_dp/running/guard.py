@@ -47,6 +47,7 @@ class Guard:
 
     def run(self, work: Callable[[], int], seconds: int = 0) -> int | None:
         """Return the result of a function that runs in a child; None if the child died, or took longer than `seconds`."""
+        # The guard alone holds `life`: if it dies, the child's read of `alive` returns, and interrupts the child.
         alive, life = os.pipe()
         told, tells = os.pipe()
         sys.stdout.flush()

@@ -42,9 +42,9 @@ class LaunchRecord:
         Raises:
             ValueError: if `flower-dp run` has not begun the run, or other users could have written the record.
         """
-        place = folder / CHECKPOINT
-        if place.is_dir() and (why := ownership_error(place.stat())):
-            raise ValueError(f"{place}: {why}; it says which app runs")
+        checkpoints = folder / CHECKPOINT
+        if checkpoints.is_dir() and (reason := ownership_error(checkpoints.stat())):
+            raise ValueError(f"{checkpoints}: {reason}; it says which app runs")
         try:
             return cls(**json.loads((folder / CHECKPOINT / _FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -60,10 +60,10 @@ class LaunchRecord:
     @staticmethod
     def forget(folder: Path) -> None:
         """Remove the record from the folder of a run that did not begin."""
-        place = folder / CHECKPOINT
-        if not (folder / CONFIG).exists() and place.is_dir() and os.listdir(place) == [_FILE]:
-            (place / _FILE).unlink()
-            place.rmdir()
+        checkpoints = folder / CHECKPOINT
+        if not (folder / CONFIG).exists() and checkpoints.is_dir() and os.listdir(checkpoints) == [_FILE]:
+            (checkpoints / _FILE).unlink()
+            checkpoints.rmdir()
 
     @property
     def target(self) -> Target:

@@ -121,9 +121,9 @@ def forget_changed() -> None:
     """Drop all imported modules if one of them has changed on disk since the last call. Installed packages stay."""
     global _looked
     since, _looked = _looked, time.time_ns()
-    own = _own_files()
-    if any(_changed(file) > since for _, file in own):
-        for name, _ in own:
+    files = _own_files()
+    if any(_changed(file) > since for _, file in files):
+        for name, _ in files:
             del sys.modules[name]
         importlib.invalidate_caches()
 
@@ -139,11 +139,11 @@ def _own_files() -> list[tuple[str, str]]:
     """Return the imported modules that are neither installed nor the program itself, with their files."""
     installed = tuple(f"{place}/" for place in (sys.prefix, sys.base_prefix, sys.exec_prefix, _PACKAGE))
     named = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
-    own = [
+    candidates = [
         (name, str(Path(file).resolve()))
         for name, file in named.items()
         # Check before `resolve`: to resolve the thousands of files in site-packages takes half a second.
         if isinstance(file, str) and file.endswith(".py") and "/site-packages/" not in file
         if name not in ("__main__", "__mp_main__")
     ]
-    return [(name, file) for name, file in own if not file.startswith(installed) and "/site-packages/" not in file]
+    return [(name, file) for name, file in candidates if not file.startswith(installed) and "/site-packages/" not in file]

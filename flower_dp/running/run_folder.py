@@ -104,10 +104,10 @@ class RunFolder:
         Raises:
             SettingsError: if there is no such run, or it had other settings.
         """
-        place = os.environ.get(RUN_FOLDER) if path is None else path
-        if not place:
+        given = os.environ.get(RUN_FOLDER) if path is None else path
+        if not given:
             raise checks.SettingsError("resume: needs the path of the run folder")
-        folder = cls(path=Path(place).absolute())
+        folder = cls(path=Path(given).absolute())
         file = folder.path / CONFIG
         if file.is_file():
             before = tomllib.loads(file.read_text(encoding="utf-8"))

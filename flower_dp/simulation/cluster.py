@@ -64,7 +64,7 @@ def address_of(ray_address: str) -> str:
 def _check_grpc(address: str) -> None:
     """Refuse a server that is not a Ray cluster. Ray itself would retry without end."""
     import grpc  # noqa: PLC0415
-    from ray._private.grpc_utils import init_grpc_channel  # noqa: PLC0415  (encrypted, where Ray is)
+    from ray._private.grpc_utils import init_grpc_channel  # noqa: PLC0415  (encrypted if Ray is)
 
     channel = init_grpc_channel(address)
     try:

@@ -325,9 +325,9 @@ class RayGrid(local_grid.SimulatedGrid):
             self._busy.discard(call.node)
             self._settle(call, self._replaced(index, call, "it does not respond"))
 
-    def _replaced(self, index: int, call: _Call, why: str) -> Message:
+    def _replaced(self, index: int, call: _Call, reason: str) -> Message:
         """Replace a dead worker, and return the error reply to its message."""
-        log.error("A worker died while it served %s: %s", call, why)
+        log.error("A worker died while it served %s: %s", call, reason)
         self._placement.replace(index)
         return _failed(call.message, flwr_internals.CLIENT_APP_CRASHED, "ClientApp stopped responding.")
 

@@ -56,8 +56,8 @@ class Placement:
         if ref not in self._starting:
             return False
         index, _ = self._starting.pop(ref)
-        if why := self._workers.failure(ref):
-            log.error("A worker could not start: %s", why)
+        if reason := self._workers.failure(ref):
+            log.error("A worker could not start: %s", reason)
             self._failed[index] += 1
             if self._failed[index] < _STARTS:
                 self.replace(index)

@@ -82,7 +82,7 @@ def _drawn(seed: int, keep_ratio: float, length: int) -> np.ndarray:
 def _read(bits: bytes, length: int) -> np.ndarray:
     flags = np.unpackbits(np.frombuffer(bits, np.uint8))
     if len(bits) != (length + 7) // 8 or flags[length:].any():
-        raise ValueError(f"mask bits: {len(bits)} bytes are no mask of a vector with {length} entries")
+        raise ValueError(f"mask bits: {len(bits)} bytes do not fit a vector with {length} entries")
     indices = np.flatnonzero(flags)
     if not indices.size:
         raise ValueError("mask bits: must keep at least one coordinate")
