@@ -38,7 +38,7 @@ RESUMED_LINE = "--- the run is resumed ---"
 CHECKPOINT = "checkpoint"
 # Results of a run. An app's own files of these names are not linked into the folder.
 RESULTS = (CONFIG, METRICS, STATEMENT_JSON, STATEMENT_TEXT, MODEL, MODEL_JSON, PLOT, LOG, CHECKPOINT)
-# A new folder and its log are private: the log, and the times of files, may tell how many clients took part.
+# Only the owner may open a new folder and its log: the log, and the times of files, may tell how many clients took part.
 _OWNERS_ALONE, _OWNERS_FILE, _ANY_FILE = 0o700, 0o600, 0o666
 _MOST_ROUNDS = 2**31 - 1
 # The function that gets every line of `metrics.jsonl` written in this context.

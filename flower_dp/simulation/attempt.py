@@ -53,8 +53,8 @@ def attempt(
 ) -> LaunchOutcome:
     """Run an app's ServerApp in a run folder, and return the outcome, whatever the app does.
 
-    A user's app works in the run folder, with links to its own files. However the run ends, it leaves the statement of what was
-    charged, and a checkpoint.
+    A user's app works in the run folder, with links to its own files. An error or an interruption leaves the statement of what
+    was charged, and a checkpoint.
 
     Args:
         begun: app, settings and resources of the run.
