@@ -1,4 +1,4 @@
-"""What `flower-dp run` was asked for, kept in the run folder, so that the run can go on by its folder alone."""
+"""The launch record: the options of `flower-dp run`, stored in the run folder so that the folder alone can resume the run."""
 
 import json
 import os
@@ -15,16 +15,16 @@ _FILE = "launch.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecord:
-    """A run as `flower-dp run` has begun it.
+    """The app, settings and resources with which `flower-dp run` began a run.
 
     Attributes:
-        app: the app's folder; empty for flower-dp's own.
-        name: of the run.
+        app: folder of the app; empty for flower-dp's own.
+        name: name of the run.
         overrides: settings that differ from the app's.
-        workers: worker processes.
-        supernodes: that they simulate; None: as many as the app's strategy expects clients.
-        gpus_per_worker: the fraction of a GPU of each.
-        ray_address: the Ray cluster that they are on, as it was given; "" for none.
+        workers: number of worker processes.
+        supernodes: number of simulated SuperNodes; None: as many as the app's strategy expects clients.
+        gpus_per_worker: fraction of a GPU for each worker.
+        ray_address: Ray cluster of the workers, as the user gave it; "" for none.
     """
 
     app: str
@@ -37,14 +37,14 @@ class LaunchRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "LaunchRecord":
-        """Return how the run in a folder was begun.
+        """Return the launch record of the run in a folder.
 
         Raises:
-            ValueError: `flower-dp run` has not begun it, or somebody else could have written which app it runs.
+            ValueError: if `flower-dp run` has not begun the run, or other users could have written the record.
         """
-        place = folder / CHECKPOINT
-        if place.is_dir() and (why := ownership_error(place.stat())):
-            raise ValueError(f"{place}: {why}; it says which app runs")
+        checkpoints = folder / CHECKPOINT
+        if checkpoints.is_dir() and (reason := ownership_error(checkpoints.stat())):
+            raise ValueError(f"{checkpoints}: {reason}; it says which app runs")
         try:
             return cls(**json.loads((folder / CHECKPOINT / _FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -53,24 +53,24 @@ class LaunchRecord:
             raise ValueError(f"{folder}: holds no run that `flower-dp run` has begun ({error})") from None
 
     def write(self, folder: Path) -> None:
-        """Keep it in the run's folder."""
+        """Write the record to the run's folder."""
         (folder / CHECKPOINT).mkdir(mode=0o700, exist_ok=True)
         write_whole(folder / CHECKPOINT / _FILE, (json.dumps(asdict(self), indent=2) + "\n").encode())
 
     @staticmethod
     def forget(folder: Path) -> None:
-        """Remove it from the folder of a run that did not begin."""
-        place = folder / CHECKPOINT
-        if not (folder / CONFIG).exists() and place.is_dir() and os.listdir(place) == [_FILE]:
-            (place / _FILE).unlink()
-            place.rmdir()
+        """Remove the record from the folder of a run that did not begin."""
+        checkpoints = folder / CHECKPOINT
+        if not (folder / CONFIG).exists() and checkpoints.is_dir() and os.listdir(checkpoints) == [_FILE]:
+            (checkpoints / _FILE).unlink()
+            checkpoints.rmdir()
 
     @property
     def target(self) -> Target:
         """The app, with the run's settings.
 
         Raises:
-            ValueError: the app is no longer there.
+            ValueError: if the app's folder is gone.
         """
         app: App | None = read_app(Path(self.app)) if self.app else own_app()
         if app is None:

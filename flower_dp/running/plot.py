@@ -21,7 +21,7 @@ Rows = Sequence[Mapping[str, Any]]
 _METRIC, _EPSILON = "#0072B2", "#D55E00"
 _STYLES = ("-", ":", "-.")
 _MOST_PANELS = 12
-_ROWS = 4  # of panels, before there is another column
+_ROWS = 4  # rows of panels in one column
 _MOST_MARKS = 60
 
 
@@ -33,13 +33,14 @@ def png(rows: Rows) -> bytes:
 
 
 def figure(rows: Rows) -> Figure:
-    """Return a figure of the metrics of `evaluate_fn` and of private evaluations (left), and of epsilon (right) over the rounds.
+    """Return a figure of metrics (left) and epsilon (right) over the rounds.
 
-    Metrics with the same last word, such as `loss` and `validation-loss`, are in one panel. Rounds without a metric are bridged;
-    rounds whose epsilon is null (not private) are left out.
+    The metrics are those of `evaluate_fn` and of private evaluations. Metrics with the same last word, such as `loss` and
+    `validation-loss`, share one panel. Lines bridge rounds without a metric, and leave out rounds whose epsilon is null (not
+    private).
 
     Args:
-        rows: the lines of `metrics.jsonl`.
+        rows: lines of `metrics.jsonl`.
     """
     panels = _panels(rows)
     shown = list(panels)[:_MOST_PANELS] or [""]
@@ -58,7 +59,7 @@ def figure(rows: Rows) -> Figure:
 
 
 def _panels(rows: Rows) -> dict[str, list[str]]:
-    """Return the metrics of every panel by their last word: accuracy first, then as the lines have them."""
+    """Return the metrics of every panel by their last word: accuracy first, others in the order of the lines."""
     panels: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for row in rows for name in (*metric_columns.metrics(row), *metric_columns.private(row))):
         panels.setdefault(metric_columns.kind(name), []).append(name)
@@ -71,21 +72,21 @@ def _draw(left: Axes, kind: str, names: Sequence[str], rows: Rows) -> None:
     for name, style in zip(names, _STYLES * len(names), strict=False):
         label = f"test {name}" if name in ("accuracy", "loss") else name.replace("private-", "private ")
         lines += _line(left, rows, name, color=_METRIC, marker="o", linestyle=style, label=label)
-        found = [
+        points = [
             (row["round"], *metric_columns.private(row)[name])
             for row in rows
             if "round" in row and name in metric_columns.private(row)
         ]
-        if bars := [one for one in found if all(map(math.isfinite, one))]:
+        if bars := [point for point in points if all(map(math.isfinite, point))]:
             rounds, values, spread = zip(*bars, strict=True)
             left.errorbar(rounds, values, yerr=spread, fmt="none", ecolor=_METRIC)
     spent = _line(right, rows, "epsilon", color=_EPSILON, marker="s", linestyle="--", label="epsilon spent")
     unit = " (%)" if metric_columns.percent(kind) else ""
     _label(left, f"{lines[0].get_label() if len(lines) == 1 else kind}{unit}", _METRIC, drawn=bool(lines))
-    # "not recorded" could be read as no epsilon spent.
+    # Of a run that is not private, "not recorded" could be read as no epsilon spent.
     unbounded = not spent and any("epsilon" in row for row in rows)
-    what = "epsilon: infinite, not private" if unbounded else "epsilon spent" if spent else "epsilon: not recorded"
-    _label(right, what, _EPSILON, drawn=bool(spent))
+    label = "epsilon: infinite, not private" if unbounded else "epsilon spent" if spent else "epsilon: not recorded"
+    _label(right, label, _EPSILON, drawn=bool(spent))
     left.set_xlabel("round")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     if metric_columns.percent(kind):
@@ -99,7 +100,7 @@ def _draw(left: Axes, kind: str, names: Sequence[str], rows: Rows) -> None:
 
 
 def _line(axes: Axes, rows: Rows, name: str, **look: Any) -> list[Line2D]:
-    """Draw a column over the rounds that have it; return nothing if there are none."""
+    """Draw a column over the rounds that have it, and return its line; return no line without such rounds."""
     rounds, values = _points(rows, name)
     if len(rounds) > _MOST_MARKS:
         look["marker"] = None
@@ -114,7 +115,7 @@ def _label(axes: Axes, text: str, color: str, *, drawn: bool) -> None:
 
 
 def _points(rows: Rows, name: str) -> tuple[list[int], list[float]]:
-    """Return the rounds and values for which a column is present and finite."""
+    """Return the rounds and values at which a column is present and finite."""
     kept = [
         (int(row["round"]), float(row[name]))
         for row in rows

@@ -1,4 +1,4 @@
-"""Recorded runs: metrics, statement and model of a run in its run folder."""
+"""The run recorder: an observer that writes metrics, statement and model of a run to its run folder."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ _LARGEST_ARRAY = 2**40
 
 @dataclass(slots=True, kw_only=True)
 class Watch:
-    """What the caller of a ServerApp learns of the run that it records; the app's main function returns nothing."""
+    """The results of a run, for the caller of its ServerApp, whose main function returns nothing."""
 
     folder: Path | None = None
     rounds: list[dict[str, Any]] = field(default_factory=list)
@@ -46,12 +46,12 @@ WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
 def watched(
     config: Mapping[str, Any], name: str, on_line: Callable[[Mapping[str, Any]], None] = lambda line: None
 ) -> Iterator[Watch]:
-    """Record the run of a ServerApp that is called within this context, also if it starts a strategy of this package itself.
+    """Record the run of a ServerApp that is called within this context, also if the app calls `strategy.start` itself.
 
     Args:
-        config: the run's settings.
-        name: the name of the run, used in the name of a new folder.
-        on_line: called with every line of `metrics.jsonl`.
+        config: settings of the run.
+        name: name of the run, for the name of a new folder.
+        on_line: function called with every line of `metrics.jsonl`.
     """
     watch = Watch()
     token, lines = WATCH.set(watch), run_folder.ON_LINE.set(on_line)
@@ -69,11 +69,11 @@ class RunRecorder:
     """An observer that writes a run folder.
 
     Attributes:
-        folder: the folder.
-        watch: who waits for the run in this process.
-        not_covered: added to the statement.
-        others: what the whole model has besides the arrays of the run (`rest_of`).
-        checkpoints: where those of the run are.
+        folder: run folder.
+        watch: results of the run for its caller in this process.
+        not_covered: texts added to the statement's list of what it does not cover.
+        others: arrays of the whole model that the run does not have (`rest_of`).
+        checkpoints: place of the run's checkpoints.
     """
 
     folder: run_folder.RunFolder
@@ -86,10 +86,10 @@ class RunRecorder:
     def begin(
         cls, path: str | os.PathLike[str] | None, config: Mapping[str, Any], name: str, *, resume: bool = False, **fields: Any
     ) -> "RunRecorder":
-        """Create the folder, see `RunFolder.create`; or take that of a run that goes on.
+        """Create the folder, see `RunFolder.create`; or reopen that of a resumed run.
 
         Raises:
-            ValueError: the folder already holds a run, and `resume` is false; or that had other settings.
+            ValueError: if the folder already holds a run and `resume` is false, or that run had other settings.
         """
         launched = os.environ.pop(environment.RESUME, "") if path is None else ""  # an app's second run is a new one
         resume = resume or bool(launched)
@@ -104,7 +104,7 @@ class RunRecorder:
         return cls(folder=folder, watch=watch, checkpoints=where, **fields)
 
     def resume(self, last: int) -> None:
-        """Forget the lines of rounds after `last`."""
+        """Drop the lines of rounds after `last`."""
         self.watch.rounds[:] = self.folder.truncate(last)
 
     def line(self, line: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class RunRecorder:
         self.watch.rounds.append(dict(line))
 
     def end(self, statement: PrivacyStatement, result: Result | None) -> None:
-        """Write the statement, and the model: of a run that did not end that of its checkpoint."""
+        """Write the statement and the model; if the run did not end, the model of its last checkpoint."""
         whole = replace(statement, not_covered=(*statement.not_covered, *self.not_covered))
         self.folder.state(whole.to_dict(), str(whole))
         self.watch.statement = whole
@@ -121,13 +121,15 @@ class RunRecorder:
             self.folder.write_results(numpy_arrays(result.arrays, limit=_LARGEST_ARRAY), self.others)
             self.watch.result = result
             return
-        kept, stuck = checkpoint.CheckpointFolder(self.checkpoints.folder), ""
-        if not kept.is_empty:
-            found = kept.read()
-            stuck = found.resume_blocker
-            self.folder.write_results(found.arrays, self.others, unfinished=f"after round {found.server_round}")
-        goes_on = f"It can't go on: {stuck}" if stuck else f"It goes on with resume=True and this folder: {self.folder.path}"
-        log.info("The run did not end. %s", goes_on)
+        checkpoints, blocker = checkpoint.CheckpointFolder(self.checkpoints.folder), ""
+        if not checkpoints.is_empty:
+            last = checkpoints.read()
+            blocker = last.resume_blocker
+            self.folder.write_results(last.arrays, self.others, unfinished=f"after round {last.server_round}")
+        remedy = (
+            f"It can't be resumed: {blocker}" if blocker else f"Resume it with resume=True and this folder: {self.folder.path}"
+        )
+        log.info("The run did not end. %s", remedy)
 
 
 def record_run(
@@ -151,26 +153,27 @@ def record_run(
     `flower-dp compare` reads such folders, and `flower-dp run` shows their metrics during the run.
 
     Args:
-        strategy: a strategy of this package.
-        grid: the ServerApp's grid.
-        initial_arrays: the first global model.
-        num_rounds: as for `strategy.start`.
-        config: the run's settings, such as `context.run_config`.
-        name: the name of the run, used in the name of a new folder.
-        path: the folder; by default that of `flower-dp run`, else a new one under `~/.flower-dp/runs`.
-        evaluate_fn: as for `strategy.start`; every number that it returns is written to the line of its round, but
-            for names of the run's own columns (`epsilon`, `round`, `private-...`, `client-...`), which the log then warns of.
-        not_covered: what the app's guarantee does not cover, in words; added to the statement in the folder.
-        on_round: called with every line, as the strategies' argument of this name.
-        model: the whole torch module, where the run trains a part of it, as with LoRA: the folder then has the hashes of the
-            rest, and `RunFolder.load_model_into` takes no other base. Messages name the SHA-256 of the frozen base; clients
-            of this package refuse another base.
-        resume: go on with the run in the folder `path`, from its last checkpoint; if there is no run, a new one begins there.
+        strategy: strategy of this package.
+        grid: grid of the ServerApp.
+        initial_arrays: initial global model.
+        num_rounds: number of rounds, see `strategy.start`.
+        config: settings of the run, such as `context.run_config`.
+        name: name of the run, for the name of a new folder.
+        path: run folder; None for that of `flower-dp run`, else a new one under `~/.flower-dp/runs`.
+        evaluate_fn: function that tests the model, see `strategy.start`. Every number that it returns is written to the line of
+            its round, except under names of the run's own columns (`epsilon`, `round`, `private-...`, `client-...`). The log
+            warns of such names.
+        not_covered: texts about what the app's guarantee does not cover, added to the statement in the folder.
+        on_round: function called with every line, like the strategies' argument of this name.
+        model: whole torch module, if the run trains a part of it, as with LoRA. The folder then has the hashes of the rest, and
+            `RunFolder.load_model_into` accepts no other base. Messages name the SHA-256 of the frozen base; clients of this
+            package refuse another base.
+        resume: whether to continue the run in the folder `path` from its last checkpoint. If there is no run, a new one begins.
         arguments: further arguments of `strategy.start`.
 
     Raises:
-        ValueError: the folder already holds a run, and `resume` is false; or the run that is to go on had other settings.
-        Exception: as `strategy.start`; the folder then has the statement of what was released before.
+        ValueError: if the folder already holds a run and `resume` is false, or the run to resume had other settings.
+        Exception: any error of `strategy.start`; the folder then has the statement of everything released before.
 
     Example:
         >>> from flower_dp import record_run
@@ -191,7 +194,7 @@ def record_run(
 
 
 def _naming_the_base(model: "nn.Module", strategy: DPStrategy, arguments: Mapping[str, Any]) -> dict[str, ConfigRecord]:
-    """Return the configurations that are sent, with the SHA-256 of the model's frozen base; nothing where there is none."""
+    """Return the configurations to send, with the SHA-256 of the model's frozen base; nothing if the model has no such base."""
     from flower_dp.clients.training.attributes import base_hash  # noqa: PLC0415 - torch
 
     if not (base := base_hash(model)):
@@ -202,23 +205,23 @@ def _naming_the_base(model: "nn.Module", strategy: DPStrategy, arguments: Mappin
 
 
 def default_observers(config: Mapping[str, Any], name: str) -> tuple[journal.Observer, ...]:
-    """Return what records a run of an app that calls `strategy.start` itself.
+    """Return the recorder of a run of an app that calls `strategy.start` itself.
 
-    Nothing, if the folder can't be used, as where another run of the app has it; the log then says why. No error of the folder
-    ends the run, but a run that was to go on with other settings does not begin: it would be another one.
+    If the folder can't be used, for example because another run of the app has it, return nothing and log the reason. No error
+    of the folder ends the run. But a resumed run with other settings does not begin: it would be another run.
 
     Args:
-        config: the run's settings.
-        name: the name of the run, used in the name of a new folder.
+        config: settings of the run.
+        name: name of the run, for the name of a new folder.
 
     Raises:
-        SettingsError: the run is to go on, and had other settings.
+        SettingsError: if the run to resume had other settings.
     """
     try:
         recording = RunRecorder.begin(None, config, name)
     except checks.SettingsError:
         raise
     except Exception as error:
-        log.warning("this run has no run folder: %s", error)
+        log.warning("This run has no run folder: %s", error)
         return ()
     return (journal.SafeObserver(observer=recording, name="the run folder"),)

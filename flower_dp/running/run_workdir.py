@@ -1,7 +1,7 @@
-"""What surrounds an app: environment variables, and the run folder as its working directory, with links to the app's files.
+"""The surroundings of an app: environment variables, and the run folder as working directory, with links to the app's files.
 
-Under `flwr run .` an app's relative paths start at its own folder. Here new files are written to the run folder, and files of
-the app's folder are found through links. Python modules are not linked: Ray's workers would import them instead of the bundle's.
+Under `flwr run .` an app's relative paths start at its own folder. Here the app writes new files to the run folder, and finds its
+own files through links. Python modules are not linked: Ray's workers would import them instead of the bundle's.
 """
 
 import os
@@ -34,16 +34,16 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 class _Link:
     path: Path
     target: Path
-    changed: int  # when the target was, in nanoseconds
+    changed: int  # time of the target's last change, in nanoseconds
 
     @classmethod
     def make(cls, path: Path, target: Path) -> "_Link":
-        if not path.is_symlink():  # that of an earlier process, which was killed
+        if not path.is_symlink():  # a killed process leaves its links
             path.symlink_to(target, target_is_directory=target.is_dir())
         return cls(path=path, target=target, changed=target.stat().st_mtime_ns)
 
     def remove(self) -> None:
-        """Remove the link. If the run has overwritten the linked file, put a copy of it in place of the link."""
+        """Remove the link. If the run has overwritten the linked file, replace the link by a copy of the file."""
         if not self.path.is_symlink():
             return  # the run has replaced the link by its own file
         self.path.unlink()
@@ -55,15 +55,15 @@ class _Link:
 def app_files_linked(folder: Path, app_folder: Path) -> Iterator[None]:
     """Link an app's files and folders into a run folder, within this context.
 
-    Every file and folder is linked under its name, except hidden ones, Python's, and those that have the name of a run's result.
-    A folder with Python modules is created anew, with links to its other contents. The links are removed afterwards.
+    Every file and folder is linked under its name, except hidden ones, Python's, and those with the name of a run's result. A
+    folder with Python modules becomes a new folder, with links to its other contents. The links are removed afterwards.
 
     Args:
-        folder: the run folder, empty.
-        app_folder: the app's folder.
+        folder: run folder, empty.
+        app_folder: folder of the app.
 
     Raises:
-        OSError: the system does not support links.
+        OSError: if the system does not support links.
     """
     links: list[_Link] = []
     folders: list[Path] = []
@@ -86,7 +86,7 @@ def _link_all(source: Path, place: Path, run: Path, links: list[_Link], folders:
         if not entry.exists():
             continue  # a broken link
         if (place / entry.name).exists() and not (place / entry.name).is_symlink() and not entry.is_dir():
-            continue  # what a run that goes on has made of it
+            continue  # a file that an earlier attempt of the run has replaced
         if entry.is_dir() and not entry.is_symlink() and any(entry.glob("*.py")):
             (place / entry.name).mkdir(exist_ok=True)
             folders.append(place / entry.name)

@@ -1,4 +1,4 @@
-"""Values of settings, as a command line or a TOML file gives them, and what is suggested for a key that does not exist."""
+"""Values of settings from a command line or a TOML file, and suggestions for unknown keys."""
 
 import difflib
 import re
@@ -10,9 +10,9 @@ from flower_dp.core import checks
 
 Value = bool | int | float | str
 _TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-# How alike two names must be for one to be suggested as what was meant.
+# The least similarity of a suggested name, in [0, 1] (`difflib`).
 _ALIKE = 0.6
-# Of keys whose values are paths.
+# Ends of keys whose values are paths.
 _PATHS = ("-dir", "-ledger")
 
 
@@ -20,7 +20,7 @@ def from_toml(key: str, value: Any, default: Value, base: Path) -> Value:
     """Return a value in the type of the setting's default; a relative path starts at `base`.
 
     Raises:
-        ValueError: it is of another type.
+        ValueError: if the value has another type.
     """
     wanted = type(default)
     if wanted is float and type(value) is int:
@@ -34,7 +34,7 @@ def from_text(key: str, text: str, default: Value) -> Value:
     """Return a value from the command line in the type of the setting's default; a string needs no quotes.
 
     Raises:
-        ValueError: it is of another type.
+        ValueError: if the value has another type.
     """
     wanted = type(default)
     if wanted is str:
@@ -49,12 +49,12 @@ def from_text(key: str, text: str, default: Value) -> Value:
 
 
 def suggested(key: str, known: Mapping[str, Any], method: str) -> str:
-    """Return the setting that was probably meant: one of the chosen method, or a common one; "" if none is like it.
+    """Return the setting that the user probably meant, of the chosen method or a common one; "" if none is similar.
 
     Args:
-        key: a key that does not exist.
+        key: unknown key.
         known: all settings by key; those of tables have a prefix.
-        method: the run's method, whose table has its name; "" where there are no methods.
+        method: method of the run, whose table has its name; "" if there are no methods.
 
     Example:
         >>> from flower_dp.running.values import suggested
@@ -63,9 +63,9 @@ def suggested(key: str, known: Mapping[str, Any], method: str) -> str:
         ('dp-fedavg.target-epsilon', 'dp-fedavg.clip-norm')
     """
     name = key.rpartition(".")[2]
-    of_method = {one.removeprefix(f"{method}."): one for one in known if method and one.startswith(f"{method}.")}
-    common = {one: one for one in known if "." not in one}
-    of_others = {one.rpartition(".")[2]: one for one in known}
+    of_method = {other.removeprefix(f"{method}."): other for other in known if method and other.startswith(f"{method}.")}
+    common = {other: other for other in known if "." not in other}
+    of_others = {other.rpartition(".")[2]: other for other in known}
     for names, cutoff in ((of_method, 1.0), (common | of_method, _ALIKE), (of_others, _ALIKE)):
         if close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
             return names[close[0]]
@@ -76,7 +76,7 @@ def _absolute(key: str, value: Value, base: Path) -> Value:
     # The app runs in another working directory, where a relative path would be wrong.
     if not isinstance(value, str) or not key.endswith(_PATHS):
         return value
-    # A prefix before a colon says how the folder is to be filled; a single letter is a drive.
-    how = prefix.group() if (prefix := re.match("[a-z]{2,}:", value)) else ""
-    folder = value.removeprefix(how)
-    return how + str(base / Path(folder).expanduser()) if folder else value
+    # A prefix before a colon names the source of the folder's content; a single letter is a drive.
+    prefix = match.group() if (match := re.match("[a-z]{2,}:", value)) else ""
+    folder = value.removeprefix(prefix)
+    return prefix + str(base / Path(folder).expanduser()) if folder else value

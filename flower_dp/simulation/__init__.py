@@ -1,6 +1,6 @@
-"""Simulations on this machine's Ray: a Grid whose rounds have no tick, and `flower_dp.simulate`.
+"""Simulations on Ray: a Grid that delivers messages without polling, and `flower_dp.simulate`.
 
-A worker process imports this package before the app, so that nothing here is imported before it is used.
+A worker process imports this package before the app, so every name here is imported at its first use.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""What Flower keeps private and a Grid outside its runtime needs. No other module imports `flwr.supercore`.
+"""The private parts of Flower that a Grid outside Flower's runtime needs. No other module imports `flwr.supercore`.
 
-Flower's `Message` reads run, node and task from a class of the process, which Flower's own programs fill in; and a message gets
-its number from the Grid that sends it.
+Flower's `Message` reads run, node and task from a class in the process, which Flower's own programs fill in. A message gets its
+number from the Grid that sends it.
 """
 
 import importlib.metadata
@@ -21,21 +21,21 @@ _TASK = 1
 
 
 class FlowerVersionError(RuntimeError):
-    """The installed Flower is not one that this module knows."""
+    """An installed Flower that this module does not know."""
 
 
 def identify(run_id: int, node_id: int) -> None:
-    """Say to Flower which run and node make messages in this process from now on.
+    """Set the run and node of all messages that this process makes from now on.
 
     Raises:
-        FlowerVersionError: this release of Flower has another way.
+        FlowerVersionError: if this release of Flower sets them in another way.
     """
     identity = _identity()
     identity.task_id, identity.run_id, identity.node_id = _TASK, run_id, node_id
 
 
 def numbered(message: Message) -> str:
-    """Give a message the number by which its reply is told from others, and return it."""
+    """Give a message a new number, which its reply will refer to, and return the number."""
     number = str(uuid4())
     message.metadata.__dict__["_message_id"] = number
     return number
@@ -50,7 +50,7 @@ def run_of(run_id: int) -> Any:
 
 @lru_cache(maxsize=1)
 def _identity() -> Any:
-    """Return Flower's class, once it is clear that messages are made from it."""
+    """Return Flower's class, after a check that messages take run and node from it."""
     try:
         from flwr.supercore.task_identity import TaskIdentity  # noqa: PLC0415, TID251
 
@@ -63,7 +63,7 @@ def _identity() -> Any:
         got = made.metadata.run_id, made.metadata.src_node_id, reply.metadata.src_node_id, reply.metadata.reply_to_message_id
         if got != (3, 4, 5, number):
             raise ValueError(f"its messages have run, nodes and number {got}")
-    except Exception as error:  # whatever it is, simulations can't be run with it
+    except Exception as error:  # any error here means that simulations can't run with this Flower
         raise FlowerVersionError(
             f"flwr {importlib.metadata.version('flwr')}: simulations on Ray without Flower's runtime know flwr {_KNOWN} "
             f"({type(error).__name__}: {error}); install one that this flower-dp knows, or run the app with plain `flwr run`"

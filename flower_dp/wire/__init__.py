@@ -1,9 +1,9 @@
 """The wire: vectors, payloads and instructions <-> Flower records and messages.
 
-A train message carries the global model under the record names that its receiver reads (the Message API's or those of a
-`NumPyClient`) and, inside the config record, one JSON string with the instruction. A reply carries payload arrays and one JSON
-string, or a refusal alone; a reply with neither is a stock client's model. Nothing here trusts a sender: sizes are checked before
-any memory is taken, and what is malformed raises a ValueError that says why.
+A train message carries the global model, and the instruction as one JSON string in its config record. Record names are those
+that the receiver reads: the Message API's or those of a `NumPyClient`. A reply carries payload arrays and one JSON string, or a
+refusal alone. A reply with neither is a stock client's model. No sender is trusted: this package checks sizes before it takes
+any memory, and raises a ValueError for malformed content.
 """
 
 from flower_dp.wire.answer import DECLINED as DECLINED

@@ -378,8 +378,8 @@ def test_a_line_a_round(capsys, monkeypatch):
         lines.show({"round": 4, "num-rounds": 20, "loss": None, "accuracy": 0.8125, "epsilon": None})
     assert capsys.readouterr().out.splitlines() == [
         "round 0/20  loss 2.3026  accuracy 10.0 %  epsilon 0.000",
-        "round 2/20  epsilon 0.932  left 0:36",  # 2 s a round, 18 to go
-        "round 4/20  accuracy 81.2 %  not private  left 0:32",
+        "round 2/20  epsilon 0.932  eta 0:36",  # 2 s a round, 18 to go
+        "round 4/20  accuracy 81.2 %  not private  eta 0:32",
     ]
 
 

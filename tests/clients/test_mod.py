@@ -400,7 +400,7 @@ def test_what_cannot_be_an_update_is_refused_with_the_kind_of_error_alone(kind: 
         ({}, replace(CENTRAL, method="nbafl"), "method='nbafl': this client runs dp-fedavg, dp-fedsam, fed-smp"),
         ({}, forged(CENTRAL, noise_multiplier=GONE), "missing"),
         ({}, forged(instruction_of(), noise_std=0.0), "does not go with noise_multiplier=1"),
-        ({}, forged(CENTRAL, metrics={"bounds": {"loss": 1.0}}), "metrics: must be asked for by method='private-evaluation'"),
+        ({}, forged(CENTRAL, metrics={"bounds": {"loss": 1.0}}), "metrics must be set for method='private-evaluation'"),
         ({}, LOCAL_TO_OTHERS, "placement='local': this client has no terms of its own"),
         ({}, replace(CENTRAL, frozen=(0,)), "the model has no arrays"),
         ({}, replace(CENTRAL, frozen=(1,)), r"frozen=\[1\]: the model has 1 arrays"),

@@ -27,7 +27,7 @@ def test_an_app_takes_the_folder_that_the_command_line_has_made(tmp_path, monkey
 def test_a_folder_that_can_not_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for path, why in (("file/run", "Not a directory"), ("file", "File exists")):
-        with pytest.raises(ValueError, match=rf"run folder '.*/{path}': can't be made: {why}; take another folder"):
+        with pytest.raises(ValueError, match=rf"run folder '.*/{path}': can't be created: {why}; choose another folder"):
             run_folder.new_folder(tmp_path / path, "main")
 
 

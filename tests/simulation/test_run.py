@@ -67,7 +67,7 @@ def test_how_a_run_goes_on_is_said_only_if_it_can(monkeypatch):
         flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS, progress=False)
     released, goes_on = failed.value.__notes__
     assert "What the run released before is in" in released
-    folder = re.fullmatch(r"Unless its settings are why it failed, it goes on with simulate\(\.\.\., resume='(.*)'\)", goes_on)[1]
+    folder = re.fullmatch(r"Unless its settings caused the failure, resume it with simulate\(\.\.\., resume='(.*)'\)", goes_on)[1]
     with pytest.raises(SettingsError, match="batch-size=2: was 4 in") as refused:
         flower_dp.simulate(app, num_nodes=1, run_config=SETTINGS | {"batch-size": 2}, resume=folder, progress=False)
     assert not hasattr(refused.value, "__notes__")
@@ -154,10 +154,10 @@ def test_two_apps_on_warm_workers(capsys):
     [
         ({"num_nodes": 0}, "num_nodes=0"),
         ({"seed": -1}, "seed=-1"),
-        ({"run_config": ["num-rounds"]}, "run_config: is a list: must be a dict"),
-        ({"node_config": {0: {"ledger-path": "x"}}}, "node_config: is a dict: must be a function partition -> settings"),
+        ({"run_config": ["num-rounds"]}, "run_config: is a list; must be a dict"),
+        ({"node_config": {0: {"ledger-path": "x"}}}, "node_config: is a dict; must be a function partition -> settings"),
         ({"client_app": None}, "client_app: is a NoneType"),
-        ({"app": 3}, "app: is a int: must be flower_dp.app"),
+        ({"app": 3}, "app: is a int; must be flower_dp.app"),
         ({"app": "mnist-nbafl", "num_nodes": 5, "run_config": {"num-clients": 4}}, "num_nodes=5: must be at most num-clients=4"),
     ],
 )

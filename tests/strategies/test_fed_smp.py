@@ -313,5 +313,5 @@ def test_a_client_clips_and_noises_under_a_sent_mask_as_under_a_seeded_one() -> 
 @pytest.mark.parametrize("length", [992, 1016])
 def test_a_client_refuses_a_mask_of_another_model(length: int) -> None:
     asked = ask(placement="distributed", size=1, mask=SentMask.of([1], length=length))
-    with pytest.raises(Declined, match="are no mask of a vector with 1000 entries"):
+    with pytest.raises(Declined, match="do not fit a vector with 1000 entries"):
         _client({"a": _records(np.ones(1000))}).fit([np.zeros(1000, np.float32)], config_of(instruction(("a",), asked)))

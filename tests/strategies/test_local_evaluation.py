@@ -376,7 +376,7 @@ def test_a_policy_is_asked_as_well(policy, match):
         ({"metrics": {"bounds": {"f1": 1.0}}}, "metric 'f1': this client has loss, accuracy"),
         ({"own": {}}, "own: has no terms of 1 of 1 clients"),
         (told("c0", weight=-1.0), "weight=-1"),
-        ({"placement": "central"}, "own: must be there for placement='local' alone"),
+        ({"placement": "central"}, "own: must be set for placement='local' alone"),
         ({"placement": "central", **NO_OWN}, "placement='central': this client's messages are private on its own terms"),
         ({"placement": "distributed", "noise_std": 0.5, "step": 2.0**-20, **NO_OWN}, "placement='distributed': this client's"),
         ({"clip_norm": 100.0}, "clip_norm=100: must be 1 for an evaluation"),
