@@ -98,8 +98,8 @@ def clip_l1(rows: Array, clip_norm: float) -> Array:
 def indicator(updates: Array, clip_norm: float, scale: float) -> Array:
     """Return scale / 2 for an update whose L2 norm is at most `clip_norm`, else -scale / 2.
 
-    It takes one update [d], or several [n, d]. The result is float64, and a little nearer to 0: by more than a cast to float32 can
-    add back.
+    It takes one update [d], or several [n, d]. The result is float64, and a little nearer to 0: by more than a cast to
+    float32 can add back.
     """
     norms = l2_norms(updates)
     xp, value = array_namespace(norms), 0.5 * scale * (1 - _MARGIN)

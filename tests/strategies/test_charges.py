@@ -39,8 +39,8 @@ def test_charges_of_another_relation_or_unit_are_not_added_up():
     ("changes", "why"),
     [
         ({"which": (-1,)}, "which: has 1 places"),
-        ({"events": (GaussianDpEvent(2.0),) * 2}, "which: has 0 places of events for 1 owners"),
-        ({"owners": ("a", "a")}, "charges nobody twice at once"),
+        ({"events": (GaussianDpEvent(2.0),) * 2}, "which: has 0 indices for 1 owners"),
+        ({"owners": ("a", "a")}, "must name nobody twice"),
         ({"owners": ("a", ALL_CLIENTS)}, "no client of the name 'every client'"),
         ({"views": {"outsiders": ()}}, "views: must have one event for each"),
         ({"number": 0}, "number"),
