@@ -61,7 +61,7 @@ class MetricBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         entries = []
         for name, bound in self.bounds.items():
             if not isinstance(values.get(name), int | float):
-                raise ValueError(f"metric {name!r} is missing; there are {', '.join(map(repr, values)) or 'none'}")
+                raise ValueError(f"metric {name!r}: must be a number; the client has {', '.join(map(repr, values)) or 'none'}")
             value = float(values[name])
             entries.append(1.0 if math.isnan(value) else min(max(value / bound, 0.0), 1.0))
         return np.asarray([*entries, 1.0]) / math.sqrt(len(entries) + 1)

@@ -86,15 +86,11 @@ class Charge:
             object.__setattr__(self, "which", (0,) * len(self.owners))
         indices = set(self.which)
         if len(self.which) != len(self.owners) or (indices and not 0 <= min(indices) <= max(indices) < len(self.events)):
-            raise ValueError(
-                f"which: has {len(self.which)} indices for {len(self.owners)} owners; must have one of `events` for each"
-            )
+            raise ValueError(f"which: has {len(self.which)} indices of events for {len(self.owners)} owners; must be one of each")
         if len(set(self.owners)) < len(self.owners) or (ALL_CLIENTS in self.owners and len(self.owners) > 1):
             raise ValueError(f"owners: must name nobody twice, and {ALL_CLIENTS!r} only alone")
         if self.scope.view or "" in self.views:  # else it would count for less, or not at all
-            raise ValueError(
-                f"scope={self.scope!r}: must have no view; `events` are the strongest adversary's, `views` those of others"
-            )
+            raise ValueError(f"scope={self.scope!r}: must have no view; `views` has the events of weaker adversaries")
         object.__setattr__(self, "events", tuple(map(frozen, self.events)))
         object.__setattr__(self, "views", {view: tuple(map(frozen, events)) for view, events in self.views.items()})
         if any(len(events) != len(self.events) for events in self.views.values()):
@@ -330,12 +326,10 @@ class Charges:
         """Return the distinct histories of a charge's owners, each with the event that the charge would add."""
         if charge.owners == (ALL_CLIENTS,):
             return [(history, charge.events[charge.which[0]]) for history in self.histories(charge.scope)]
-        histories = self._of(charge.scope)
-        pairs = {
-            (histories.of_owner(self._owners.get(name)), index) for name, index in zip(charge.owners, charge.which, strict=True)
-        }
+        known = self._of(charge.scope)
+        pairs = {(known.of_owner(self._owners.get(name)), index) for name, index in zip(charge.owners, charge.which, strict=True)}
         relation = charge.scope.relation
-        return [(History(relation=relation, counts=histories.counts(number)), charge.events[index]) for number, index in pairs]
+        return [(History(relation=relation, counts=known.counts(number)), charge.events[index]) for number, index in pairs]
 
     def parts(self) -> dict[str, Any]:
         """Return all charges as parts that can be stored."""

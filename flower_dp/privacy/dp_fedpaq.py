@@ -121,7 +121,7 @@ class FedPAQSteps:
 
         The proof is about real numbers, and the server chooses where steps begin. With weights of norm up to Y, a step of eta
         along a sum of b gradients is computed with two errors. The gradients' is at most
-        a = b (m L Y + 16 sqrt(L)) 2^-52; a score is computed with m additions in a row (`block_of`), a slope has
+        a = b (m L Y + 16 sqrt(L)) 2^-52; each score takes m additions in a row (`block_of`), and its slope has
         smoothness L. That of the subtraction, r, is at most 2^-52 Y, and those of all E steps together at most (E + 4) 2^-52 Y.
 
         Steps without errors bring no two models further apart. (For n columns a record's features exceed their bound by less than

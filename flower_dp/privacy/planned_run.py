@@ -138,7 +138,7 @@ def choice(
 def solve(
     *, epsilon: float | None = None, noise_multiplier: float | None = None, num_rounds: int | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Return the cost of a run, with the one of epsilon, noise multiplier and number of rounds that is left out.
+    """Return the cost of a run; compute the one of epsilon, noise multiplier and number of rounds that is left out.
 
     Args:
         epsilon: largest epsilon allowed.

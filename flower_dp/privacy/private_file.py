@@ -99,9 +99,7 @@ class LastCharge:
         if not (line := os.pread(descriptor, 200, 0)):
             return None
         if not (match := _LINE.fullmatch(line)):
-            raise LedgerError(
-                "is not safe: its .mark file is damaged; remove that file if you know that the ledger is not an older copy"
-            )
+            raise LedgerError("is not safe: its .mark file is damaged; remove that if you know the ledger is not an older copy")
         return cls(number=int(match[1]), digest=bytes.fromhex(match[2].decode()))
 
 

@@ -278,11 +278,7 @@ class PrivacyStatement:
 
     def _how(self) -> list[str]:
         noise = ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in self.noise.items())
-        papers = {
-            f" against {adversary.name}": adversary.paper_epsilon
-            for adversary in self.adversaries
-            if adversary.paper_epsilon is not None
-        }
+        papers = {f" against {each.name}": each.paper_epsilon for each in self.adversaries if each.paper_epsilon is not None}
         if not papers and self.paper_epsilon is not None:
             papers = {"": self.paper_epsilon}
         shown = [f"Paper's epsilon{against}: {paper}." for against, paper in papers.items()]

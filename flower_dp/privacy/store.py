@@ -176,23 +176,21 @@ class Store:
             LedgerError: if they can't be written; nothing may be released then.
         """
         with naming(self.path):
-            about, run_charges, all_charges = self._run(run), self.charges[run], self.all
+            of, of_run, total = self._run(run), self.charges[run], self.all
             for charge in () if self.clients else charges:
-                if self._remaining is not None and (
-                    reason := self._remaining.refusal_reason(all_charges, charge, private=about.private)
-                ):
-                    raise BudgetSpentError(reason)
-                run_charges, all_charges = _after(run_charges, all_charges, about, charge)
+                if self._remaining is not None and (why := self._remaining.refusal_reason(total, charge, private=of.private)):
+                    raise BudgetSpentError(why)
+                of_run, total = _after(of_run, total, of, charge)
             digest = self._digest
             with self._transaction() as db:
                 for number, charge in enumerate(charges, start=self.num_charges + 1):
                     row, texts = self._row(db, charge)
-                    digest = tables.digest_of(digest, about, row[0], charge.owners, row[2], texts)
+                    digest = tables.digest_of(digest, of, row[0], charge.owners, row[2], texts)
                     db.execute("INSERT INTO charges VALUES (?, ?, ?, ?, ?, ?, ?)", (number, self._run_ids[run], *row, digest))
             # The charges are on the disk: only now does memory follow, and the mark last. After a crash the file may hold more
             # charges than memory or the mark, never fewer.
             self._digest, self.num_charges = digest, self.num_charges + len(charges)
-            self.charges[run], self.all = run_charges, all_charges
+            self.charges[run], self.all = of_run, total
             self.each += [(run, charge) for charge in charges] if self.clients else []
             if self._lock is not None:
                 self._lock.mark = LastCharge(number=self.num_charges, digest=digest)
@@ -260,19 +258,17 @@ class Store:
         events = {key: of_json(json.loads(text)) for key, text in texts.items()}
         runs = {key: name for name, key in self._run_ids.items()}
         rows = self._db.execute(f"SELECT * FROM charges {where} ORDER BY id", values)  # noqa: S608
-        for number, run, about, owners, which, event_keys, digest in rows:
-            owner_names = tuple(names[key] for key in np.frombuffer(owners, "<i4").tolist())
-            places = np.frombuffer(event_keys, "<i4").tolist()
+        for number, run, about, owners, which, keys, digest in rows:
+            who = tuple(names[key] for key in np.frombuffer(owners, "<i4").tolist())
+            places = np.frombuffer(keys, "<i4").tolist()
             if check:
                 if number != self.num_charges + 1:
                     raise LedgerError(f"charge {self.num_charges + 1} is missing")
-                computed = tables.digest_of(
-                    self._digest, self.runs[runs[run]], about, owner_names, which, [texts[key] for key in places]
-                )
-                if computed != digest:
+                now = tables.digest_of(self._digest, self.runs[runs[run]], about, who, which, [texts[key] for key in places])
+                if now != digest:
                     raise LedgerError(f"charge {number} has changed since it was written")
-                self.num_charges, self._digest = number, computed
-            yield number, runs[run], tables.charge_of(about, owner_names, which, [events[key] for key in places])
+                self.num_charges, self._digest = number, now
+            yield number, runs[run], tables.charge_of(about, who, which, [events[key] for key in places])
 
     def _row(self, db: sqlite3.Connection, charge: Charge) -> tuple[tuple[str, bytes, bytes, bytes], list[str]]:
         """Return the columns of a charge, and its events as text; insert its owners and events if they are new."""

@@ -62,7 +62,7 @@ def test_no_view_stands_for_the_strongest_adversary(how: str) -> None:
     """A charge counted by the events of a weaker adversary, or was in no budget and no joint epsilon."""
     scope = CostScope(unit="client", relation="add-or-remove-one", view="outsiders" if how == "scope" else "")
     views: Any = {"": (dp_events.GaussianDpEvent(100.0),)} if how == "views" else {}
-    with pytest.raises(ValueError, match=r"scope=.*: must have no view; `events` are the strongest adversary's"):
+    with pytest.raises(ValueError, match=r"scope=.*: must have no view; `views` has the events of weaker adversaries"):
         one_charge(1, dp_events.GaussianDpEvent(1.0), scope=scope, views=views)
 
 

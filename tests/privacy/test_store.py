@@ -562,7 +562,7 @@ def test_a_damaged_lock_file_is_no_missing_one(path):
     whole = lock.read_bytes()
     for spoilt in (whole[:-1], b"x" + whole[1:], whole + b"0", whole.upper()):
         lock.write_bytes(spoilt)
-        refused(path, r"its \.mark file is damaged; remove that file if you know that the ledger is not an older copy")
+        refused(path, r"its \.mark file is damaged; remove that if you know the ledger is not an older copy")
     lock.write_bytes(whole)
     assert content(path) == made
 
