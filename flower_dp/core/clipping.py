@@ -78,7 +78,7 @@ def l1_norms(rows: Array) -> Array:
 
 
 def clip_l2(rows: Array, clip_norm: float) -> Array:
-    """Return float32 rows scaled down, where needed, to an L2 norm of at most `clip_norm`.
+    """Return float32 rows scaled down, if needed, to an L2 norm of at most `clip_norm`.
 
     Raises:
         ValueError: if `clip_norm` is not a finite number >= 1e-30, or an entry is NaN or infinite.
@@ -87,7 +87,7 @@ def clip_l2(rows: Array, clip_norm: float) -> Array:
 
 
 def clip_l1(rows: Array, clip_norm: float) -> Array:
-    """Return float32 rows scaled down, where needed, to an L1 norm of at most `clip_norm`.
+    """Return float32 rows scaled down, if needed, to an L1 norm of at most `clip_norm`.
 
     Raises:
         ValueError: if `clip_norm` is not a finite number >= 1e-30, or an entry is NaN or infinite.

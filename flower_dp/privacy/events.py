@@ -1,7 +1,7 @@
 """Privacy events as the accountants take them: flattened, validated, and scaled to what one unit can change.
 
-The noise multiplier of an event is noise scale / clip norm. One unit can change a sum by the clip norm under
-add-or-remove-one, and by twice that under replace-one. Only this module applies that factor.
+The noise multiplier of an event is noise scale / clip norm. One unit changes a sum by at most the clip norm under
+add-or-remove-one, and by at most twice that under replace-one: `noise_over_sensitivity` applies that factor.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ release itself: its least delta at epsilon x, when one of the m units is replace
     d'(log(1 + g (e^x - 1))) = g d(x)     for x >= 0; (Balle, Barthe & Gaboardi 2018, Theorem 9)
     d'(-x) = 1 - e^-x (1 - d'(x))         for x > 0.  (replace-one is symmetric)
 
-d' is the profile of one pair of distributions, which dominates all neighbors in both directions. So releases compose if
-the losses of their pairs are added up (Zhu, Dong & Wang 2022, on dominating pairs), or the Renyi divergences of these pairs.
+d' is the profile of one pair of distributions, which dominates all neighbors in both directions. So releases compose by
+adding up the losses of their pairs (Zhu, Dong & Wang 2022, on dominating pairs), or the Renyi divergences of these pairs.
 `docs/accounting.md` has the proof.
 """
 

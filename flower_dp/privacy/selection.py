@@ -202,7 +202,7 @@ def epsilon(runs: Sequence[DpEvent], number: RunCountLaw, *, delta: float, relat
 
 
 def rdp_epsilon(runs: Sequence[DpEvent], number: RunCountLaw, *, delta: float, relation: Relation) -> float | None:
-    """Return the bound by Renyi divergences (Theorems 2 and 6), or None where there is none.
+    """Return the bound by Renyi divergences (Theorems 2 and 6), or None if there is none.
 
     A run with a random candidate has at most the largest of the candidates' Renyi divergences, order by order.
     """
