@@ -1,6 +1,6 @@
-"""The events of dp-accounting, imported when the first of them is used, and without its accountants.
+"""The events of dp-accounting, imported on first use and without its accountants.
 
-These import SciPy, which takes a second: a device that writes down what it has spent needs neither.
+The accountants import SciPy, which takes a second. A device that charges its ledger needs neither.
 """
 
 import importlib
@@ -20,14 +20,14 @@ def __getattr__(name: str) -> Any:
     if not name.endswith("DpEvent"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _import_events_alone()
-    found = globals()[name] = getattr(importlib.import_module(_EVENTS), name)
-    return found
+    event = globals()[name] = getattr(importlib.import_module(_EVENTS), name)
+    return event
 
 
 def _import_events_alone() -> None:
-    """Import dp-accounting's module of events before the package that it is in, which imports the accountants.
+    """Import dp-accounting's module of events before its package, which imports the accountants.
 
-    When the package is imported, it finds this module among those that are imported, and takes it for its own.
+    If the package is imported later, it finds this module in `sys.modules` and uses it.
     """
     if _PACKAGE in sys.modules or _EVENTS in sys.modules or (package := importlib.util.find_spec(_PACKAGE)) is None:
         return

@@ -10,7 +10,7 @@ _DECIMALS = 4
 
 
 def format_epsilon(epsilon: float | None, *, decimals: int = _DECIMALS) -> str:
-    """Return an epsilon with so many decimals, rounded up; `infinite` for one that is not finite, or None.
+    """Return an epsilon with `decimals` decimals, rounded up; `infinite` for None or a value that is not finite.
 
     Example:
         >>> from flower_dp.core.formatting import format_epsilon
@@ -36,7 +36,7 @@ def format_delta(delta: float) -> str:
 
 
 def format_rounded_up(number: float, digits: int) -> str:
-    """Return a number with so many significant digits, rounded up.
+    """Return a number with `digits` significant digits, rounded up.
 
     Example:
         >>> from flower_dp.core.formatting import format_rounded_up
@@ -47,7 +47,7 @@ def format_rounded_up(number: float, digits: int) -> str:
 
 
 def format_audit_limit(claimed: float, largest: float) -> str:
-    """Return why an audit could not refute a claim: `largest` is the bound that it would have shown without any error.
+    """Return the reason why an audit could not refute a claim; `largest` is the bound that it would prove without any error.
 
     Example:
         >>> from flower_dp.core.formatting import format_audit_limit
@@ -65,7 +65,7 @@ def format_epsilon_at_delta(epsilon: float | None, delta: float) -> str:
 
 
 def finite_or_none(value: Any) -> Any:
-    """Return the value with None for every number that is not finite, in dicts, lists and tuples too, as JSON needs it."""
+    """Return the value with None for every number that is not finite, also inside dicts, lists and tuples: JSON has none."""
     if isinstance(value, dict):
         return {key: finite_or_none(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,39 +1,39 @@
-"""The columns of `metrics.jsonl`: those that are a run's own, and the metrics of its `evaluate_fn`."""
+"""The columns of `metrics.jsonl`: reserved ones, and the metrics of `evaluate_fn`."""
 
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-# A run's own, whether a line has them or not: where the run is, the numbers of a round, and further ones of methods.
+# Reserved columns, whether a line has them or not: progress of the run, numbers of a round, further ones of methods.
 OWN = frozenset(
     {"round", "num-rounds", "delta", "elapsed", "seconds", "epsilon", "server-round", "cohort-is-secret", "numbers"}
     | {"cohort-size", "replies", "bytes-down", "bytes-up", "bytes-per-client"}
     | {"cost-per-device", "clip-norm"}
 )
-# Of private evaluations, and of training metrics that clients were asked for.
+# Private evaluations, and training metrics of clients.
 PREFIXES = ("private-", "client-")
 _ERROR = "-standard-error"
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a column of this name can only be the run's own."""
+    """Return whether a column name is reserved for the run's own columns."""
     return name in OWN or name.startswith(PREFIXES)
 
 
 def metrics(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of `evaluate_fn` in one line: loss and accuracy, then the others as they stand there."""
-    found = {name: float(value) for name, value in row.items() if not is_reserved(name) and number(value)}
-    return {name: found[name] for name in sorted(found, key=lambda name: name not in ("loss", "accuracy"))}
+    """Return the numbers of `evaluate_fn` in one line: loss and accuracy, then the others in their order."""
+    values = {name: float(value) for name, value in row.items() if not is_reserved(name) and number(value)}
+    return {name: values[name] for name in sorted(values, key=lambda name: name not in ("loss", "accuracy"))}
 
 
 def private(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Return value and standard error of each metric of a private evaluation in one line, by its column."""
-    found = {}
+    estimates = {}
     for name, value in row.items():
         if name.startswith("private-") and not name.endswith(_ERROR) and number(value):
             error = row.get(name + _ERROR, 0.0)
-            found[name] = float(value), float(error) if number(error) else 0.0
-    return found
+            estimates[name] = float(value), float(error) if number(error) else 0.0
+    return estimates
 
 
 def number(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Sampling: which clients take part in a round, and the privacy event of a release on the sampled clients.
+"""Sampling: the cohort of a round, and the privacy event of a release on the cohort.
 
-Cohorts are drawn with a generator that nobody else can replay: sampling amplifies privacy only against adversaries who do not
-know who took part.
+Cohorts are sampled with a generator that nobody else can replay: sampling amplifies privacy only against adversaries who do not
+know the cohort.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 
 from flower_dp.core import checks, dp_events
 
-# Probability of a Poisson cohort so large that it is drawn anew. Over 10^6 rounds that is 1e-12, the part of delta that the
-# accountant reserves for rounding.
+# Largest probability of a Poisson cohort so large that it is drawn again. Over 10^6 rounds that is 1e-12, the part of delta that
+# the accountant reserves for rounding.
 _REDRAWN = 1e-18
 
 
 class Sampler(Protocol):
-    """Who takes part in a round, the expected number of clients, and the effect on the cost of a release."""
+    """A rule that selects each round's cohort, with its expected size and its effect on the cost of a release."""
 
     def sample(self, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the indices, sorted, of the clients of round 1, 2, ..."""
+        """Return the sorted indices of the clients of round 1, 2, ..."""
 
     def expected_cohort_size(self, num_clients: int) -> float:
         """Return the expected number of clients in a round: the public denominator of the mean."""
@@ -34,10 +34,10 @@ class Sampler(Protocol):
 
     @property
     def cohort_size_is_secret(self) -> bool:
-        """Whether the number of clients in a round is random, and `event` is valid only if nobody knows it."""
+        """Whether the number of clients in a round is random, and `event` is valid only if nobody knows the number."""
 
     def event(self, release: dp_events.DpEvent, server_round: int, num_clients: int) -> dp_events.DpEvent:
-        """Return the event of a round for the client whom it costs most; `release` is the event for a participant."""
+        """Return a round's event for the client with the largest cost; `release` is the event of a participant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class PoissonSampling:
         checks.number("sampling_rate", self.sampling_rate, above=0, at_most=1)
 
     def sample(self, server_round: int, num_clients: int, rng: np.random.Generator) -> np.ndarray:
-        """Return a cohort of random size, possibly empty; one larger than `max_cohort_size` is drawn anew."""
+        """Return a cohort of random size, possibly empty; one larger than `max_cohort_size` is drawn again."""
         largest = self.max_cohort_size(num_clients)
         while True:
             chosen = np.flatnonzero(rng.random(num_clients) < self.sampling_rate)
@@ -128,7 +128,7 @@ class _OfOneSize:
         return float(self.max_cohort_size(num_clients))
 
     def max_cohort_size(self, num_clients: int) -> int:
-        """Return cohort_size, which must be one of such a population."""
+        """Return cohort_size, which must be at most `num_clients`."""
         return checks.integer("cohort_size", self.cohort_size, at_least=1, at_most=num_clients)
 
 
@@ -176,12 +176,12 @@ class RoundRobinSampling(_OfOneSize):
         return np.sort(np.arange(start, start + size) % num_clients)
 
     def event(self, release: dp_events.DpEvent, server_round: int, num_clients: int) -> dp_events.DpEvent:
-        """Return the release's event in rounds in which the largest number of participations grows, else one without cost."""
+        """Return the release's event if this round raises the largest number of participations, else an event without cost."""
         grows = self.participations(server_round, num_clients) > self.participations(server_round - 1, num_clients)
         return release if grows else dp_events.NoOpDpEvent()
 
     def participations(self, num_rounds: int, num_clients: int) -> int:
-        """Return how often the client asked most often has been asked after `num_rounds` rounds: ceil(m T / N)."""
+        """Return the largest number of participations of a client after `num_rounds` rounds: ceil(m T / N)."""
         return -(-num_rounds * self.max_cohort_size(num_clients) // num_clients)
 
 

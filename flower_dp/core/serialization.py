@@ -1,4 +1,4 @@
-"""Frozen values as bytes: what is needed to store a state, read it back, and compare two."""
+"""Frozen values as bytes: store a state, read it back, compare two."""
 
 import hashlib
 import math
@@ -11,21 +11,21 @@ import numpy as np
 
 T = TypeVar("T")
 
-# Classes that may be stored, by name: how one is taken apart, and made of its parts again.
+# Serializable classes by name: the class, its function to parts, and its function from parts.
 _KINDS: dict[str, tuple[type, Callable[[Any], Mapping[str, Any]], Callable[[Mapping[str, Any]], Any]]] = {}
 
-# The first line of a file: what it is, and the number of its format.
+# The first line of a file: its kind, and the number of its format.
 _MAGIC, FORMAT = b"flower-dp state ", 3
 _LONGEST_LINE = 80
-# Of a whole number: msgpack has 64 bits.
+# Limit of whole numbers: msgpack has 64 bits.
 _MOST_INT = 2**63
 
 
 def serializable(kind: type[T]) -> type[T]:
-    """Mark a frozen dataclass as one that can be stored; two of them are equal if all their fields are, arrays included.
+    """Mark a frozen dataclass as serializable. Two of its values are equal if all their fields are, arrays included.
 
     Raises:
-        ValueError: if it is no dataclass, or another one of its name is marked already.
+        ValueError: if it is not a dataclass, or another class of its name is registered.
 
     Example:
         >>> from dataclasses import dataclass
@@ -50,18 +50,18 @@ def register_serializable(
     parts: Callable[[T], Mapping[str, Any]] | None = None,
     of_parts: Callable[[Mapping[str, Any]], T] | None = None,
 ) -> None:
-    """Let values of a class be stored: by the fields of a dataclass, or by parts that two functions name and join again.
+    """Register a class as serializable: by the fields of a dataclass, or by functions to parts and from parts.
 
     Raises:
-        ValueError: if it is no dataclass and has no such functions, or another one of its name is stored already.
+        ValueError: if it is not a dataclass and has no such functions, or another class of its name is registered.
     """
     known, *_ = _KINDS.get(kind.__name__, (kind,))
-    # The same class again, from a cell of a notebook that is run twice, takes the place of the first.
+    # A class of a notebook's cell that is run twice replaces itself.
     if (not is_dataclass(kind) and parts is None) or (known.__module__, known.__qualname__) != (
         kind.__module__,
         kind.__qualname__,
     ):
-        raise ValueError(f"{kind.__name__}: must be a dataclass of a name that no other stored one has")
+        raise ValueError(f"{kind.__name__}: must be a dataclass, and no other serializable class may have its name")
     _KINDS[kind.__name__] = kind, parts or parts_of, of_parts or (lambda values: kind(**values))
 
 
@@ -71,10 +71,10 @@ def parts_of(value: Any) -> dict[str, Any]:
 
 
 def dump_bytes(value: Any) -> bytes:
-    """Return a value as the content of a file: a line with the number of the format, one with a SHA-256, and msgpack.
+    """Return a value as the content of a file: a line with the format's number, one with a SHA-256, and msgpack.
 
     Raises:
-        ValueError: for a part that is none of: a stored dataclass, array, mapping with text or integer keys, list, tuple, number,
+        ValueError: for a part that is none of: serializable value, array, mapping with text or integer keys, list, tuple, number,
             text, truth value, None.
 
     Example:
@@ -87,19 +87,19 @@ def dump_bytes(value: Any) -> bytes:
 
 
 def load_bytes(content: bytes) -> Any:
-    """Return the value of such a file.
+    """Return the value in the content of a file.
 
     Raises:
-        ValueError: if it is another file, of another format, cut off, changed, or has a dataclass that is not known.
+        ValueError: if it is another kind of file, has another format, is cut off or changed, or has an unknown class.
     """
     first, _, rest = content.partition(b"\n")
     number = first.removeprefix(_MAGIC)
     if not first.startswith(_MAGIC) or len(first) > _LONGEST_LINE or not number.isdigit():
-        raise ValueError("is no state of flower-dp")
+        raise ValueError("is not a state of flower-dp")
     if int(number) != FORMAT:
         raise ValueError(f"has format {int(number)}; this version of flower-dp reads format {FORMAT}")
-    said, _, body = rest.partition(b"\n")
-    if hashlib.sha256(body).hexdigest().encode() != said:
+    stored, _, body = rest.partition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() != stored:
         raise ValueError("is damaged: its SHA-256 is not the one in it")
     try:
         return _get(msgspec.msgpack.decode(body))
@@ -126,21 +126,21 @@ def same(one: Any, other: Any) -> bool:  # noqa: PLR0911
 
 
 def _kind_of(value: Any) -> Any:
-    """Return how a value is stored; None for one of a class that is not."""
+    """Return the entry of a value's class in `_KINDS`; None if the class is not serializable."""
     kind = _KINDS.get(type(value).__name__)
     return kind if kind is not None and kind[0] is type(value) else None
 
 
 def _put(value: Any, path: str) -> Any:
-    """Return what msgpack has for a value; a list begins with what it stands for (list, tuple, array, dataclass)."""
+    """Return a value as msgpack takes it; the first item of a list says what it stands for (list, tuple, array, dataclass)."""
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OV":
         return [None, value.dtype.str, value.shape, value.tobytes()]
     if (kind := _kind_of(value)) is not None:
         return [kind[0].__name__, {name: _put(part, f"{path}/{name}") for name, part in kind[1](value).items()}]
     if isinstance(value, list | tuple):
-        return [isinstance(value, tuple), *(_put(one, f"{path}/{place}") for place, one in enumerate(value))]
+        return [isinstance(value, tuple), *(_put(item, f"{path}/{index}") for index, item in enumerate(value))]
     if isinstance(value, Mapping) and all(type(key) in (str, int) for key in value):
-        return {key: _put(one, f"{path}/{key}") for key, one in value.items()}
+        return {key: _put(item, f"{path}/{key}") for key, item in value.items()}
     if value is None or type(value) in (bool, float, str) or (type(value) is int and abs(value) < _MOST_INT):
         return value
     raise ValueError(f"{path}={value!r}: a {type(value).__name__} can't be stored")
@@ -148,7 +148,7 @@ def _put(value: Any, path: str) -> Any:
 
 def _get(node: Any) -> Any:
     if isinstance(node, dict):
-        return {key: _get(one) for key, one in node.items()}
+        return {key: _get(item) for key, item in node.items()}
     if not isinstance(node, list):
         return node
     kind, *parts = node

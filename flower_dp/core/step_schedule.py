@@ -13,7 +13,7 @@ class StepSchedule:
     Attributes:
         num_local_steps: steps in a round.
         learning_rate: step size of round 1.
-        learning_rate_decay: the step size shrinks by this part every round.
+        learning_rate_decay: part by which the step size shrinks every round, in [0, 1).
         weight_decay: L2 coefficient of the loss; at most 1 / learning_rate, so that it never makes weights longer.
 
     Raises:

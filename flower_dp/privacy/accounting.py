@@ -1,6 +1,6 @@
 """From events to epsilon, and from epsilon to noise.
 
-All results are upper bounds. If several bounds hold, the smallest is returned with the name of its accountant.
+All results are upper bounds. If several bounds hold, the least one is returned, with the name of its accountant.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from flower_dp.privacy import events, pld
 from flower_dp.privacy.events import RELATIONS, Leaves, Relation, UnsupportedEventError, flatten_event, unwrap_sampling
 
 _SEARCH_GRID = 1e-3
-# In parts of a run's epsilon: a progress on this grid is right in its first four digits.
+# Part of a run's epsilon: progress on a grid of this size is right in its first four digits.
 _PROGRESS_GRID = 3e-4
-# An epsilon of so many steps of the grid has no visible error.
+# An epsilon of at least this many steps of the grid has no visible error.
 _FINE_ENOUGH = 100
 
 
@@ -42,11 +42,12 @@ class PrivacyCost:
 
 
 def epsilon(event: dp_events.DpEvent, *, delta: float, relation: Relation, grid: float = pld.GRID) -> PrivacyCost:
-    """Return the least epsilon that can be proved for an event; infinite where there is no privacy.
+    """Return the least epsilon that an accountant here proves for an event; infinite if there is no privacy.
 
     Accountants: `gaussian-exact` (Balle & Wang 2018), `pld` (privacy loss distributions, pessimistic), `rdp` (Renyi, with the
     conversion of Canonne et al. 2020), `pure` (basic composition of Laplace releases; the only one at delta = 0), `pure + ...`
-    (that of the Laplace releases, and another one's epsilon of the rest).
+    (`pure` for the Laplace releases, plus another accountant's epsilon of the rest).
+
     Sampling without replacement has a bound under replace-one only, with sensitivity 2 C, by Balle, Barthe & Gaboardi 2018,
     Theorem 9. Under replace-one `pld` and `rdp` account for sampled Gaussian noise by the pair that dominates it
     (`flower_dp.privacy.fixed_size`, `flower_dp.privacy.poisson`).
@@ -70,12 +71,12 @@ def epsilon(event: dp_events.DpEvent, *, delta: float, relation: Relation, grid:
 
 
 def relies_on_secret_sampling(cost: PrivacyCost) -> bool:
-    """Return whether a cost may be the less because units were sampled in secret: `gaussian-exact` takes all to take part."""
+    """Return whether a cost may be lower because units were sampled in secret; `gaussian-exact` assumes that all take part."""
     return not cost.accountant.startswith(("gaussian-exact", "none"))
 
 
 def check(event: dp_events.DpEvent, *, relation: Relation) -> None:
-    """Refuse an event that no accountant here bounds at any delta, without accounting it: the kinds of its releases decide.
+    """Refuse an event that no accountant here bounds at any delta. Only the kinds of its releases are tried.
 
     Raises:
         ValueError: if the event has a parameter that is not a finite positive number.
@@ -91,7 +92,7 @@ def check(event: dp_events.DpEvent, *, relation: Relation) -> None:
 
 
 def rdp_epsilon(event: dp_events.DpEvent, *, delta: float, relation: Relation) -> float | None:
-    """Return the Renyi accountant's epsilon, or None where it has no bound for the event under this relation.
+    """Return the Renyi accountant's epsilon, or None if it has no bound for the event under this relation.
 
     The conversion is Theorem 2 of DP-FedSAM (Shi et al. 2023): the least over orders a of
     rdp(a) + log((a - 1) / a) - (log delta + log a) / (a - 1).
@@ -123,7 +124,7 @@ def calibrate(
     """
     target = checks.number("epsilon", epsilon, above=0)
 
-    # The root finder needs finite costs, and few steps where they are huge.
+    # The root finder needs finite costs, and few steps if they are huge.
     cap = max(1e6, min(10 * target, 1e308))
 
     coarse = min(_SEARCH_GRID, max(10 * target * _SEARCH_GRID, pld.GRID * pld.FINEST))
@@ -145,8 +146,8 @@ def calibrate(
     from scipy import optimize  # noqa: PLC0415  (slow to import)
 
     root = optimize.brentq(excess, low, high, xtol=rtol / 2)
-    # The answer is the one that `epsilon` gives when asked for the same event. On the coarser grid of the search it costs more: a
-    # long run so much more that it would get twice the noise.
+    # The last search uses the grid of `epsilon`. On the coarser grid of the first search an event costs more: a long run so much
+    # more that it would get twice the noise.
     final = partial(excess, grid=pld.GRID)
     if (spare := -final(root) / target) > rtol:
         below, step = root - spare, spare
@@ -177,7 +178,7 @@ def max_repetitions(
 def epsilon_by_round(
     make_event: Callable[[int], dp_events.DpEvent], *, num_rounds: int, delta: float, relation: Relation, points: int = 40
 ) -> np.ndarray:
-    """Return an upper bound of epsilon after 0, 1, ..., num_rounds rounds [num_rounds + 1], for showing a run's progress.
+    """Return an upper bound of epsilon after 0, 1, ..., num_rounds rounds [num_rounds + 1], to show a run's progress.
 
     At most `points` rounds are computed, on a coarser grid of losses than `epsilon`. A round between them gets the value of the
     next computed round.
@@ -189,7 +190,7 @@ def epsilon_by_round(
     # The time that a round takes grows with its epsilon over the grid.
     last = cost(num_rounds, _SEARCH_GRID)
     grid = max(_SEARCH_GRID, _PROGRESS_GRID * last) if math.isfinite(last) else _SEARCH_GRID
-    # The first rounds, of which each costs more than any later one, are closer together.
+    # Computed rounds are closer together at the start: each early round costs more than any later one.
     parts = np.linspace(0, 1, min(points, num_rounds) + 1) ** (1.5 if points < num_rounds else 1)
     computed = np.unique((num_rounds * parts).round().astype(int))
     # What bounds the whole run bounds every part of it.
@@ -211,17 +212,17 @@ def parse_relation(relation: str) -> Relation:
 _epsilon = epsilon
 
 
-@lru_cache(maxsize=1024)  # a run asks again and again: for its log, its statement, its plan
+@lru_cache(maxsize=1024)  # a run's log, statement and plan need the same bounds
 def _least(
     leaves: tuple[tuple[dp_events.DpEvent, int], ...], delta: float, relation: Relation, grid: float
 ) -> tuple[float, str] | None:
-    """Return the least bound and its accountant, or None where no accountant has one."""
+    """Return the least bound and its accountant, or None if no accountant has one."""
     bounds = [(value, name) for name, value in _bounds(list(leaves), delta, relation, grid) if not math.isnan(value)]
     return min(bounds, key=lambda bound: bound[0], default=None)
 
 
 def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> Iterator[tuple[str, float]]:
-    """Yield every bound that holds, NaN where an accountant has none."""
+    """Yield every bound that holds, NaN if an accountant has none."""
     pure = _pure(leaves, relation)
     yield "pure", pure
     if delta == 0:
@@ -231,10 +232,10 @@ def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> It
     gaussian = _gaussian_exact(leaves, delta, relation)
     yield "gaussian-exact", gaussian
     if not math.isnan(gaussian) and all(unwrap_sampling(leaf)[1] == 1 for leaf, _ in leaves):
-        return  # it is the least epsilon there is
+        return  # exact: no other bound is lower
     by_pld = math.nan
     if _of_fixed_size(leaves) and delta >= pld.SMALLEST_DELTA:
-        # Renyi's bound of such samples is slow, and lower only where the grid's error counts.
+        # Renyi's bound of such samples is slow, and lower only if the grid's error counts.
         rough = pld.rough_epsilon_of(leaves, delta, relation, grid, ceiling=pure if math.isnan(gaussian) else gaussian)
         by_pld = pld.epsilon_of(leaves, delta, relation, grid, rough=rough)
         yield "pld", by_pld
@@ -245,19 +246,19 @@ def _bounds(leaves: Leaves, delta: float, relation: Relation, grid: float) -> It
     summed, name = _sum(leaves, delta, relation, grid)
     yield name, summed
     if delta >= pld.SMALLEST_DELTA and not math.isfinite(by_pld):
-        finite = [one for one in (pure, gaussian, by_renyi, summed) if one is not None and math.isfinite(one)]
+        finite = [bound for bound in (pure, gaussian, by_renyi, summed) if bound is not None and math.isfinite(bound)]
         yield "pld", pld.epsilon_of(leaves, delta, relation, grid, rough=min(finite, default=gaussian))
 
 
 def _of_fixed_size(leaves: Leaves) -> bool:
-    """Whether every release is of a sample of a fixed size."""
+    """Return whether every release is of a sample of a fixed size."""
     return all(
         isinstance(leaf, dp_events.SampledWithoutReplacementDpEvent) and unwrap_sampling(leaf)[1] < 1 for leaf, _ in leaves
     )
 
 
 def _pure(leaves: Leaves, relation: Relation) -> float:
-    """Sum of the pure epsilons of Laplace releases, each amplified by its sampling."""
+    """Return the sum of the pure epsilons of Laplace releases, each amplified by its sampling; NaN if one has none."""
     total = 0.0
     for leaf, count in leaves:
         inner, rate = unwrap_sampling(leaf)
@@ -267,17 +268,17 @@ def _pure(leaves: Leaves, relation: Relation) -> float:
         if relation == "replace-one":
             # A replacement is a removal and an addition; Poisson amplification holds for each of these.
             poisson = isinstance(leaf, dp_events.PoissonSampledDpEvent)
-            one = 2 * _amplified(base, rate) if poisson else _amplified(2 * base, rate)
+            amplified = 2 * _amplified(base, rate) if poisson else _amplified(2 * base, rate)
         elif isinstance(leaf, dp_events.SampledWithoutReplacementDpEvent):
             return math.nan
         else:
-            one = _amplified(base, rate)
-        total += count * one
+            amplified = _amplified(base, rate)
+        total += count * amplified
     return total
 
 
 def _sum(leaves: Leaves, delta: float, relation: Relation, grid: float) -> tuple[float, str]:
-    """The pure epsilons of Laplace releases and the least epsilon of all others at delta, which add up; NaN without both."""
+    """Return the Laplace releases' pure epsilon plus the least epsilon of all others at delta; NaN without both."""
     laplace = [(leaf, count) for leaf, count in leaves if isinstance(unwrap_sampling(leaf)[0], dp_events.LaplaceDpEvent)]
     others = tuple(pair for pair in leaves if pair not in laplace)
     if not (laplace and others) or (rest := _least(others, delta, relation, grid)) is None:
@@ -286,14 +287,14 @@ def _sum(leaves: Leaves, delta: float, relation: Relation, grid: float) -> tuple
 
 
 def _amplified(pure: float, rate: float) -> float:
-    """log(1 + q (e^eps - 1)), without overflow."""
+    """Return log(1 + q (e^eps - 1)), without overflow."""
     if rate == 1 or pure > 500:
         return pure
     return math.log1p(rate * math.expm1(pure))
 
 
 def _gaussian_exact(leaves: Leaves, delta: float, relation: Relation) -> float:
-    """Exact for Gaussian releases without sampling; an upper bound when sampling is ignored, which never adds cost."""
+    """Return the exact epsilon of Gaussian releases without sampling; with sampling, which never adds cost, an upper bound."""
     from dp_accounting import get_epsilon_gaussian  # noqa: PLC0415  (slow to import)
 
     from flower_dp.privacy import renyi  # noqa: PLC0415

@@ -1,7 +1,7 @@
 """Privacy events as the accountants take them: flattened, validated, and scaled to what one unit can change.
 
-The noise multiplier of an event is noise scale / clip norm. What one unit can change is the clip norm under add-or-remove-one and
-twice that under replace-one; this module is the one place where that factor enters.
+The noise multiplier of an event is noise scale / clip norm. One unit changes a sum by at most the clip norm under
+add-or-remove-one, and by at most twice that under replace-one: `noise_over_sensitivity` applies that factor.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ RELATIONS: tuple[Relation, ...] = ("add-or-remove-one", "replace-one")
 
 # Noise multipliers beyond this overflow when squared. Accounting for less noise than there is stays a valid bound.
 LARGEST_MULTIPLIER = 1e50
-# (event, how many times).
+# (event, count).
 Leaves = list[tuple["dp_events.DpEvent", int]]
-# Those that a file can hold.
+# Events that a file can hold.
 _WRITTEN = (
     "GaussianDpEvent",
     "LaplaceDpEvent",
@@ -33,11 +33,11 @@ _WRITTEN = (
 
 
 class UnsupportedEventError(ValueError):
-    """No accountant here can bound this event under this relation."""
+    """Raised for an event that no accountant here bounds under its relation."""
 
 
 def noise_over_sensitivity(multiplier: float, relation: Relation) -> float:
-    """Noise scale over sensitivity, for noise scale over clip norm."""
+    """Return noise scale over sensitivity, for noise scale over clip norm."""
     return multiplier / 2 if relation == "replace-one" else multiplier
 
 
@@ -47,7 +47,7 @@ def scaled(leaf: dp_events.DpEvent, relation: Relation) -> dp_events.DpEvent:
 
 
 def unwrap_sampling(leaf: dp_events.DpEvent) -> tuple[dp_events.DpEvent, float]:
-    """The plain release inside a leaf, and the sampling rate around it."""
+    """Return the plain release inside a leaf, and its sampling rate."""
     if isinstance(leaf, dp_events.PoissonSampledDpEvent):
         return leaf.event, leaf.sampling_probability
     if isinstance(leaf, dp_events.SampledWithoutReplacementDpEvent):
@@ -56,9 +56,9 @@ def unwrap_sampling(leaf: dp_events.DpEvent) -> tuple[dp_events.DpEvent, float]:
 
 
 def least_noise_multiplier(event: dp_events.DpEvent) -> float:
-    """Return the least noise multiplier of the releases in an event: 0 for one without noise, infinite where there is none."""
+    """Return the least noise multiplier of the releases in an event: 0 for one without noise, infinite without any release."""
     inner = (unwrap_sampling(leaf)[0] for leaf, _ in flatten_event(event))
-    return min((float(getattr(one, "noise_multiplier", 0.0)) for one in inner), default=math.inf)
+    return min((float(getattr(release, "noise_multiplier", 0.0)) for release in inner), default=math.inf)
 
 
 def around(leaf: dp_events.DpEvent, inner: dp_events.DpEvent) -> dp_events.DpEvent:
@@ -85,7 +85,7 @@ def as_json(event: dp_events.DpEvent) -> dict[str, Any]:
     """Return an event as JSON values.
 
     Raises:
-        UnsupportedEventError: for one that nothing here accounts.
+        UnsupportedEventError: for an event that no accountant here bounds.
     """
     if type(event).__name__ not in _WRITTEN:
         raise UnsupportedEventError(f"event {event}: can't be written down")
@@ -97,7 +97,7 @@ def of_json(table: Mapping[str, Any]) -> dp_events.DpEvent:
     """Return the event of JSON values.
 
     Raises:
-        KeyError, TypeError: if they are not those of an event.
+        KeyError, TypeError: if the values are not those of an event.
     """
     values = {name: _part_of_json(value) for name, value in table.items() if name != "kind"}
     if table["kind"] not in _WRITTEN:
@@ -109,14 +109,14 @@ def of_json(table: Mapping[str, Any]) -> dp_events.DpEvent:
 def _part_as_json(value: Any) -> Any:
     if isinstance(value, dp_events.DpEvent):
         return as_json(value)
-    return [as_json(one) for one in value] if isinstance(value, list | tuple) else value
+    return [as_json(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _part_of_json(value: Any) -> Any:
     if isinstance(value, dict):
         return of_json(value)
-    # A tuple, which can be a key, as a ledger has it.
-    return tuple(of_json(one) for one in value) if isinstance(value, list) else value
+    # A tuple, since a ledger uses events as keys.
+    return tuple(of_json(part) for part in value) if isinstance(value, list) else value
 
 
 def flatten_event(event: dp_events.DpEvent, count: int = 1) -> Leaves:
@@ -138,10 +138,10 @@ def flatten_event(event: dp_events.DpEvent, count: int = 1) -> Leaves:
 
 
 def _joined(leaf: dp_events.DpEvent) -> dp_events.DpEvent:
-    """Return one release in the place of several Gaussian ones on one sample of fixed size.
+    """Return one release in place of several Gaussian ones on one sample of fixed size.
 
     Without sampling, Gaussian releases of multipliers z1, z2, ... cost what one of multiplier (z1^-2 + z2^-2 + ...)^-1/2 does.
-    Sampling without replacement amplifies that cost. Each of them with a sample of its own would be another event.
+    Sampling without replacement amplifies that cost. Releases on a sample each would be another event.
     """
     if not isinstance(leaf, dp_events.SampledWithoutReplacementDpEvent) or not isinstance(
         leaf.event, (dp_events.ComposedDpEvent, dp_events.SelfComposedDpEvent)
@@ -157,9 +157,9 @@ def _joined(leaf: dp_events.DpEvent) -> dp_events.DpEvent:
 
 
 def _checked(leaf: dp_events.DpEvent) -> dp_events.DpEvent:
-    """Refuse events that the accountants would misread; for example, a NaN multiplier costs nothing in an RDP accountant.
+    """Return the event, or refuse one that the accountants would misread: a NaN multiplier costs nothing in an RDP accountant.
 
-    Return the event; if its multiplier is out of range, one without privacy or with less noise, which costs no less.
+    If its multiplier is out of range, return an event without privacy or with less noise, which costs no less.
     """
     if isinstance(leaf, dp_events.NonPrivateDpEvent):
         return leaf

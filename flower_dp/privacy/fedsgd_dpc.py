@@ -1,6 +1,6 @@
 """FedSGD-DPC's noise (Zhou et al.): the paper's formulas, and the terms of one client.
 
-The unit of privacy is one record; every message is private on its own.
+The unit of privacy is one record, under local DP: the client adds the full noise to every message.
 """
 
 import math
@@ -75,7 +75,7 @@ def gradient_terms(
         clip_norm: bound on the norm of one record's gradient.
         epsilon: budget of all replies, > 0; math.inf means no noise, and no privacy.
         delta: 0 for Laplace; in (0, 1) for Gaussian.
-        num_replies: the most replies that the client will send.
+        num_replies: largest number of replies that the client will send.
         num_records: the client's public data size.
         sampling_rate: part of the records in a batch, in expectation.
         relation: neighboring relation; replace-one in the paper.
@@ -101,15 +101,15 @@ def gradient_terms(
     else:
         all_replies: dict[str, Any] = {"delta": delta, "num_releases": num_replies, "relation": relation}
         noise = Gaussian(noise_multiplier=least_gaussian_multiplier(sampler, epsilon=epsilon, **all_replies))
-    what, size = "the noised mean of per-record clipped gradients, in every reply", _records(num_records)
-    release = own_release(what, noise, sampler, clip_norm=clip_norm, num_units=size, relation=relation)
+    description, size = "the noised mean of per-record clipped gradients, in every reply", _records(num_records)
+    release = own_release(description, noise, sampler, clip_norm=clip_norm, num_units=size, relation=relation)
     return ClientTerms(release=release, num_replies=num_replies, epsilon=epsilon)
 
 
 def _laplace_multiplier(epsilon: float, num_replies: int, relation: Relation) -> float:
     if math.isinf(epsilon):
         return 0.0
-    # Of a sum (over one record) clipped to 1, under replace-one; the paper's Theorem 1.
+    # The scale for a sum (over one record) clipped to 1, under replace-one; the paper's Theorem 1.
     scale = laplace_scale(1.0, 1, epsilon, num_replies) * (1 + _ROUNDING)
     return scale if accounting.parse_relation(relation) == "replace-one" else scale / 2
 

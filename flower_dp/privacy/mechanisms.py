@@ -16,7 +16,7 @@ from flower_dp.core.vectors import Array
 
 
 class Mechanism(Protocol):
-    """Noise for a clipped sum: its scale, the norm that it protects, its draw, its event."""
+    """Noise for a clipped sum: its scale, the clipped norm, its draw, its event."""
 
     @property
     def noise_multiplier(self) -> float:
@@ -30,7 +30,7 @@ class Mechanism(Protocol):
         """Draw float64 noise of a scale on a lattice, as the functions of `flower_dp.core.noise` do."""
 
     def event(self) -> dp_events.DpEvent:
-        """Return what one release costs, with the multiplier as noise scale / clip norm."""
+        """Return the event of one release, with noise scale / clip norm for its multiplier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

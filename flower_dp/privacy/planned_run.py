@@ -20,7 +20,7 @@ _SAMPLERS: Mapping[str, Any] = {
     "fixed-size": sampling.FixedSizeSampling,
     "round-robin": sampling.RoundRobinSampling,
 }
-# The samplings to which an option belongs.
+# Samplings that read an option.
 _OWNERS = {
     "sampling_rate": ("poisson",),
     "cohort_size": ("fixed-size", "round-robin"),
@@ -30,7 +30,7 @@ _OWNERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseSchedule:
-    """A run of equal releases, whose noise is not yet chosen; made by `from_options`.
+    """A run of equal releases whose noise is not chosen yet, as `from_options` returns it.
 
     `sizes` has the rate of Poisson sampling, cohort size and number of clients of fixed-size and round-robin sampling.
 
@@ -51,7 +51,7 @@ class ReleaseSchedule:
     relation: Relation
 
     def event(self, noise_multiplier: float) -> dp_events.DpEvent:
-        """Return the whole run's event; without noise it is not private."""
+        """Return the event of the whole run; without noise it is not private."""
         release, rounds = _MECHANISMS[self.mechanism](noise_multiplier=noise_multiplier).event(), self.num_rounds
         sizes = dict(self.sizes)
         num_clients = sizes.pop("num_clients", 1)
@@ -84,15 +84,15 @@ class ReleaseSchedule:
             allowed = f"epsilon={epsilon:g} allows more than {MOST_ROUNDS:,} rounds; choose less noise"
             raise ValueError(f"--noise-multiplier={noise_multiplier:g}: {allowed}")
         if rounds == 0:
-            one = finite_or_none(accounting.epsilon(event(1), delta=self.delta, relation=self.relation).epsilon)
-            costs = "has no finite epsilon" if one is None else f"costs epsilon={format_rounded_up(one, 6)}"
+            epsilon_of_one = finite_or_none(accounting.epsilon(event(1), delta=self.delta, relation=self.relation).epsilon)
+            costs = "has no finite epsilon" if epsilon_of_one is None else f"costs epsilon={format_rounded_up(epsilon_of_one, 6)}"
             raise ValueError(f"--epsilon={epsilon:g}: one round with --noise-multiplier={noise_multiplier:g} {costs}")
         return replace(self, num_rounds=rounds)
 
     def cost(self, noise_multiplier: float) -> dict[str, Any]:
-        """Return what the run costs, as JSON can hold it: an infinite epsilon is None, and `private` is false.
+        """Return the cost of the run as JSON values: an infinite epsilon is None, and `private` is false.
 
-        `epsilon_rdp` is there only where the Renyi accountant has a bound.
+        `epsilon_rdp` is there only if the Renyi accountant has a bound.
         """
         event = self.event(noise_multiplier)
         cost = accounting.epsilon(event, delta=self.delta, relation=self.relation)
@@ -125,7 +125,7 @@ def best_of(noise_multiplier: float, number: selection.RunCountLaw, **options: A
 def choice(
     runs: Sequence[dp_events.DpEvent], number: selection.RunCountLaw, *, delta: float, relation: Relation
 ) -> dict[str, Any]:
-    """Return what it costs to choose among runs with these events, as JSON can hold it."""
+    """Return the cost of choosing among runs with these events, as JSON values."""
     cost = selection.epsilon(runs, number, delta=delta, relation=relation)
     return {
         "best_of_mean": number.mean,
@@ -138,13 +138,13 @@ def choice(
 def solve(
     *, epsilon: float | None = None, noise_multiplier: float | None = None, num_rounds: int | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Return the cost of a run of which one of epsilon, noise multiplier and number of rounds is left out, and computed.
+    """Return the cost of a run; compute the one of epsilon, noise multiplier and number of rounds that is left out.
 
     Args:
-        epsilon: the largest that is allowed.
+        epsilon: largest epsilon allowed.
         noise_multiplier: noise std / clip norm; for Laplace noise scale / L1 clip norm.
-        num_rounds: releases in all.
-        options: those of `from_options` besides.
+        num_rounds: number of releases.
+        options: other options of `from_options`.
 
     Raises:
         ValueError: naming the option that is missing, out of range or out of place, or the target that can't be met.
@@ -175,7 +175,7 @@ def from_options(
     delta: float | None,
     relation: str | None,
 ) -> ReleaseSchedule:
-    """Return the planned run that command-line options describe; None is an option that was not given.
+    """Return the planned run of command-line options; None stands for an option that was not given.
 
     Raises:
         ValueError: naming the option that is missing, out of range or out of place.

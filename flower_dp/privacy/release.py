@@ -1,7 +1,7 @@
-"""A release: one noisy thing that crosses a trust boundary.
+"""A release: one noised quantity that crosses a trust boundary.
 
-It holds clip norm, mechanism, sampler and neighboring relation, and derives both noise and event from them. So an epsilon that
-the noise does not give can't be configured.
+It holds clip norm, mechanism, sampler and neighboring relation, and derives both noise and event from them. So you can't
+configure an epsilon that the noise does not provide.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from flower_dp.privacy import accounting
 from flower_dp.privacy.events import RELATIONS, Relation
 from flower_dp.privacy.mechanisms import Gaussian, Laplace, Mechanism
 
-# Samplers whose releases can be bounded, those of a fixed size under replace-one.
+# Samplers whose releases an accountant bounds; those of a fixed size under replace-one only.
 _BOUNDED = (FullSampling, PoissonSampling, FixedSizeSampling, RoundRobinSampling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """What is released, who sees it, and what protects it.
+    """One noised quantity, with its adversary and its protection.
 
     Attributes:
-        description: the quantity released, in words.
-        visible_to: everyone who sees it, in words; they are the adversary.
-        unit: what differs between neighboring data sets: a `client` (all of one client's data) or a `record`.
-        relation: the neighboring relation.
+        description: released quantity, as text.
+        visible_to: everyone who sees it, as text; they are the adversary.
+        unit: unit in which neighboring data sets differ: `client` (all of one client's data) or `record`.
+        relation: neighboring relation.
         clip_norm: bound on the norm of one unit's contribution (L2 for Gaussian, L1 for Laplace noise).
-        mechanism: the noise, as a multiple of `clip_norm`.
-        sampler: who takes part in a round (or, inside one client, which of its records).
-        num_units: how many units the sampler draws from: clients, or, if the unit is a record, one client's records.
+        mechanism: noise, as a multiple of `clip_norm`.
+        sampler: rule that selects the clients of a round (or, inside one client, its records).
+        num_units: number of units the sampler draws from: clients, or, if the unit is a record, one client's records.
 
     Example:
         >>> from flower_dp.core.sampling import PoissonSampling
@@ -71,7 +71,7 @@ class Release:
 
     @property
     def _can_be_bounded(self) -> bool:
-        """Whether it is known, without an accountant, which takes a second to import, that one can bound this release."""
+        """Whether its types alone show that an accountant bounds this release; importing one takes a second."""
         if type(self.mechanism) not in (Gaussian, Laplace):
             return False
         if type(self.sampler) is FixedSizeSampling and self.relation != "replace-one":
@@ -94,7 +94,7 @@ class Release:
 
     @property
     def sensitivity(self) -> float:
-        """The largest change of the released sum by one unit: the clip norm, or twice that if the unit is replaced by another."""
+        """Largest change of the released sum by one unit: the clip norm, or twice that if the unit is replaced by another."""
         return self.clip_norm * (2 if self.relation == "replace-one" else 1)
 
     @property
@@ -103,9 +103,9 @@ class Release:
         return self.sampler.expected_cohort_size(self.num_units)
 
     def event(self, server_round: int) -> dp_events.DpEvent:
-        """Return the event of one round's release (1, 2, ...) for the client whom it costs most."""
+        """Return the event of one round's release (1, 2, ...) for the unit with the largest cost."""
         return self.sampler.event(self.mechanism.event(), server_round, self.num_units)
 
     def events(self, num_rounds: int) -> dp_events.DpEvent:
-        """Return what rounds 1 to `num_rounds` cost together."""
+        """Return the composed event of rounds 1 to `num_rounds`."""
         return dp_events.ComposedDpEvent([self.event(server_round) for server_round in range(1, num_rounds + 1)])

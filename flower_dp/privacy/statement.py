@@ -33,7 +33,7 @@ def delta_warning(delta: float, num_units: int, unit: str) -> tuple[str, ...]:
     """Return a warning about a delta that guarantees nothing, or no line: delta must be far below 1 / the number of units.
 
     Args:
-        delta: of the guarantee.
+        delta: delta of the guarantee.
         num_units: clients, or records of one client.
         unit: `client` or `record`.
 
@@ -187,12 +187,12 @@ class PrivacyStatement:
         paper_epsilon: the paper's epsilon, if the method has one.
         num_charged_rounds: number of rounds whose release was charged.
         noise: clip norm and noise, by name.
-        sampling: how cohorts were sampled, as text.
+        sampling: rule that sampled the cohorts, as text.
         events: the events of the ledger, as text.
         assumptions: conditions of the guarantee.
         not_covered: everything that clients or the server sent that the guarantee does not cover.
         incidents: dropouts, refused replies and early stops, as text.
-        unlisted_incidents: what `incidents` leave out because it would reveal a cohort, as text; empty for nothing.
+        unlisted_incidents: text on what `incidents` leave out because it would reveal a cohort; empty for nothing.
         adversaries: the epsilon against each adversary, if they see different things. `epsilon` is the largest over those that
             are not trusted.
         epsilon_by_release: if several kinds of releases were charged, an upper bound for each kind alone.
@@ -279,7 +279,7 @@ class PrivacyStatement:
 
     def _how(self) -> list[str]:
         noise = ", ".join(f"{name.replace('_', ' ')} {value:.6g}" for name, value in self.noise.items())
-        papers = {f" against {one.name}": one.paper_epsilon for one in self.adversaries if one.paper_epsilon is not None}
+        papers = {f" against {each.name}": each.paper_epsilon for each in self.adversaries if each.paper_epsilon is not None}
         if not papers and self.paper_epsilon is not None:
             papers = {"": self.paper_epsilon}
         shown = [f"Paper's epsilon{against}: {paper}." for against, paper in papers.items()]
@@ -304,13 +304,13 @@ def _table(adversaries: Sequence[Adversary]) -> list[str]:
         return []
     rows = [("", "epsilon", "lowest std", "accountant", "sees")] + [
         (
-            f"{one.name}{' (TRUSTED)' * one.trusted}",
-            format_epsilon(one.epsilon),
-            f"{one.lowest_noise_std:.6g}",
-            one.accountant,
-            one.view,
+            f"{adversary.name}{' (TRUSTED)' * adversary.trusted}",
+            format_epsilon(adversary.epsilon),
+            f"{adversary.lowest_noise_std:.6g}",
+            adversary.accountant,
+            adversary.view,
         )
-        for one in adversaries
+        for adversary in adversaries
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     lines = [
@@ -318,7 +318,7 @@ def _table(adversaries: Sequence[Adversary]) -> list[str]:
         for *cells, view in rows
         for line in _wrapped(view, "".join(f"{cell:{width}}  " for cell, width in zip(cells, widths, strict=True)))
     ]
-    trusted = [one.name for one in adversaries if one.trusted]
+    trusted = [adversary.name for adversary in adversaries if adversary.trusted]
     return lines + [line for name in trusted for line in _wrapped(f"TRUSTED: no protection is claimed against {name}.", "")]
 
 

@@ -1,9 +1,9 @@
 """The worst client: a quick upper bound of the largest epsilon of clients with terms of their own.
 
-To account every client's ledger takes far too long for every round. So clients are put into a few groups. A group is accounted
-as one client who costs no less than any of its members: the least noise, the largest sampling rate and the most replies among
-them. Less noise never costs less, because more noise is post-processing. A larger rate never costs less, because a release at a
-smaller one is a mixture of it with a release without the unit. Besides, a client costs at most its budget.
+Accounting every client's ledger in every round takes far too long. So clients are put into a few groups. A group is accounted as
+one client who costs no less than any of its members: the least noise, the largest sampling rate and the most replies among them.
+Less noise never costs less, because more noise is post-processing. A larger rate never costs less, because a release at a smaller
+rate is a mixture of it with a release without the unit. Besides, a client costs at most its budget.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_GROUPS = 4
 _NARROW = math.log(1.02)
 # A group is accounted for up to a tenth more replies than it has, so that most rounds need no account.
 _STEP = 1.1
-# Grid of the accountant, in parts of the least budget, or of 1.
+# Grid of the accountant, as a part of the least budget, or of 1.
 _GRID = 1e-3
 
 
@@ -29,17 +29,17 @@ class MaxClientEpsilon:
     """An upper bound of the largest cost of a client, from the number of replies of each.
 
     Args:
-        terms: of every client.
+        terms: terms of every client, by name.
         relation: neighboring relation of the ledgers.
-        delta: the delta at which epsilon is stated, also that of the budgets in the terms.
+        delta: probability bound of the stated epsilon, also that of the budgets in the terms.
     """
 
     def __init__(self, terms: Mapping[str, ClientTerms], *, relation: Relation, delta: float) -> None:
         self._terms = dict(terms)
         kinds: dict[object, dict[str, dp_events.DpEvent]] = {}
-        for name, own in terms.items():
-            release = flatten_event(own.release.event(1))[0][0]
-            kind = (type(release), type(unwrap_sampling(release)[0]), own.num_releases)
+        for name, client_terms in terms.items():
+            release = flatten_event(client_terms.release.event(1))[0][0]
+            kind = (type(release), type(unwrap_sampling(release)[0]), client_terms.num_releases)
             kinds.setdefault(kind, {})[name] = release
         groups = [group for releases in kinds.values() for group in _groups(releases)]
         self._groups = [_Group({name: terms[name] for name in group}, group, relation=relation, delta=delta) for group in groups]
@@ -48,16 +48,16 @@ class MaxClientEpsilon:
         """Return an upper bound of every client's epsilon; it never falls while the numbers grow.
 
         Args:
-            replies: how many each client was charged for.
-            evaluations: the pure epsilon of what else each client released; a client that is not there released nothing else.
+            replies: number of charged replies of each client.
+            evaluations: pure epsilon of each client's other releases; a client that is not in it released nothing else.
         """
         largest = 0.0
         for group in self._groups:
             cost = group.epsilon(max(replies[name] for name in group.names))
             for name in group.names:
-                own, number = self._terms[name], replies[name]
+                terms, number = self._terms[name], replies[name]
                 # Beyond its planned number of replies a budget bounds nothing.
-                spent = min(cost, own.epsilon if number <= own.num_replies else math.inf) if number else 0.0
+                spent = min(cost, terms.epsilon if number <= terms.num_replies else math.inf) if number else 0.0
                 largest = max(largest, spent + evaluations.get(name, 0.0))
         return largest
 
@@ -71,7 +71,7 @@ class _Group:
         self.names = tuple(terms)
         self._relation, self._delta = relation, delta
         self._reply = accounting.repeated(_worst(list(releases.values())), next(iter(terms.values())).num_releases)
-        least = min(own.epsilon for own in terms.values())
+        least = min(client_terms.epsilon for client_terms in terms.values())
         self._grid = _GRID * min(1.0, least)
         self._accounted, self._cost = 0, 0.0
 
@@ -117,6 +117,6 @@ def _spans(releases: dict[str, dp_events.DpEvent]) -> list[float]:
 
 
 def _place(release: dp_events.DpEvent) -> tuple[float, float]:
-    """Logarithms of noise multiplier and sampling rate."""
+    """Return the logarithms of noise multiplier and sampling rate."""
     inner, rate = unwrap_sampling(release)
     return (0.0 if isinstance(inner, dp_events.NonPrivateDpEvent) else math.log(inner.noise_multiplier)), math.log(rate)

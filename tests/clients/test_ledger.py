@@ -96,7 +96,7 @@ def test_a_ledger_that_cannot_be_used_sends_nothing_and_tells_the_server_no_path
     refused, row = ask(client(path))
     assert refused == {"c0": "its ledger can't be used; the node's own log says why"}
     assert not row.any()
-    assert f"ledger {path}: is no ledger: it is another program's database" in caplog.text
+    assert f"ledger {path}: is not a ledger: it is another program's database" in caplog.text
 
 
 def test_a_ledger_of_another_client_sends_nothing(path, tmp_path, caplog):

@@ -62,13 +62,13 @@ def test_no_view_stands_for_the_strongest_adversary(how: str) -> None:
     """A charge counted by the events of a weaker adversary, or was in no budget and no joint epsilon."""
     scope = CostScope(unit="client", relation="add-or-remove-one", view="outsiders" if how == "scope" else "")
     views: Any = {"": (dp_events.GaussianDpEvent(100.0),)} if how == "views" else {}
-    with pytest.raises(ValueError, match=r"scope=.*: `events` are the strongest adversary's"):
+    with pytest.raises(ValueError, match=r"scope=.*: must have no view; `views` has the events of weaker adversaries"):
         one_charge(1, dp_events.GaussianDpEvent(1.0), scope=scope, views=views)
 
 
 @pytest.mark.parametrize("owners", [("a", "a"), ("a", ALL_CLIENTS)])
 def test_nobody_is_charged_twice_at_once(owners: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="owners: charges nobody twice at once, and no client of the name 'every client'"):
+    with pytest.raises(ValueError, match="owners: must name nobody twice, and 'every client' only alone"):
         one_charge(1, STRONG, owners)
 
 

@@ -110,7 +110,7 @@ def changed(path, change):
 
 FAULTS = {
     "missing": (Path.unlink, "does not exist"),
-    "empty": (lambda path: path.write_bytes(b""), "is no ledger"),
+    "empty": (lambda path: path.write_bytes(b""), "is not a ledger"),
     "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-4096]), "malformed|is damaged"),
     "another digit": (
         lambda path: path.write_bytes(path.read_bytes().replace(b"3 replies", b"4 replies")),
@@ -119,7 +119,7 @@ FAULTS = {
     "a reply twice": (lambda path: changed(path, {"number": 1}), "reply 2 of training is missing"),
     "other terms": (lambda path: changed(path, {"fingerprint": "9 replies"}), "reply 2 of training has other terms"),
     "an older copy": (lambda path: shutil.copy(path.with_name("old"), path), "is an older copy"),
-    "a server's": (lambda path: (path.unlink(), store.Store.create(path)), "is a server's ledger, and no device's"),
+    "a server's": (lambda path: (path.unlink(), store.Store.create(path)), "is a server's ledger, not a device's"),
     "foreign": (
         lambda path: (path.unlink(), DeviceLedger.create(path, ["b"])),
         "has no account of client 'a'; it is the ledger of b",
@@ -224,7 +224,7 @@ def test_a_copy_put_back_is_noticed_by_who_remembers_and_by_nobody_else(path, tm
     shutil.copy(path, tmp_path / "copy")
     pay(path, {"a": terms()})
     shutil.copy(tmp_path / "copy", path)
-    with pytest.raises(LedgerError, match="has 1 charges of 2: it is an older copy"):
+    with pytest.raises(LedgerError, match="holds 1 of 2 charges: it is an older copy"):
         pay(path, {"a": terms()})
     path.with_name(path.name + ".mark").unlink()
     with pytest.raises(LedgerError, match="counts 1 replies of client 'a': it is an older copy, for there were 2"):

@@ -169,9 +169,9 @@ def test_the_order_is_the_one_at_which_most_gaussian_releases_fit(epsilon):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ({"epsilon": 8.0, "delta": 0.0}, "delta=0: a fully adaptive budget needs a delta above 0"),
+        ({"epsilon": 8.0, "delta": 0.0}, "delta=0: must be > 0 for a fully adaptive budget"),
         ({"epsilon": 8.0, "renyi_order": 1.0}, "renyi_order=1.0"),
-        ({"epsilon": 8.0, "renyi_order": 4.0, "fully_adaptive": False}, "is of a fully adaptive budget alone"),
+        ({"epsilon": 8.0, "renyi_order": 4.0, "fully_adaptive": False}, "must be None unless fully_adaptive=True"),
         ({"epsilon": 8.0, "fully_adaptive": "yes"}, "fully_adaptive='yes'"),
         ({"epsilon": 1e-9}, "is too small for a fully adaptive budget at delta=1e-05"),
     ],

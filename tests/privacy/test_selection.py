@@ -177,7 +177,7 @@ def test_what_nothing_bounds_and_nonsense_is_refused() -> None:
     for event, delta in ((fixed_size, 1e-5), (Gaussian(2.0), 0.0), (dp.RandomizedResponseDpEvent(0.3, 3), 1e-5)):
         with pytest.raises(UnsupportedEventError):
             selection.epsilon([event], GEOMETRIC, delta=delta, relation=ADD)
-    with pytest.raises(ValueError, match="no candidate"):
+    with pytest.raises(ValueError, match="must have at least one candidate"):
         selection.epsilon([], GEOMETRIC, delta=1e-5, relation=ADD)
     for mean in (0.5, math.nan, math.inf, 20_000):
         for law in (NegativeBinomialRunCount, PoissonRunCount):

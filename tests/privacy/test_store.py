@@ -256,7 +256,7 @@ def test_noise_from_a_fixed_seed_protects_nobody(path):
 def test_what_a_budget_does_not_cover_is_not_written(tmp_path):
     """Where a budget ends, for each client and over all runs: tests/privacy/test_generated_ledgers.py."""
     path = created(tmp_path, gaussian(2, 2) * (1 + 1e-6))
-    said = "^it would pass the ledger's budget, epsilon [0-9.]+ at delta 1e-05 for all runs together"
+    said = "^it would exceed the ledger's budget, epsilon [0-9.]+ at delta 1e-05 for all runs together"
     for _ in range(2):
         with Store(path) as ledger:
             ledger.append(begun(ledger), charge())
@@ -271,12 +271,14 @@ def test_what_a_budget_does_not_cover_is_not_written(tmp_path):
 
 def test_a_budget_covers_one_kind_of_charges_and_no_noise_from_a_seed(tmp_path):
     with Store(created(tmp_path, 1e6)) as ledger:
-        with pytest.raises(BudgetSpentError, match="noise from a fixed seed is within no budget"):
+        with pytest.raises(
+            BudgetSpentError, match="noise from a fixed seed protects nobody: it would exceed the ledger's budget"
+        ):
             ledger.append(begun(ledger, private=False), charge())
-        with pytest.raises(BudgetSpentError, match="would pass"):
+        with pytest.raises(BudgetSpentError, match="would exceed"):
             ledger.append(begun(ledger), local(event=dp_events.NonPrivateDpEvent()))
         ledger.append(begun(ledger), charge())
-        why = r"charges for each record \(replace-one\) don't add up with those for each client"
+        why = r"charges for each record \(replace-one\) can't be composed with those for each client"
         with pytest.raises(BudgetSpentError, match=why):
             ledger.append(begun(ledger), local())
 
@@ -375,14 +377,14 @@ def test_other_files_are_no_ledger(tmp_path):
         if mode:
             by_hand(other, f"PRAGMA journal_mode = {mode}", "CREATE TABLE charges (id INTEGER PRIMARY KEY)")
         before = other.read_bytes()
-        refused(other, "is no ledger: it is another program's database, or an empty file")
+        refused(other, "is not a ledger: it is another program's database, or an empty file")
         assert other.read_bytes() == before
     (tmp_path / "text").touch(0o600)
     (tmp_path / "text").write_text("flower" * 1000)
     refused(tmp_path / "text", "file is not a database")
     os.mkfifo(tmp_path / "pipe", 0o600)
     for other in (tmp_path / "pipe", tmp_path):
-        refused(other, "is no regular file")
+        refused(other, "is not a regular file")
 
 
 def test_another_format_or_a_ledger_without_its_triggers_is_refused(path):
@@ -478,7 +480,7 @@ def test_a_value_that_has_changed_is_noticed(path, what):
     refused(path, "is damaged")
 
 
-@pytest.mark.parametrize(("which", "why"), [(24, "has 23 charges of 24: it is an older copy"), (5, "charge 5 is missing")])
+@pytest.mark.parametrize(("which", "why"), [(24, "holds 23 of 24 charges: it is an older copy"), (5, "charge 5 is missing")])
 def test_a_charge_that_was_removed_is_noticed(path, which, why):
     filled(path)
     changed(path, "charges", f"DELETE FROM charges WHERE id = {which}")  # noqa: S608
@@ -538,7 +540,7 @@ def test_an_older_copy_is_noticed_by_the_lock_file_and_by_what_a_run_knows(path,
     with Store(path) as ledger:
         ledger.append(next(iter(made)), charge(3))
     shutil.copy2(old, path)
-    refused(path, "has 4 charges of 5: it is an older copy")
+    refused(path, "holds 4 of 5 charges: it is an older copy")
     # Without the lock file nothing in the folder knows of more.
     path.with_name(path.name + ".mark").unlink()
     assert content(path) == made
@@ -560,7 +562,7 @@ def test_a_damaged_lock_file_is_no_missing_one(path):
     whole = lock.read_bytes()
     for spoilt in (whole[:-1], b"x" + whole[1:], whole + b"0", whole.upper()):
         lock.write_bytes(spoilt)
-        refused(path, r"its \.mark file is damaged; remove that if you know that the ledger is no older copy")
+        refused(path, r"its \.mark file is damaged; remove that if you know the ledger is not an older copy")
     lock.write_bytes(whole)
     assert content(path) == made
 

@@ -38,10 +38,10 @@ def test_charges_of_another_relation_or_unit_are_not_added_up():
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"which": (-1,)}, "which: has 1 places"),
-        ({"events": (GaussianDpEvent(2.0),) * 2}, "which: has 0 places of events for 1 owners"),
-        ({"owners": ("a", "a")}, "charges nobody twice at once"),
-        ({"owners": ("a", ALL_CLIENTS)}, "no client of the name 'every client'"),
+        ({"which": (-1,)}, "which: has 1 indices of events"),
+        ({"events": (GaussianDpEvent(2.0),) * 2}, "which: has 0 indices of events for 1 owners"),
+        ({"owners": ("a", "a")}, "must name nobody twice"),
+        ({"owners": ("a", ALL_CLIENTS)}, "must name nobody twice, and 'every client' only alone"),
         ({"views": {"outsiders": ()}}, "views: must have one event for each"),
         ({"number": 0}, "number"),
         ({"server_round": 0}, "server_round"),

@@ -296,11 +296,11 @@ def test_a_run_ends_before_the_round_that_the_ledgers_budget_does_not_cover(tmp_
     assert second.statement.num_charged_rounds == 2
     assert [number for *_, number in nodes.seen] == [6, 7]
     (incident,) = second.incidents
-    assert incident.startswith("ended before round 3: it would pass the ledger's budget, epsilon ")
+    assert incident.startswith("ended before round 3: it would exceed the ledger's budget, epsilon ")
     assert second.statement.joint.epsilon <= budget
     # It stays so, also for a caller with a loop of its own.
     assert not second.configure_train(4, model_arrays(linear()), ConfigRecord(), grid())
-    with pytest.raises(ValueError, match="no round was run: ended before round 1: it would pass the ledger's budget"):
+    with pytest.raises(ValueError, match="no round was run: ended before round 1: it would exceed the ledger's budget"):
         run(DPFedAvg(**WORDS, ledger=path), path, 5)
     assert sum(map(len, written(path))) == 7
 
@@ -312,7 +312,7 @@ def test_an_evaluation_that_the_ledgers_budget_does_not_cover_is_left_out(tmp_pa
     Store.create(path, LedgerBudget(epsilon=2.5, delta=1e-3))
     strategy = run(DPFedAvg(**WORDS, evaluation=evaluation, ledger=path), path, 2, LookingGrid(evaluating_stock_app(), 4))
     assert [charge.release for charge in written(path)[0]] == ["dp-fedavg", "dp-fedavg"]
-    assert "the evaluation of round 1 was left out: it would pass the ledger's budget" in caplog.text
+    assert "the evaluation of round 1 was left out: it would exceed the ledger's budget" in caplog.text
     assert not strategy.evaluations
 
 
