@@ -126,11 +126,13 @@ class DeviceLedger:
 
         Raises:
             LedgerError: if the file exists, or can't be written.
-            ValueError: if there is no name, an empty one, or one twice.
+            ValueError: if there is no name, an empty one, one twice, or the name of a client's account for evaluations.
         """
         listed = list(names)
         if not listed or not all(isinstance(name, str) and name.strip() for name in listed) or len(set(listed)) != len(listed):
             raise ValueError(f"names={listed}: must be names of clients, at least one, none of them empty or twice")
+        if of_evaluation := [name for name in listed if owner_of(name) != name]:  # its charges would count for another client
+            raise ValueError(f"names={of_evaluation[0]!r}: must not end with {_SUFFIX!r}, as accounts for evaluations do")
         Store.create(path, clients=listed)
         return cls(path)
 

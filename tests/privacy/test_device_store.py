@@ -245,6 +245,9 @@ def test_a_ledger_is_created_once_and_for_its_owner_alone(tmp_path):
     for names in ([], [""], [" "], ["a", "a"]):
         with pytest.raises(ValueError, match="must be names of clients"):
             DeviceLedger.create(tmp_path / "other.sqlite", names)
+    with pytest.raises(ValueError, match="names='b, evaluation': must not end with ', evaluation'"):
+        DeviceLedger.create(tmp_path / "other.sqlite", ["a", "b, evaluation"])
+    assert not (tmp_path / "other.sqlite").exists()
 
 
 # What others on the machine can do
