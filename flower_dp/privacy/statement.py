@@ -45,7 +45,7 @@ def delta_warning(delta: float, num_units: int, unit: str) -> tuple[str, ...]:
     if delta * num_units < 1:
         return ()
     at_least = f"{_NO_GUARANTEE}: {format_delta(delta)} is at least 1/{num_units} for {num_units} {unit}s"
-    return (f"{at_least}. A mechanism that publishes one {unit}'s data in full can have such a delta",)
+    return (f"{at_least}. A mechanism that publishes one {unit}'s data in full can have such a delta.",)
 
 
 def delta_warnings(lines: Iterable[str]) -> list[str]:
@@ -83,7 +83,8 @@ class Adversary:
         view: everything that it is assumed to see.
         epsilon: proved upper bound against this adversary.
         accountant: the accountant that proves it.
-        lowest_noise_std: lowest noise std on any number this adversary sees, directly or as an input of what it sees.
+        lowest_noise_std: lowest noise std on a number of the training release that this adversary sees, or from which its view
+            is computed. The number is a coordinate of a sum, a message or a broadcast.
         paper_epsilon: the paper's epsilon against this adversary, or None.
         trusted: whether the statement trusts it: no protection is claimed against it.
     """
@@ -266,10 +267,12 @@ class PrivacyStatement:
         if self.private:
             promise = f"({format_epsilon(self.epsilon)}, {format_delta(self.delta)})-differential privacy ({self.relation})"
             charged = f"{self.num_charged_rounds} charged round{'s' * (self.num_charged_rounds != 1)}"
+            if self.accountant.startswith("selection-"):  # it covers the choice, not the rounds of the chosen run alone
+                charged = f"the choice among K runs; the chosen run has {charged}"
             proof = f"Upper bound (accountant {self.accountant}) for {charged}."
             lines = [f"Each {self.unit} has {promise}.", proof]
         else:
-            lines = [f"NOT PRIVATE. Epsilon is infinite: no {self.unit} is protected."]
+            lines = [f"NOT PRIVATE. Epsilon is infinite: no guarantee is stated for any {self.unit}."]
         if not self.adversaries:  # else their table says it
             lines.append(f"Protected against: {self.protected_against}.")
         if self.epsilon_by_release:
@@ -302,7 +305,7 @@ def _table(adversaries: Sequence[Adversary]) -> list[str]:
     """Return a row for each adversary: epsilon, noise, accountant and view."""
     if not adversaries:
         return []
-    rows = [("", "epsilon", "lowest std", "accountant", "sees")] + [
+    rows = [("", "epsilon", "noise std", "accountant", "sees")] + [
         (
             f"{adversary.name}{' (TRUSTED)' * adversary.trusted}",
             format_epsilon(adversary.epsilon),
@@ -318,8 +321,16 @@ def _table(adversaries: Sequence[Adversary]) -> list[str]:
         for *cells, view in rows
         for line in _wrapped(view, "".join(f"{cell:{width}}  " for cell, width in zip(cells, widths, strict=True)))
     ]
-    trusted = [adversary.name for adversary in adversaries if adversary.trusted]
-    return lines + [line for name in trusted for line in _wrapped(f"TRUSTED: no protection is claimed against {name}.", "")]
+    trusted = [adversary for adversary in adversaries if adversary.trusted]
+    return lines + [line for adversary in trusted for line in _wrapped(_trust_in(adversary), "")]
+
+
+def _trust_in(adversary: Adversary) -> str:
+    """Return what an adversary is trusted with. Its own epsilon, if it is finite, is no part of the guarantee."""
+    if not math.isfinite(adversary.epsilon):
+        return f"TRUSTED: no protection is claimed against {adversary.name}."
+    alone = "its row is what a noise share alone proves"
+    return f"TRUSTED not to look at single messages: no guarantee covers {adversary.name}; {alone}."
 
 
 def _by_client(title: str, epsilons: Mapping[str, float]) -> list[str]:

@@ -26,12 +26,11 @@ from flower_dp.strategies.releases.noised_sum import OUTSIDERS, NoisedSum, SumSt
 from flower_dp.strategies.releases.planned_cost import EpsilonPlan
 from flower_dp.strategies.releases.release import RoundRequest
 from flower_dp.strategies.releases.replies import CollectedReplies
+from flower_dp.strategies.releases.shared_noise import NoiseSharing
 from flower_dp.strategies.rules import MethodFacts, ModelUpdate
 from flower_dp.strategies.run_state import RunFacts, RunState
 from flower_dp.wire import EVALUATION
 
-# Either would help to tell who took part, or how many.
-_UNLISTED = "missing or rejected updates and reports of single devices; they could reveal a cohort."
 _PAPER_FORMULA = "RDP of the Poisson-subsampled Gaussian (moments accountant)"
 
 
@@ -260,7 +259,7 @@ class ClientLevelRules:
             not_covered=not_covered(facts, accounts=False, logs="logs on devices and on the server", evaluations=evaluations),
             epsilon_by_release=parts,
             incidents=tuple(_incidents(self, facts)),
-            unlisted_incidents=_UNLISTED if self.training.cohort_is_secret else "",
+            unlisted_incidents=_unlisted(self),
             adversaries=_adversaries(self, charges, inside, outside) if private else (),
         )
 
@@ -280,15 +279,15 @@ def _stock_refusal(training: NoisedSum) -> str | None:
 def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost, outside: PrivacyCost) -> tuple[Adversary, ...]:
     """Outsiders, participants and the server, and what can be proved against each."""
     release, evaluation, delta = rules.noise.release_to_outsiders, rules.evaluation, rules.about.delta
-    unknown = "how many clients" if rules.training.sampling.cohort_size_is_secret else "which clients"
+    unknown = "how many" if rules.training.sampling.cohort_size_is_secret else "which clients"
     secret = f"; not {unknown} took part" if rules.training.cohort_is_secret else ", and who took part"
     if evaluation is not None and evaluation.cohort_is_secret:
         secret += " in training; not who evaluated"
     if rules.noise.placement == "central":
-        knows, sees = "", "every client's update without noise"
+        knows, sees, published = "", "every client's update without noise", "every global model"
         server, std = replace(inside, epsilon=math.inf, accountant="none"), 0.0
     else:
-        knows = ", and its own noise share"
+        knows, published = ", and its own noise share", "every sum and global model"
         sees = "every message with only its sender's noise share, and who took part"
         multiplier = rules.noise.min_share_std / release.clip_norm
         share = replace(release, mechanism=Gaussian(noise_multiplier=multiplier), sampler=FullSampling())
@@ -300,7 +299,7 @@ def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost,
     sees_as_client = f"what outsiders see{knows}; each alone, as if selected in every round"
     least = min(rules.least_noise_multiplier(charges), release.mechanism.noise_multiplier) * release.clip_norm
     return (
-        Adversary.of("outsiders", outside, view=f"every global model{secret}", lowest_noise_std=release.noise_scale),
+        Adversary.of("outsiders", outside, view=f"{published}{secret}", lowest_noise_std=release.noise_scale),
         Adversary.of("participants", inside, view=sees_as_client, lowest_noise_std=least),
         Adversary.of("the server", server, view=sees, lowest_noise_std=std, trusted=True),
     )
@@ -318,7 +317,7 @@ def _paper(rules: ClientLevelRules, charges: Charges, run: RunFacts) -> PaperEps
     epsilon = accounting.rdp_epsilon(event, delta=rules.about.delta, relation="add-or-remove-one")
     if epsilon is None:
         return None
-    held = "against outsiders" if rules.noise.placement == "distributed" else "its assumptions hold"
+    held = "its assumptions hold against outsiders" if rules.noise.placement == "distributed" else "its assumptions hold"
     faults = []
     if charges.number(EVALUATION):
         faults.append("it covers training alone, and metrics of private evaluations were released as well")
@@ -337,25 +336,24 @@ def _paper(rules: ClientLevelRules, charges: Charges, run: RunFacts) -> PaperEps
 
 def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) -> list[str]:
     release, evaluation, delta = rules.release, rules.evaluation, rules.about.delta
-    lines = ["Every client clips its update as instructed. Whether it replies does not depend on its data."]
+    lines = ["Every client clips what it sends as instructed. Whether it replies does not depend on its data."]
     if not release.mechanism.noise_multiplier:
         lines.append("No noise is added to updates: training is not private.")
     elif rules.noise.placement == "central":
         lines.append("The server is trusted: it sees single updates and adds the noise.")
     elif rules.noise.compresses_noised_updates:
-        lines.append(f"Only a client's own noise share protects it: its message is {_made(rules)} of its own noised update.")
+        only = "In training, only" if evaluation is not None else "Only"
+        lines.append(f"{only} a client's own noise share protects it: its message is {_made(rules)} of its own noised update.")
+        if evaluation is not None:
+            lines += [f"In evaluations: {line}" for line in _of_shares(evaluation.noise)]
     else:
-        lines.append(
-            "Every replying client adds its noise share. Single messages are not private: only the aggregator receives them, and "
-            "it is trusted not to look at single ones."
-        )
-        if rules.noise.server_completes_noise:
-            lines.append("The server is trusted to add every noise share that a round's sum lacks.")
-        lines.append("Clients do not combine what they know of their noise shares; nor does a node that hosts several clients.")
+        lines += _of_shares(rules.noise)
     if rules.noise.reveals_cohort:
+        where, its = (" in training", "its") if evaluation is not None and evaluation.cohort_is_secret else ("", "the")
+        other = "zero" if release.relation == "add-or-remove-one" else "any other"
         lines.append(
-            "Adversaries may know who takes part, so epsilon claims no amplification by sampling. Neighboring runs differ in one "
-            "client, whose update is replaced by zero."
+            f"Adversaries may know who takes part{where}, so {its} epsilon claims no amplification by sampling. Neighboring runs "
+            f"differ in one client, whose update is replaced by {other}."
         )
     elif release.expected_cohort_size < release.num_units and sampling_counts:
         size = " or its size" if release.sampler.cohort_size_is_secret else ""
@@ -375,6 +373,18 @@ def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) 
     return [*lines, *seeded(run)]
 
 
+def _of_shares(noise: NoiseSharing) -> list[str]:
+    """Return the assumptions of a sum whose noise the clients add in shares."""
+    lines = [
+        "Every replying client adds its noise share. Single messages are not private: only the aggregator receives them, and it "
+        "is trusted not to look at single ones."
+    ]
+    if noise.server_completes_noise:
+        lines.append("The server is trusted to add every noise share that a round's sum lacks.")
+    lines.append("Clients do not combine what they know of their noise shares; nor does a node that hosts several clients.")
+    return lines
+
+
 def _of_fixed_size(release: Release, purpose: str) -> list[str]:
     """Return the further assumption of sampling of a fixed size; nothing for other samplers."""
     if not isinstance(release.sampler, FixedSizeSampling):
@@ -382,8 +392,8 @@ def _of_fixed_size(release: Release, purpose: str) -> list[str]:
     drawn, clients = f"{release.expected_cohort_size:g}", release.num_units
     return [
         f"No outsider or participant knows which clients are unreachable. NOT ACCOUNTED FOR in {purpose}: epsilon uses the "
-        f"sampling rate {drawn}/{clients}. A client that knows it was not selected faces {drawn}/{clients - 1} in that round; a "
-        f"node with k clients, none selected, faces {drawn}/({clients} - k)."
+        f"sampling rate {drawn}/{clients}. Against a client that knows it was not selected, the rate is {drawn}/{clients - 1} in "
+        f"that round; against a node with k clients, none selected, {drawn}/({clients} - k)."
     ]
 
 
@@ -392,6 +402,16 @@ def _made(rules: ClientLevelRules) -> str:
     levels = rules.training.quantization_levels
     parts = ["top-k"] if rules.training.keep_ratio < 1 else []
     return " and ".join([*parts, *([f"a random quantization ({levels} levels above 0)"] if levels else [])])
+
+
+def _unlisted(rules: ClientLevelRules) -> str:
+    """Return which incidents are not listed: they would help to tell who took part, or how many; evaluations count none."""
+    missing, reports = "missing or rejected updates", "reports of single devices; they could reveal a cohort."
+    if rules.training.cohort_is_secret:
+        return f"{missing} and {reports}"
+    if rules.evaluation is None:
+        return ""
+    return f"missing or rejected replies to evaluations{f' and {reports}' if rules.evaluation.cohort_is_secret else '.'}"
 
 
 def _incidents(rules: ClientLevelRules, run: RunFacts) -> list[str]:

@@ -306,7 +306,7 @@ class DPPASGDRules(LocalRules):
         if relies_on_secret_sampling(self, charges):
             assumptions.append("Only the client knows which records are in a batch.")
         if state.own is not None and (chosen := state.own.in_words(self.best_model_metric)):
-            assumptions.append(f"{chosen} on public data, which costs nothing.")
+            assumptions.append(f"{chosen} on data assumed to be public: such a choice costs nothing.")
         scale = "noise_std_of_a_mean_gradient"
         # Of a device with the least, on the change of a weight in all steps of a round.
         least = min((terms.release.noise_std / terms.release.expected_cohort_size for terms in books.terms.values()), default=0.0)

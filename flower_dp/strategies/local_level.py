@@ -336,6 +336,7 @@ def local_statement(
         events=tuple(events),
         assumptions=(*_ASSUMED, *_delta_warning(books), *seeded(run), *assumptions),
         not_covered=not_covered(run, accounts=True, logs="logs on devices", evaluations=evaluated),
+        unlisted_incidents="" if evaluations is None else "missing or rejected replies to evaluations.",
         incidents=(*_incidents(state.releases.get(rules.training.name, 0), run), *incidents),
         adversaries=adversaries if private else (),
         epsilon_by_release=parts if private else {},
@@ -389,7 +390,7 @@ def _of_training_alone(paper: PaperEpsilon | None) -> PaperEpsilon | None:
 def _everyone(cost: PrivacyCost, message_std: float) -> tuple[Adversary, ...]:
     """Return the three adversaries of a method in which every message is private: all see no more than the messages."""
     views = {
-        "the server": "every message of a client",
+        "the server": "every message; an eavesdropper sees the same",
         "participants": "models made from messages; their own messages tell them nothing about others",
         "outsiders": "models made from messages",
     }

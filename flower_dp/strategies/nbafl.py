@@ -297,7 +297,7 @@ class NbAFLRules(LocalRules):
             Adversary.of(
                 "participants",
                 _worst(self, charges, self.broadcast_ledgers(charges, PARTICIPANTS)),
-                view=f"{of_them}; each alone, and its own noise",
+                view=f"{of_them}; each alone, knowing its own noise",
                 lowest_noise_std=noised.least_participant_std if num_broadcasts else 0.0,
             ),
             Adversary.of(
@@ -324,7 +324,8 @@ class NbAFLRules(LocalRules):
             assumptions=(
                 "Clipped weights lie in a ball of radius C, so all records of a client together move a message by at most 2 C. "
                 "Epsilon holds for the whole client, and so for each of its records. No smaller bound is proved for one record.",
-                "Against participants and outsiders: other clients add their noise and keep it secret; the server adds its own.",
+                "Against participants and outsiders: other clients add their noise and keep it secret; the server adds its own. "
+                "A client that adds none lowers the protection of others against them.",
             ),
             adversaries=adversaries,
         )

@@ -2,7 +2,7 @@
 
 from flower_dp.strategies.run_state import RunFacts
 
-OTHER_RUNS = "Other runs on the same records. This statement covers one run; the costs of several runs add up."
+OTHER_RUNS = "Other runs on the same records. The guarantee's epsilon does not cover them; the costs of several runs add up."
 CHANGING_NAMES = (
     "NAMES CHANGE: clients are named by the ids of their nodes, and a node that restarts has a new id. Other runs count one "
     "client as several, so the joint cost of the runs to that client is not known."

@@ -36,7 +36,7 @@ PRIVATE, CHOSEN = "private", "chosen"
 # More than the rounding between a plan's epsilon and that of a run with the same charges.
 _ROUNDING = 1e-9
 # In what no statement of one run covers.
-_ANY = "choice of settings"
+_ANY = "the choice of settings"
 _NOT_COVERED = (
     "participants and the server: they see every run, so what all runs cost together adds up against them, and in the ledgers of "
     "their devices",
@@ -236,7 +236,7 @@ class PrivateSelection:
                 "a run that fails counts as the worst and is not shown",
             ),
             not_covered=(
-                *(one.replace(_ANY, f"another {_ANY}") for one in run.get("not_covered", planned.not_covered)),
+                *(one.replace(_ANY, "another choice of settings") for one in run.get("not_covered", planned.not_covered)),
                 *_NOT_COVERED,
             ),
             incidents=tuple(run.get("incidents", ())),
