@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from flower_dp import wire
 from flower_dp.clients.node_client import HostingClient
-from flower_dp.clients.refusal_messages import decline_invalid, redact_errors, replied, why_no_client
+from flower_dp.clients.refusal_messages import client_fn_refusal, decline_invalid, redact_errors, replied
 
 log = logging.getLogger("flwr")
 
@@ -54,7 +54,7 @@ def client_app(client_fn: Callable[[Context], HostingClient]) -> ClientApp:
             raise KeyboardInterrupt from None
         except BaseException as error:  # after any error, also SystemExit, the server must learn that this node has no clients
             log.error("client_fn failed", exc_info=error)
-            text = wire.HostedClients(names=(), methods=frozenset(), error=why_no_client(error)).to_json()
+            text = wire.HostedClients(names=(), methods=frozenset(), error=client_fn_refusal(error)).to_json()
         return Message(RecordDict({wire.KEY: ConfigRecord({wire.KEY: text})}), reply_to=message)
 
     @app.train()

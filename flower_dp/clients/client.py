@@ -140,7 +140,7 @@ class DPClient(HostingClient):
         """The methods with one noised sum of clipped updates, and private evaluation."""
         return (*CLIENT_LEVEL, wire.EVALUATION)
 
-    def _why_unfit(self, records: Records) -> str | None:
+    def _unfit_reason(self, records: Records) -> str | None:
         return dry_run.of_training(self.model, records, self.training)
 
     def _work(self, vector: Tensor, instruction: Instruction) -> answering.NodeWork:

@@ -134,7 +134,7 @@ class HostingClient(NumPyClient):
         started = time.monotonic()
         try:
             with contained(), reproducible(self.model.device):
-                return self._why_unfit(records)
+                return self._unfit_reason(records)
         except Exception as error:
             log.warning("client %s: no dry run: %s: %s", name, type(error).__name__, error)
             return None
@@ -256,7 +256,7 @@ class HostingClient(NumPyClient):
         return torch.from_numpy(vector).to(exact_device(self.model.device))
 
     @abstractmethod
-    def _why_unfit(self, records: Records) -> str | None:
+    def _unfit_reason(self, records: Records) -> str | None:
         """Return why nobody can train on records like these, in fixed words; None if somebody can, or nobody knows."""
 
     @abstractmethod

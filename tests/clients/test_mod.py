@@ -427,7 +427,8 @@ def test_a_client_with_local_noise_sends_nothing_that_another_is_to_noise(asked:
     """Under its own method's name, too: the server would state what another placement costs."""
     context, app = context_of(), replying(lambda message: pytest.fail("the app was called"))
     with pytest.raises(
-        ValueError, match=f"declined: placement='{asked.placement}': this client's messages are private on its own"
+        ValueError,
+        match=f"declined: placement='{asked.placement}': must be 'local', since this client adds all noise by its own terms",
     ):
         ask(app(privacy_mod(name="a", terms=NBAFL)), instruction_of(method="nbafl", asked=asked), zeros(4), context=context)
     assert NodeStateAccounts(context.state).replies("a") == 0

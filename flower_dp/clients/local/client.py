@@ -127,7 +127,7 @@ class LocalDPClient(HostingClient):
             dry_run.log_private_kind(self.clients)
         return why
 
-    def _why_unfit(self, records: Records) -> str | None:
+    def _unfit_reason(self, records: Records) -> str | None:
         why = self.recipe.unfit_reason(self.model, records) if isinstance(self.recipe, DryRunnable) else None
         return None if why is None else f"{UNFIT}: {why}"
 

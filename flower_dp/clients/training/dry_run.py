@@ -84,7 +84,9 @@ def of_records(model: FlatModel, records: Records, loss: Loss) -> str | None:
             if isinstance(cause, KeepsError):
                 return refusal_messages.KEEPS
             return (
-                str(cause) if isinstance(cause, refusal_messages.UnfitLossError) else _why_no_record(model, records, loss, cause)
+                str(cause)
+                if isinstance(cause, refusal_messages.UnfitLossError)
+                else _record_unfit_reason(model, records, loss, cause)
             )
         return None
 
@@ -113,7 +115,7 @@ def log_private_kind(clients: Mapping[str, Records]) -> None:
         _log_unread(error)
 
 
-def _why_no_record(model: FlatModel, records: Records, loss: Loss, error: BaseException) -> str | None:
+def _record_unfit_reason(model: FlatModel, records: Records, loss: Loss, error: BaseException) -> str | None:
     """Return in which step a single made-up record fails, in the types in which records are computed one by one.
 
     `error` is what it fails with.
@@ -123,12 +125,12 @@ def _why_no_record(model: FlatModel, records: Records, loss: Loss, error: BaseEx
         return example
     record = batches.mapped(batches.canonical, *example)
     trial = _Trial(model, Training(learning_rate=1.0, batch_size=1, loss=loss))
-    if (why := trial.why_no_outputs(record)) is not None:
+    if (why := trial.outputs_unfit_reason(record)) is not None:
         return why
-    return refusal_messages.LOSS if trial.fails(trial.loss, record) else _why_no_function(model.module, str(error))
+    return refusal_messages.LOSS if trial.fails(trial.loss, record) else _unsupported_reason(model.module, str(error))
 
 
-def _why_no_function(module: nn.Module, text: str) -> str:
+def _unsupported_reason(module: nn.Module, text: str) -> str:
     """Return which layer, or use of autograd, torch.func does not support, by the layers and by torch's words for it."""
     layers = list(module.modules())
     tables = [layer for layer in layers if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
@@ -156,17 +158,17 @@ class _Trial:
         for batch in self._batches(example):
             row = self._tried(self._row, batch)
             if isinstance(row, Tensor):
-                return refusal_messages.KEEPS if self._keeps(batch, row) else self._why_broadcast()
+                return refusal_messages.KEEPS if self._keeps(batch, row) else self._broadcast_reason()
         _log_cause("a step of training", row)
         if isinstance(row, refusal_messages.UnfitLossError):
             return str(row)
-        if (why := self.why_no_outputs(example)) is not None:
+        if (why := self.outputs_unfit_reason(example)) is not None:
             return why
         if self.fails(self.loss, example):  # a loss of the user's own may take other targets than these
             return refusal_messages.LOSS if _is_torchs(self._training.loss) else None
-        return self._why_no_gradient(example)
+        return self._gradient_unfit_reason(example)
 
-    def _why_no_gradient(self, example: Batch) -> str:
+    def _gradient_unfit_reason(self, example: Batch) -> str:
         """Return why there is no gradient of a loss that can be computed."""
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -186,14 +188,14 @@ class _Trial:
         again = self._tried(self._row, batch)
         return isinstance(again, Exception) or differs(row, again)
 
-    def _why_broadcast(self) -> str | None:
+    def _broadcast_reason(self) -> str | None:
         """Return why the loss mixes the records of a batch by its shapes, None if it did not in the steps so far."""
         if self._shapes.found is None:
             return None
         _log_cause("the loss", ValueError(self._shapes.found))
         return refusal_messages.BROADCAST
 
-    def why_no_outputs(self, example: Batch) -> str | None:
+    def outputs_unfit_reason(self, example: Batch) -> str | None:
         """Return why the model has no outputs, None if it has."""
         if not self.fails(self._outputs, example):
             return None

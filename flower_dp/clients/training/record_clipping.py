@@ -134,13 +134,15 @@ class RecordLoss:
             key = ("record loss", self._loss, *seen)
             if key not in findings:
                 try:
-                    findings[key] = self._why_not(*seen)
+                    findings[key] = self._loss_unfit_reason(*seen)
                 except Exception:  # nobody knows which targets it takes
                     findings[key] = None
             if findings[key] is not None:
                 raise UnfitLossError(findings[key])
 
-    def _why_not(self, output: torch.Size, output_type: torch.dtype, target: torch.Size, target_type: torch.dtype) -> str | None:
+    def _loss_unfit_reason(
+        self, output: torch.Size, output_type: torch.dtype, target: torch.Size, target_type: torch.dtype
+    ) -> str | None:
         device = self._model.device
         classes = output[0] if output else 2
         if classes == 1 and not is_accelerator(device):  # whose process would not survive a class that there is not
