@@ -113,8 +113,10 @@ class ClientPolicy:
         return self.min_noise_std * ask.promise.clip_norm / self.max_clip_norm * (1 - _ROUNDING)
 
     def check_local(self, ask: ReleaseRequest) -> None:
-        """Refuse training under local DP that this policy does not allow; `check_own` compares the noise.        Raises:
-        Declined: naming the limit and the requested value.
+        """Refuse training under local DP that this policy does not allow; `check_own` compares the noise.
+
+        Raises:
+            Declined: naming the limit and the requested value.
         """
         self._check_clip(ask)
         if self.min_noise_std:
