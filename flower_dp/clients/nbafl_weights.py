@@ -58,7 +58,7 @@ class WeightsOrGlobal:
 class NbAFLTerms:
     """One client's own terms under NbAFL, for `privacy_mod`: its trained weights, clipped to `clip_norm`, plus Gaussian noise.
 
-    They correspond to `NbAFLRecipe` for `LocalDPClient`. If training fails, or if the weights are not finite or have other shapes,
+    They correspond to `NbAFLRecipe` for `LocalDPClient`. If training fails, or the weights are not finite or have other shapes,
     the client replies with the server's global model, clipped and noised. So no record decides whether a client replies.
 
     Attributes:
