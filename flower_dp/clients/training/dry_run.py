@@ -40,7 +40,7 @@ from flower_dp.privacy.dp_fedpaq import FedPAQSteps
 log = logging.getLogger("flwr")
 
 # Words that begin the line of a node's log with the cause of a failed dry run.
-FIRST_CAUSE = "dry run, first cause"
+FIRST_CAUSE = "Dry run, first cause"
 # Parts of torch's texts on reentrant checkpointing: of its error, and of its warning if a loss has no gradient at all.
 _REENTRANT = ("use_reentrant=True", "None of the inputs have requires_grad=True")
 # Characters of an error's text in the line of the cause.
