@@ -66,8 +66,8 @@ class Trainer:
 
     A client is trained alone with `one_by_one` in four cases: its model can't be batched; its records are not all of one shape;
     the loss of one of its batches is not the mean of the losses of the batch's records; a group does not fit into memory. The
-    choice depends on the model, the recipe, the device and the client's own records, never on other clients. Reasons that are known
-    before any record is read are logged, once for a model, a recipe and a kind of record.
+    choice depends on the model, the recipe, the device and the client's own records, never on other clients. Reasons known before
+    any record is read are logged, once for a model, a recipe and a kind of record.
     """
 
     vector: Tensor

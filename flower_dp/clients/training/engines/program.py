@@ -35,8 +35,8 @@ class UnevenLossError(ValueError):
 class Program:
     """The steps of a group of clients, each with its own weights in a slot of its own.
 
-    The gradients of all slots are one `torch.func` program, traced once. Its shape never changes. Slots without a client, or whose
-    client has finished, compute with other records, and their results are not used.
+    The gradients of all slots are one `torch.func` program, traced once. Its shape never changes. Slots without a client, or with
+    one that has finished, compute with other records, and their results are not used.
 
     Args:
         model: architecture; its frozen parameters and buffers are the same for all clients.
