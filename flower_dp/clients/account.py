@@ -60,7 +60,7 @@ class NodeStateAccounts:
             raise Declined(f"state {KEY!r}: is damaged; the number of replies sent is not known, so this node does not reply")
 
     def replies(self, name: str) -> int:
-        """Return how many replies a client has been charged for."""
+        """Return the number of replies that a client has been charged for."""
         return self._entries.get(name, (0, ""))[0]
 
     def charge(self, asked: Mapping[str, ClientTerms], numbered: Mapping[str, ReplyNumber]) -> dict[str, Refusal]:
@@ -86,7 +86,7 @@ class NodeStateAccounts:
         return refused
 
     def note(self, paid: Mapping[str, tuple[int, str]]) -> None:
-        """Record how many replies clients have been charged for, and their terms."""
+        """Record the numbers of replies that clients have been charged for, and their terms."""
         self._entries |= paid
         replies, terms = [count for count, _ in self._entries.values()], [text for _, text in self._entries.values()]
         self._state[KEY] = ConfigRecord(dict(zip(_COLUMNS, (list(self._entries), replies, terms), strict=True)))
@@ -205,7 +205,7 @@ def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, DeviceLedger
 
 
 def keeping_account(app: ClientAppCallable) -> ClientAppCallable:
-    """Return an app that can't change its client's account, nor the ledger's path, whatever kind of message it gets."""
+    """Return an app that can't change its client's account or the ledger's path, whatever message it gets."""
 
     def kept(message: Message, context: Context) -> Message:
         state, path = context.state, context.node_config.get(LEDGER_PATH)
@@ -271,7 +271,7 @@ def verify_terms(
 
 def charged(account: AccountStore, due: Mapping[str, ClientTerms], instruction: Instruction) -> dict[str, Refusal]:
     """Charge one reply, or one evaluation, to each client; return the refusals of those that can't pay and must not reply."""
-    numbered = {name: ReplyNumber(run=one.run, number=one.number) for name, one in instruction.ask.own.items()}
+    numbered = {name: ReplyNumber(run=request.run, number=request.number) for name, request in instruction.ask.own.items()}
     if instruction.ask.metrics is not None:
         due = {evaluation_account(name): terms for name, terms in due.items()}
         numbered = {evaluation_account(name): number for name, number in numbered.items()}

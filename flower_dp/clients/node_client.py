@@ -122,11 +122,11 @@ class HostingClient(NumPyClient):
             except Exception as error:
                 reasons.append(failure(name, error, DATA).reason)
                 continue
-            if (reason := self._dry_run(name, records)) is None:
+            if (unfit := self._dry_run(name, records)) is None:
                 return None
-            if reason not in reasons:
-                log.error("Client %s: dry run: %s", name, reason)
-            reasons.append(reason)
+            if unfit not in reasons:
+                log.error("Client %s: dry run: %s", name, unfit)
+            reasons.append(unfit)
         return reasons[0] if reasons else None
 
     def _dry_run(self, name: str, records: Records) -> str | None:
@@ -202,7 +202,8 @@ class HostingClient(NumPyClient):
             with decline_invalid():
                 instruction.ask.check_vectors(self.vectors if instruction.ask.metrics is None else (), vector.numel())
             made, text = answering.answered(self, instruction, vector, self._work(vector, instruction), _metrics)
-            if self.context is not None:  # accounts were charged, and nothing is left that could fail
+            # Last: accounts were charged, and no later step could fail and leave a vector without its reply.
+            if self.context is not None:
                 store_vectors(self.context.state, {name: row.to("cpu", torch.float32).numpy() for name, row in made.kept.items()})
             return list(made.payload.arrays), {wire.KEY: text}
 

@@ -51,7 +51,7 @@ class ClientPolicy:
         >>> policy.check(ReleaseRequest(promise=Promise(clip_norm=1.0, noise_multiplier=0.5), placement="central"))
         Traceback (most recent call last):
             ...
-        flower_dp.clients.refusal_messages.Declined: declined: noise_multiplier=0.5: this client's policy asks for 0.8
+        flower_dp.clients.refusal_messages.Declined: declined: noise_multiplier=0.5: this client's policy requires at least 0.8
     """
 
     max_clip_norm: float | None = None
@@ -180,7 +180,7 @@ class ClientPolicy:
 
 def _at_least(what: str, value: float, least: float | None) -> None:
     if least is not None and not value >= least:
-        raise Declined(f"{what}: this client's policy asks for {least:g}")
+        raise Declined(f"{what}: this client's policy requires at least {least:g}")
 
 
 def _own_at_least(limit: str, value: float, least: float | None) -> None:

@@ -381,7 +381,7 @@ def test_a_policy_is_asked_as_well(policy, match):
             {"placement": "central", **NO_OWN},
             "placement='central': must be 'local', since this client adds all noise by its own terms",
         ),
-        ({"placement": "distributed", "noise_std": 0.5, "step": 2.0**-20, **NO_OWN}, "placement='distributed': this client's"),
+        ({"placement": "distributed", "noise_std": 0.5, "step": 2.0**-20, **NO_OWN}, "placement='distributed': must be 'local'"),
         ({"clip_norm": 100.0}, "clip_norm=100: must be 1 for an evaluation"),
     ],
 )

@@ -175,7 +175,7 @@ class Pipeline:
         if type(self.clip) not in _CLIPS:
             raise ValueError(f"clip: {_kind(self.clip)} may not stand here; must be RowClip, IndicatorClip or RecordClip")
         if type(self.noise) not in _NOISES:
-            names = ", ".join(one.__name__ for one in _NOISES)
+            names = ", ".join(kind.__name__ for kind in _NOISES)
             raise ValueError(f"noise: {_kind(self.noise)} may not stand here; must be one of {names}")
         for slot, part in (("after_noise", self.after_noise), ("encode", self.encode), ("keep", self.keep)):
             if (part is not None or slot == "encode") and getattr(part, "slot", None) != slot:
@@ -225,7 +225,7 @@ class Pipeline:
             yield answer
 
     def payload(self, total: Array, num_rows: int) -> Payload:
-        """Return the payload of the sum [dimension] of so many rows."""
+        """Return the payload of the sum [dimension] of `num_rows` rows."""
         width = width_of_sum(num_rows, self.clip, self.noise)
         return self.encode.encode(total if self.before_clip is None else self.before_clip.spread(total), width)
 

@@ -100,18 +100,18 @@ class FlatModel:
     def reset_buffers(self) -> None:
         """Restore initial buffers and attributes, and make parameters views of the vector again, before another forward pass."""
         self._attributes.restore()
-        places = zip(self.parameters, parts(self.vector, self.layout), strict=True)
-        if any(one.data_ptr() != place.data_ptr() for one, place in places):
+        pairs = zip(self.parameters, parts(self.vector, self.layout), strict=True)
+        if any(parameter.data_ptr() != part.data_ptr() for parameter, part in pairs):
             self._share()
-        fresh = {id(one): one.clone() for _, buffers in self._buffers for one in buffers.values() if one is not None}
+        copies = {id(saved): saved.clone() for _, buffers in self._buffers for saved in buffers.values() if saved is not None}
         for owner, buffers in self._buffers:
             owner._buffers.clear()
-            owner._buffers.update({name: None if one is None else fresh[id(one)] for name, one in buffers.items()})
+            owner._buffers.update({name: None if saved is None else copies[id(saved)] for name, saved in buffers.items()})
 
     def _share(self) -> None:
         """Make the parameters views of the vector."""
-        for parameter, place in zip(self.parameters, parts(self.vector, self.layout), strict=True):
-            parameter.data = place
+        for parameter, part in zip(self.parameters, parts(self.vector, self.layout), strict=True):
+            parameter.data = part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ class Training:
         checks.number("weight_decay", self.weight_decay, at_least=0)
         checks.number("learning_rate_decay", self.learning_rate_decay, at_least=0, below=1)
         checks.number("sam_radius", self.sam_radius, at_least=0)
-        if not isinstance(self.regularizers, tuple) or not all(hasattr(one, "pull") for one in self.regularizers):
+        if not isinstance(self.regularizers, tuple) or not all(hasattr(item, "pull") for item in self.regularizers):
             raise ValueError(f"regularizers={self.regularizers!r}: must be a tuple of regularizers, such as ProximalTerm")
         checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
         if self.momentum and self.optimizer != "sgd":

@@ -165,7 +165,8 @@ def record_names_of(content: RecordDict) -> RecordNames:
     """
     matching = [names for names in (wire.MESSAGE_API, wire.NUMPY_CLIENT) if names.config in content.config_records]
     if len(matching) != 1 or len(content.config_records) != 1:
-        raise ValueError(f"message has config records {sorted(content.config_records)[:8]}: must be 'config' or 'fitins.config'")
+        names = sorted(content.config_records)[:8]
+        raise ValueError(f"config records={names}: must be one, 'config' or 'fitins.config'")
     return matching[0]
 
 

@@ -251,7 +251,7 @@ def _model(record: ArrayRecord, instruction: Instruction) -> Model:
     """Return the server's model, with the arrays that the instruction marks as frozen."""
     names = tuple(record)
     if any(position >= len(names) for position in instruction.frozen):
-        raise ValueError(f"frozen={list(instruction.frozen)[:8]}: the model has {len(names)} arrays")
+        raise ValueError(f"frozen={list(instruction.frozen)[:8]}: must be below the model's number of arrays, {len(names)}")
     return Model.of(record, frozen=[names[position] for position in instruction.frozen])
 
 
