@@ -403,7 +403,7 @@ def test_what_cannot_be_an_update_is_refused_with_the_kind_of_error_alone(kind: 
         ({}, forged(CENTRAL, metrics={"bounds": {"loss": 1.0}}), "metrics: must be asked for by method='private-evaluation'"),
         ({}, LOCAL_TO_OTHERS, "placement='local': this client has no terms of its own"),
         ({}, replace(CENTRAL, frozen=(0,)), "the model has no arrays"),
-        ({}, replace(CENTRAL, frozen=(1,)), r"frozen=\[1\]: the model has 1 arrays"),
+        ({}, replace(CENTRAL, frozen=(1,)), r"frozen=\[1\]: must be below the model's number of arrays, 1"),
     ],
 )
 def test_a_lying_server_gets_no_reply_and_the_app_is_not_called(policy: Any, instruction: Any, reason: str) -> None:
