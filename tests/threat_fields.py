@@ -244,7 +244,15 @@ def told() -> set[str]:
     """The functions that make a text which a server may see."""
     found = set()
     for place, node in everywhere(PACKAGE / "clients", PACKAGE / "privacy"):
-        makes = called(node) in ("Declined", "Failed", "Refusal", "ChargeRefusal", "redact_errors", "replied", "why_no_client")
+        makes = called(node) in (
+            "Declined",
+            "Failed",
+            "Refusal",
+            "ChargeRefusal",
+            "redact_errors",
+            "replied",
+            "client_fn_refusal",
+        )
         if makes or (isinstance(node, ast.Name) and node.id == "refused" and isinstance(node.ctx, ast.Store)):
             found.add(place)
     return found

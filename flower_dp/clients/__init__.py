@@ -1,6 +1,6 @@
 """Flower clients: local training, clipping, noise on the device.
 
-Names that need torch are imported when they are first used: `privacy_mod`, policy and terms work on a device without torch.
+Names that need torch are imported on first use: `privacy_mod`, policy and terms work on a device without torch.
 """
 
 from importlib import import_module
@@ -57,7 +57,7 @@ _MODULES = {name: module for module, names in _WITH_TORCH.items() for name in na
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch."""
+    """Import a name that needs torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,4 +1,4 @@
-"""What this package's own clients and those of other apps have in common: what they take, and how they answer. Without torch."""
+"""Replies of all clients, this package's own and those of other apps: checks of an instruction, and the reply. Without torch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +25,9 @@ class NodeWork:
     """The work of a node's clients in one round.
 
     Attributes:
-        groups: pipelines, each with the clients for which it is run; all encode their rows in the same way.
-        length: of a row, before a mask keeps some of its coordinates.
-        refused: why other clients that were asked don't reply.
+        groups: pipelines, each with its clients; all encode their rows in the same way.
+        length: coordinates of a row, before a mask keeps some of them.
+        refused: refusals of other requested clients, by name.
     """
 
     groups: Iterable[tuple[Pipeline, Sequence[ClientJob]]]
@@ -37,15 +37,15 @@ class NodeWork:
 
 @dataclass(slots=True, kw_only=True)
 class NodeSum:
-    """What the node sends of its clients' rows, and what it keeps.
+    """A node's sum of its clients' rows, and what the node keeps.
 
     Attributes:
-        refused: why clients are not in the sum.
-        payload: encodes the sum [k], float64.
-        payload_bytes: of the rows, had each been sent alone.
-        losses: of the clients that are in it.
-        norms: of their rows before the clip; empty where nobody asks for metrics.
-        kept: the vectors that clients keep until their next round, by name, once the reply leaves.
+        refused: refusals of the clients that are not in the sum, by name.
+        payload: encoding of the sum [k], float64.
+        payload_bytes: bytes of the rows, had each been sent alone.
+        losses: training losses of the clients in the sum.
+        norms: L2 norms of their rows before the clip; empty unless the server requests metrics.
+        kept: vectors that clients keep until their next round, by name, once the reply leaves.
         fresh: clients that keep a vector and had none from an earlier round.
     """
 
@@ -63,8 +63,8 @@ def sum_rows(vector: Array, work: NodeWork, *, inline: bool) -> NodeSum:
 
     Args:
         vector: the global model [d].
-        work: of the round.
-        inline: whether the sum is short and is sent inside the answer, in double precision: that of an evaluation's vectors.
+        work: the node's work in the round.
+        inline: whether the sum is short and is sent inside the reply header, in double precision, as an evaluation's vectors are.
     """
     xp = array_namespace(vector)
     total, first = xp.zeros((work.length,), dtype=xp.float64, device=device(vector)), None
@@ -95,32 +95,32 @@ def sum_rows(vector: Array, work: NodeWork, *, inline: bool) -> NodeSum:
 
 
 class Answering(Protocol):
-    """Clients of a node that answer one message together."""
+    """Clients of a node that reply to one message together."""
 
     @property
     def policy(self) -> ClientPolicy:
-        """Their limits."""
+        """The clients' limits."""
 
     @property
     def noise_seed(self) -> int | None:
-        """For tests only."""
+        """A seed of the noise, for tests only."""
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names of the methods that they run."""
+        """Names of the methods that the clients run."""
 
     @property
     def has_own_terms(self) -> bool:
-        """Whether each of their messages is private on its own."""
+        """Whether each client adds its full noise by its own terms (local DP)."""
 
 
 def check(client: Answering, instruction: Instruction, *, evaluates: bool) -> None:
-    """Refuse an instruction of another kind than the message, of another method, or one against the policy.
+    """Refuse an instruction of another kind than the message, of another method, or against the policy.
 
-    Where messages are private on their own, the policy is asked later about every client's own noise too.
+    Under local DP the policy also checks every client's own noise, later: see `verify_terms`.
 
     Raises:
-        Declined: if it is one.
+        Declined: for such an instruction.
     """
     method, policy, ask = instruction.method, client.policy, instruction.ask
     if evaluates and method != EVALUATION:
@@ -134,7 +134,7 @@ def check(client: Answering, instruction: Instruction, *, evaluates: bool) -> No
 
 
 def generator(client: Answering, instruction: Instruction, name: str, *, on: Array | None = None) -> Generator:
-    """Return a fresh generator for the noise of one client's reply: see `noise_generator`."""
+    """Return a new generator for the noise of one client's reply: see `noise_generator`."""
     purpose = name if instruction.ask.metrics is None else f"evaluation of {name}"
     return noise.noise_generator(client.noise_seed, instruction.server_round, purpose, on=on)
 
@@ -142,10 +142,10 @@ def generator(client: Answering, instruction: Instruction, name: str, *, on: Arr
 def shared_work(
     instruction: Instruction, *, train: Train, length: int, jobs: list[ClientJob], refused: dict[str, Refusal]
 ) -> NodeWork:
-    """Return the work whose rows [length] are clipped, each with its share of the noise, where no message is private alone.
+    """Return the work whose rows [length] are clipped, each with at most a share of the noise: no single message is private.
 
     Raises:
-        Declined: if what is asked can't be done so.
+        Declined: if the request can't be met so.
     """
     with decline_invalid():
         pipeline = client_level.pipeline(instruction.ask, train=train, length=length)
@@ -155,9 +155,9 @@ def shared_work(
 def answered(
     client: Answering, instruction: Instruction, vector: Array, work: NodeWork, metrics: Callable[[NodeSum], Mapping[str, Any]]
 ) -> tuple[NodeSum, str]:
-    """Return the sum of the rows, and the text of the answer, which has the payload of an evaluation inside.
+    """Return the sum of the rows, and the text of the reply header, which has the payload of an evaluation inside.
 
-    `metrics` are those of training, without noise: they are sent if both sides allow it, of clients in the sum alone.
+    `metrics` are those of training, without noise. They are sent only if both sides allow it, and only of clients in the sum.
     """
     evaluates = instruction.ask.metrics is not None
     made = sum_rows(vector, work, inline=evaluates)

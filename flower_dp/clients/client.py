@@ -30,11 +30,11 @@ class TrainedUpdates:
     """Local training by an engine: a row is the trained model minus the global model.
 
     Attributes:
-        training: the recipe.
-        model: where to train.
-        server_round: 1, 2, ...
-        training_engine: of `local_updates`.
-        group_size: of `local_updates`.
+        training: recipe of local training.
+        model: model to train.
+        server_round: round number, from 1.
+        training_engine: engine of `local_updates`.
+        group_size: group size of `local_updates`.
     """
 
     training: Training
@@ -45,7 +45,7 @@ class TrainedUpdates:
 
     @property
     def rows_together(self) -> int:
-        """How many rows are clipped at once: as many as the batched engine trains at once on a GPU."""
+        """The number of rows that are clipped at once: as many as the batched engine trains at once on a GPU."""
         device = self.model.device
         if self.training_engine != "batched" or not is_accelerator(exact_device(device)):
             return 1
@@ -70,27 +70,27 @@ class TrainedUpdates:
 
 
 class DPClient(HostingClient):
-    """A Flower client for the strategies of this package with client-level privacy, around a recipe of local training.
+    """A Flower client for this package's strategies with client-level privacy, around a recipe of local training.
 
-    It answers with the sum of its clients' updates, each clipped to the L2 norm that the server names and its own policy allows,
-    each with its own noise if the server asks for noise on clients, each compressed after that. It sends no record, no example
-    count and, unless its policy allows it, no metric.
+    It replies with the sum of its clients' updates. Each update is clipped to the L2 norm that the server names and the client's
+    policy allows. Each then gets its own noise, if the server requests noise on clients, and is compressed after that. The client
+    sends no record, no example count and, unless its policy allows it, no metric.
 
     Args:
-        model: the architecture; its weights are overwritten. Without BatchNorm.
-        clients: the records of every client that lives here, by its stable name; on a device one.
-        training: the recipe of local training.
+        model: architecture without BatchNorm; its weights are overwritten.
+        clients: records of every hosted client, by its stable name; a device hosts one.
+        training: recipe of local training.
         policy: this client's own limits.
-        device: where to train; by default the GPU if this process has one, else the CPU.
-        seed: governs the order of records, never the noise.
-        noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
-        training_engine: "one_by_one", or, in a simulation, "batched" or "auto", the one that `choose_engine` says:
+        device: device to train on; by default the GPU if this process has one, else the CPU.
+        seed: seed of the order of records, never of the noise.
+        noise_seed: seed of fixed noise, for tests only; the server learns of it, so that the run counts as not private.
+        training_engine: "one_by_one" or, in a simulation, "batched" or "auto", the choice of `choose_engine`:
             `flower_dp.clients.training.engines`.
-        group_size: how many clients "batched" trains at once on a GPU, if so many models fit into its memory; a public number,
-            such as the clients of this node that a round is expected to draw. None: at most 64.
+        group_size: number of clients that "batched" trains at once on a GPU, if so many models fit into its memory. A public
+            number, such as this node's expected cohort size. None: at most 64.
         metrics: the model and one client's records -> its metrics, for private evaluation; by default `loss`, and `accuracy`
-            where targets are classes.
-        context: of the node. With it the client refuses a node whose config names a ledger, for it keeps no account;
+            if targets are classes.
+        context: context of the node. With it the client refuses a node whose config names a ledger, because it keeps no account;
             `client_app` attaches it itself.
 
     Example:
@@ -140,11 +140,11 @@ class DPClient(HostingClient):
         """The methods with one noised sum of clipped updates, and private evaluation."""
         return (*CLIENT_LEVEL, wire.EVALUATION)
 
-    def _why_unfit(self, records: Records) -> str | None:
+    def _unfit_reason(self, records: Records) -> str | None:
         return dry_run.of_training(self.model, records, self.training)
 
     def _work(self, vector: Tensor, instruction: Instruction) -> answering.NodeWork:
-        """Return the work whose rows are updates, or vectors of metrics, each clipped, with its share of the noise."""
+        """Return the work whose rows are updates, or vectors of metrics, each clipped and with its share of the noise, if any."""
         ask, number = instruction.ask, instruction.server_round
         train: Train = TrainedUpdates(
             training=self.training,

@@ -1,8 +1,8 @@
-"""What the clients of a node keep from round to round: a vector each, in the node's Flower state, which lasts one run.
+"""Vectors that a node's clients keep from round to round, one each, in the node's Flower state, which lasts one run.
 
-A vector is written when the reply that it was made with is ready to leave, after its client's account was charged. If the node
-fails before that, its clients still have what they had; if the message is lost after it, they are a round ahead of the server,
-which costs accuracy and no privacy.
+A vector is written when its reply is ready to leave, after the client's account was charged. If the node fails before that, its
+clients still have their previous vectors. If the message is lost afterwards, they are a round ahead of the server, which costs
+accuracy and no privacy.
 """
 
 import logging
@@ -27,7 +27,7 @@ def load_vector(state: RecordDict, name: str, size: int) -> np.ndarray | None:
     except Exception:  # damaged bytes may raise any error
         kept = np.zeros(0)
     if kept.shape != (size,) or kept.dtype != np.float32 or not np.isfinite(kept).all():
-        log.warning("client %s: what it has kept is damaged, and it starts without", name)
+        log.warning("Client %s: its vector of an earlier round is damaged, so it starts without one", name)
         return None
     return np.array(kept)
 

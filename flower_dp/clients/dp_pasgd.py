@@ -28,8 +28,8 @@ class NoisedSteps:
     """Local steps along noised mean gradients: sum of clipped gradients, plus noise, over the batch's public size.
 
     Attributes:
-        step_noise: is added to the sum of every step; its release says how batches are drawn.
-        steps: how many, and how large; the gradient of their weight decay is made of the weights alone.
+        step_noise: noise that is added to the sum of every step; its release fixes the sampling of batches.
+        steps: number and size of steps; the gradient of their weight decay is made of the weights alone.
     """
 
     model: FlatModel
@@ -48,8 +48,8 @@ class NoisedSteps:
         moved = torch.zeros_like(vector, dtype=torch.float64)
         step_size = self.steps.step_size(self.server_round)
         for _ in range(self.steps.num_local_steps):
-            # The only information on records that a step passes to the next is its noised sum: the weights are computed from it,
-            # and the model's buffers are reset.
+            # Of all information on records, a step passes only its noised sum to the next step: the weights are computed from
+            # it, and the model's buffers are reset.
             self.model.vector.copy_(vector + moved)
             self.model.reset_buffers()
             batch = _batch(len(job.records), release.sampler, release.expected_cohort_size, rng)
@@ -61,7 +61,7 @@ class NoisedSteps:
             moved -= step_size * gradient
         row = moved.to(torch.float32)
         if not bool((vector + row).isfinite().all()):
-            raise ArithmeticError("the weights left the range of float32: choose a smaller learning rate")
+            raise ArithmeticError("weights: left the range of float32; choose a smaller learning rate")
         return row, torch.stack(losses).mean()
 
 
@@ -77,10 +77,9 @@ class DPPASGDRecipe:
     """One reply of DP-PASGD: the change of the weights in tau noised local steps; DP-SGD with `num_local_steps=1`.
 
     Step: w <- w - eta (mean of the batch's clipped gradients + noise). Every record's gradient is clipped to L2 norm `clip_norm`
-    (G; the paper assumes that gradients are no longer). The noise has the standard deviation that makes all `num_steps` steps
-    together (epsilon, delta)-differentially private for each record, replaced by another. The reply is computed from noised steps
-    alone, so it costs no more. A record whose loss or gradient is not finite counts as zero, and so does one that can't be read
-    or raises.
+    (G; the paper assumes that gradients are no longer). With this noise all `num_steps` steps together are (epsilon,
+    delta)-differentially private for each record, under replace-one. The reply is computed from noised steps alone, so it costs
+    no more. A record counts as zero if its loss or gradient is not finite, it can't be read, or it raises an error.
 
     Batches are drawn anew for every step, with the secret generator of the noise: `batch_size` records without replacement, or
     with `batch_sampling="poisson"` every record independently with probability batch_size / (number of records). The mean's
@@ -90,18 +89,18 @@ class DPPASGDRecipe:
         learning_rate: step size of round 1 (paper: eta); it costs no privacy.
         clip_norm: L2 bound on one record's gradient (paper: G).
         epsilon: budget of all steps together, one number or one by client name; math.inf: no noise, not private.
-        delta: in (0, 1).
-        num_steps: steps in all (paper: K), a multiple of `num_local_steps`; the client replies no more often than this allows.
-        num_local_steps: steps in a round (paper: tau).
-        batch_size: records in a batch (paper: X_m), one number or one by client name.
+        delta: delta of the budget, in (0, 1).
+        num_steps: total number of steps (paper: K), a multiple of `num_local_steps`. It limits the number of replies.
+        num_local_steps: steps per round (paper: tau).
+        batch_size: records per batch (paper: X_m), one number or one by client name.
         batch_sampling: `fixed-size`, accounted without amplification as in the paper, or `poisson`, with it.
         calibration: `exact`, the least noise that can be proved enough, or `zcdp`, the paper's eq. 9, which is more.
-        learning_rate_decay: the step size shrinks by this part every round.
+        learning_rate_decay: fraction by which the step size shrinks every round.
         weight_decay: L2 coefficient of the loss, at most 1 / learning_rate.
         loss: model outputs, targets -> loss, for batches of one record.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: for a value out of its range, naming field and value.
 
     Source: Hu, Guo, Ratazzi, Gong, Differentially Private Federated Learning for Resource-Constrained Internet of Things,
     Algorithm 1 and eq. 9.
@@ -134,7 +133,7 @@ class DPPASGDRecipe:
     def __post_init__(self) -> None:
         self._steps()
         for size in values_in(self.batch_size):
-            # Refuses every other impossible value as well.
+            # `step_terms` refuses every other invalid value as well.
             for epsilon in values_in(self.epsilon):
                 self._terms(epsilon, size, size)
 
@@ -142,7 +141,7 @@ class DPPASGDRecipe:
         """Return one client's terms.
 
         Raises:
-            ValueError: if it has no budget or batch size, or fewer records than a batch.
+            ValueError: if the client has no budget or batch size, or fewer records than a batch.
         """
         size = value_of("batch_size", self.batch_size, name)
         return self._terms(value_of("epsilon", self.epsilon, name), size, len(records))

@@ -52,7 +52,7 @@ class MinusMean:
     """Minus the noised sum over the expected size of the batch, a public number: sum and noise are divided together.
 
     Attributes:
-        expected_size: of the batch.
+        expected_size: expected number of records in the batch, a public number.
     """
 
     slot: ClassVar[Literal["after_noise"]] = "after_noise"
@@ -67,10 +67,11 @@ class MinusMean:
 class FedSGDDPCRecipe:
     """One reply: minus the mean of the clipped gradients of the client's records, plus noise by the client's own budget.
 
-    Every record's gradient is clipped to `clip_norm`, L1 under Laplace noise and L2 under Gaussian noise. A record whose loss or
-    gradient is not finite counts as zero, and so does one that can't be read or raises, so that no record can make the client
-    refuse. The mean's denominator is public and fixed, num_records x sampling_rate, never the size of the batch that was
-    drawn. Under Gaussian noise every record is in a batch independently with probability `sampling_rate`, drawn with the secret
+    Every record's gradient is clipped to `clip_norm`, L1 under Laplace noise and L2 under Gaussian noise. A record counts as zero
+    if its loss or gradient is not finite, it can't be read, or it raises an error. So no record can make the client refuse. The
+    mean's denominator is public and fixed, num_records x sampling_rate, never the size of the batch that was drawn.
+
+    Under Gaussian noise every record is in a batch independently with probability `sampling_rate`, drawn with the secret
     generator of the noise, anew for every reply. Dropout drops the same units for all records of a reply, so a record in the
     batch changes no other record's gradient.
 
@@ -79,10 +80,10 @@ class FedSGDDPCRecipe:
         clip_norm: bound on the norm of one record's gradient.
         epsilon: budget of all replies together, one number or one by client name; math.inf: no noise, not private.
         delta: 0 for Laplace, in (0, 1) for Gaussian.
-        num_replies: the most replies that a client will ever send, one number or one by client name.
+        num_replies: maximum number of replies that a client will ever send, one number or one by client name.
         num_records: public data size, one number or one by client name; None: the number of records, which replace-one leaves
-            public. Under add-or-remove-one it must be given, since the true number is then protected.
-        sampling_rate: part of the records in a batch, in expectation; 1 for Laplace.
+            public. Under add-or-remove-one it must be given, because the true number is then protected.
+        sampling_rate: expected fraction of the records in a batch; 1 for Laplace.
         relation: neighboring relation; replace-one in the paper.
         loss: model outputs, targets -> loss, for batches of one record.
 
@@ -114,14 +115,14 @@ class FedSGDDPCRecipe:
         for replies in values_in(self.num_replies):
             checks.integer("num_replies", replies, at_least=1)
         for epsilon in values_in(self.epsilon):
-            # Refuses every other impossible value as well; the noise does not depend on the number of records.
+            # `gradient_terms` refuses every other invalid value as well; the noise does not depend on the number of records.
             self._terms(epsilon, 1, 1)
 
     def terms(self, name: str, records: Records) -> ClientTerms:
         """Return one client's terms.
 
         Raises:
-            ValueError: if it has no budget, or (under replace-one) its number of records is not the public one.
+            ValueError: if the client has no budget, or (under replace-one) its number of records is not the public one.
         """
         size = len(records) if self.num_records is None else value_of("num_records", self.num_records, name)
         if self.relation == "replace-one" and size != len(records):

@@ -103,7 +103,7 @@ LIMITS = {
 def test_limits_of_training_hold_for_evaluations(limits: str) -> None:
     """Three evaluations with noise of std 1e-9 told a record exactly."""
     with pytest.raises(
-        Declined, match=r"of an evaluation: this client's policy asks for|an evaluation: this client's policy has"
+        Declined, match=r"of an evaluation: this client's policy requires at least|an evaluation: this client's policy has"
     ):
         device(LIMITS[limits]).evaluation(model(), config_of(evaluation()))
 

@@ -332,7 +332,7 @@ def total(flat: FlatModel, records: Any, positions: Tensor | None = None, *, los
 @with_parts(MODELS, **{"mlp": 64, "convolution": 5, "spectral norm": 5})
 def test_a_bad_record_leaves_every_other_contribution_as_it_is(name, part, monkeypatch):
     """Bit for bit: as if in its place were a record of no class, which counts as zero and is computed with the others."""
-    monkeypatch.setitem(record_clipping._MOST_RECORDS, "cpu", part)
+    monkeypatch.setitem(record_clipping._MAX_RECORDS, "cpu", part)
     build, inputs = MODELS[name]
     flat = made(build)
     items = [(one, place % CLASSES) for place, one in enumerate(inputs(SIZE))]
@@ -346,7 +346,7 @@ def test_a_bad_record_leaves_every_other_contribution_as_it_is(name, part, monke
 @with_parts(["linear", "mlp", "convolution", "spectral norm", "dropout", "a count"])
 def test_nor_does_a_record_for_which_the_loss_raises(name, part, monkeypatch):
     """Then a chunk is computed again without it, each of the others in its place; a record of NaN counts as zero as well."""
-    monkeypatch.setitem(record_clipping._MOST_RECORDS, "cpu", part)
+    monkeypatch.setitem(record_clipping._MAX_RECORDS, "cpu", part)
     build, inputs = MODELS[name]
     flat = made(build)
     items = [(one, place % CLASSES) for place, one in enumerate(inputs(SIZE))]
@@ -359,7 +359,7 @@ def test_nor_does_a_record_for_which_the_loss_raises(name, part, monkeypatch):
 
 
 def test_a_forward_pass_that_changes_weights_changes_no_other_record(monkeypatch):
-    monkeypatch.setitem(record_clipping._MOST_RECORDS, "cpu", 4)
+    monkeypatch.setitem(record_clipping._MAX_RECORDS, "cpu", 4)
     flat, items = made(lambda: Shrinking(FEATURES, CLASSES)), honest()
     monkeypatch.setattr(Shrinking, "weights", [flat.vector], raising=False)
     start = flat.vector.clone()

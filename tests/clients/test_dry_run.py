@@ -486,7 +486,7 @@ def test_clients_that_are_made_anew_for_each_message_are_told_of_once(kept, seco
     strategy.start(LocalGrid(dp.client_app(client_fn), 1), dp.model_arrays(linear()), num_rounds=3)
     assert made[-1].dry_run_seconds > 0
     assert len(made) == 1 if kept else len(made) > 3
-    assert caplog.text.count("client_fn has made a new client") == words
+    assert caplog.text.count("client_fn made a new client") == words
 
 
 def test_an_answer_is_read_in_one_line_and_not_without_end():

@@ -88,5 +88,5 @@ def test_a_model_that_opacus_wraps_is_refused_with_what_to_do(inner):
     wrapped = GradSampleModule(model)
     with pytest.raises(ValueError, match=r"wrapped by opacus.*to_standard_module") as raised:
         FlatModel(model if inner else wrapped)
-    assert refusal_messages.why_no_client(raised.value) == f"client_fn failed: {refusal_messages.OPACUS}"
+    assert refusal_messages.client_fn_refusal(raised.value) == f"client_fn failed: {refusal_messages.OPACUS}"
     FlatModel(wrapped.to_standard_module())

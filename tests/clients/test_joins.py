@@ -482,7 +482,7 @@ def test_a_copy_knows_nothing_and_no_more_than_so_many_questions_are_kept() -> N
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
         assert "asked" not in findings_of(again)
     assert "asked" in findings_of(model)
-    for number in range(2 * dry_run_cache._MOST_FINDINGS):
+    for number in range(2 * dry_run_cache._MAX_FINDINGS):
         findings_of(model)[number] = True
-    assert len(findings_of(model)) <= dry_run_cache._MOST_FINDINGS
-    assert 2 * dry_run_cache._MOST_FINDINGS - 1 in findings_of(model)
+    assert len(findings_of(model)) <= dry_run_cache._MAX_FINDINGS
+    assert 2 * dry_run_cache._MAX_FINDINGS - 1 in findings_of(model)

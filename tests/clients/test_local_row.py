@@ -16,7 +16,7 @@ RELEASE = EvaluationBudget(epsilon=1.0, num_evaluations=1).terms("a", TRAINING).
 def test_a_contribution_beyond_the_bound_is_refused():
     rng = np.random.default_rng(0)
     private_row(np.array([[0.5, -0.5], [1.0, 0.0]]), RELEASE, rng)
-    with pytest.raises(ValueError, match="L1 norm above 1"):
+    with pytest.raises(ValueError, match="L1 norm is above 1"):
         private_row(np.array([[0.5, -0.5], [0.75, 0.5]]), RELEASE, rng)
 
 

@@ -403,7 +403,7 @@ def test_what_cannot_be_an_update_is_refused_with_the_kind_of_error_alone(kind: 
         ({}, forged(CENTRAL, metrics={"bounds": {"loss": 1.0}}), "metrics must be set for method='private-evaluation'"),
         ({}, LOCAL_TO_OTHERS, "placement='local': this client has no terms of its own"),
         ({}, replace(CENTRAL, frozen=(0,)), "the model has no arrays"),
-        ({}, replace(CENTRAL, frozen=(1,)), r"frozen=\[1\]: the model has 1 arrays"),
+        ({}, replace(CENTRAL, frozen=(1,)), r"frozen=\[1\]: must be below the model's number of arrays, 1"),
     ],
 )
 def test_a_lying_server_gets_no_reply_and_the_app_is_not_called(policy: Any, instruction: Any, reason: str) -> None:
@@ -427,7 +427,8 @@ def test_a_client_with_local_noise_sends_nothing_that_another_is_to_noise(asked:
     """Under its own method's name, too: the server would state what another placement costs."""
     context, app = context_of(), replying(lambda message: pytest.fail("the app was called"))
     with pytest.raises(
-        ValueError, match=f"declined: placement='{asked.placement}': this client's messages are private on its own"
+        ValueError,
+        match=f"declined: placement='{asked.placement}': must be 'local', since this client adds all noise by its own terms",
     ):
         ask(app(privacy_mod(name="a", terms=NBAFL)), instruction_of(method="nbafl", asked=asked), zeros(4), context=context)
     assert NodeStateAccounts(context.state).replies("a") == 0

@@ -120,7 +120,7 @@ def test_the_device_adds_its_share_of_the_noise_afresh_every_time() -> None:
 SHARE = ask_for("distributed", 0.4)
 AS_TRAINING = json.dumps({**json.loads(ask_for().to_json()), "method": "dp-fedavg"})
 TRAINING = Instruction(server_round=1, method="dp-fedavg", clients=("a",), ask=made())
-OWN_TERMS = "this client's messages are private on its own"
+OWN_TERMS = "must be 'local', since this client adds all noise by its own terms"
 
 
 @pytest.mark.parametrize(

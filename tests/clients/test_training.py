@@ -321,7 +321,7 @@ ROWS = torch.tensor([3, 2, 1, 0])
         ({"targets": [0, 1, 2, 3]}, "targets: is a list"),
         ({"targets": TARGETS[:3]}, r"shapes \(4, 3\) and \(3,\)"),
         ({"targets": torch.tensor(1)}, r"shapes \(4, 3\) and \(\)"),
-        ({"inputs": {}}, "inputs: has no tensor"),
+        ({"inputs": {}}, "inputs={}: must have at least one tensor"),
         ({"inputs": {"a": INPUTS, "b": INPUTS[:3]}}, r"inputs\['b'\], targets: shapes \(3, 3\)"),
         ({"indices": torch.arange(2.0)}, "indices: torch.float32"),
         ({"indices": torch.tensor([[0]])}, r"indices: .* of shape \(1, 1\)"),

@@ -573,7 +573,7 @@ def test_plans_that_make_no_sense_are_refused(arguments, match):
     ("policy", "match"),
     [
         ({"allow_evaluation": False}, "an evaluation: this client's policy has allow_evaluation=False"),
-        ({"min_evaluation_noise_std": 0.5}, "noise_std=0.4 of an evaluation: this client's policy asks for 0.5"),
+        ({"min_evaluation_noise_std": 0.5}, "noise_std=0.4 of an evaluation: this client's policy requires at least 0.5"),
         ({"min_evaluation_noise_multiplier": 3.0}, "noise_multiplier=2 of an evaluation"),
         ({"max_clip_norm": 1.0, "min_noise_std": 0.5}, "noise_std=0.4 of an evaluation"),
         ({"min_evaluation_noise_std": 0.4, "min_evaluation_noise_multiplier": 2.0}, None),

@@ -95,7 +95,7 @@ def test_a_client_none_of_whose_records_have_a_gradient_replies_with_noise(argum
     assert len(set(row.tolist())) == FEATURES * CLASSES
     assert row.isfinite().all()
     (warning,) = caplog.messages
-    assert warning.startswith("all records count as zero, the reply is noise alone: ")
+    assert warning.startswith("All records count as zero, and the reply is noise alone: ")
     assert "Jane" not in warning
 
 

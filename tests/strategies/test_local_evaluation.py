@@ -377,8 +377,11 @@ def test_a_policy_is_asked_as_well(policy, match):
         ({"own": {}}, "own: has no terms of 1 of 1 clients"),
         (told("c0", weight=-1.0), "weight=-1"),
         ({"placement": "central"}, "own: must be set for placement='local' alone"),
-        ({"placement": "central", **NO_OWN}, "placement='central': this client's messages are private on its own terms"),
-        ({"placement": "distributed", "noise_std": 0.5, "step": 2.0**-20, **NO_OWN}, "placement='distributed': this client's"),
+        (
+            {"placement": "central", **NO_OWN},
+            "placement='central': must be 'local', since this client adds all noise by its own terms",
+        ),
+        ({"placement": "distributed", "noise_std": 0.5, "step": 2.0**-20, **NO_OWN}, "placement='distributed': must be 'local'"),
         ({"clip_norm": 100.0}, "clip_norm=100: must be 1 for an evaluation"),
     ],
 )

@@ -178,7 +178,7 @@ def test_a_server_of_another_placement_gets_no_reply_under_the_methods_own_name(
     state = RecordDict()
     asked = wire.Instruction(server_round=1, method="fedsgd-dpc", clients=("c0",), ask=made(clip_norm=0.5, size=18, **reported))
     with pytest.raises(
-        Declined, match=f"placement='{reported['placement']}': this client's messages are private on its own terms"
+        Declined, match=f"placement='{reported['placement']}': must be 'local', since this client adds all noise by its own terms"
     ):
         client(state).fit(PARAMETERS, config_of(asked))
     assert NodeStateAccounts(state).replies("c0") == 0

@@ -1,4 +1,4 @@
-"""The reply to an evaluation that is private on its own: a mean of contributions with full noise. Without torch."""
+"""The reply to an evaluation under local DP: a mean of contributions with full noise. Without torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from flower_dp.core.metric_bounds import FINER_LATTICE
 from flower_dp.core.vectors import Array
 from flower_dp.privacy.release import Release
 
-# The global model and a client's job -> its contributions [n, dimension], each of L1 norm at most 1; a unit of privacy has one.
+# The global model and a client's job -> its contributions [n, dimension], each of L1 norm at most 1, one per unit of privacy.
 ContributionsOf = Callable[[Array, ClientJob], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contributions:
-    """The exact sum of contributions, as the `train` part of a pipeline. They are made within the clip's bound.
+    """The exact sum of contributions within the clip's bound, as the `train` part of a pipeline.
 
     Attributes:
-        of: gives a client's contributions, float64.
-        record_clip: their bound, and the lattice to which each is rounded toward zero.
+        of: function that returns a client's contributions, float64.
+        record_clip: bound of the contributions, and the lattice to which each is rounded toward zero.
     """
 
     of: ContributionsOf
@@ -39,18 +39,18 @@ class Contributions:
     def _row(self, vector: Array, job: ClientJob) -> tuple[Array, Array]:
         xp, contributions = array_namespace(vector), self.of(vector, job)
         if np.any(np.abs(contributions).sum(axis=1) > self.record_clip.clip_norm * (1 + 1e-9)):
-            raise ValueError("a contribution has an L1 norm above 1")
+            raise ValueError("contributions: an L1 norm is above 1: must be at most 1")
         total = noise.round_toward_zero(contributions, self.record_clip.step).sum(axis=0)
         return xp.asarray(total, device=device(vector)), xp.zeros((), device=device(vector))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactMean:
-    """The noised sum over the number of contributions, which is public.
+    """The noised sum divided by the public number of contributions.
 
     Attributes:
-        num_contributions: that number.
-        step: of the lattice on which the sum must be exact.
+        num_contributions: public number of contributions.
+        step: step of the lattice on which the sum must be exact.
     """
 
     slot: ClassVar[Literal["after_noise"]] = "after_noise"
@@ -64,7 +64,7 @@ class ExactMean:
             ValueError: if the sum is not exact.
         """
         if not noise.is_exact(noised, self.step):
-            raise ValueError("the sum is too large to be exact")
+            raise ValueError("noised sum: is too large to be exact on its lattice")
         return noised / self.num_contributions
 
 

@@ -17,7 +17,7 @@ from flower_dp.core.noise import Generator
 from flower_dp.core.vectors import Array
 from flower_dp.privacy.release import Release
 
-# Gives the generator of one reply's noise and secret choices, which no other reply uses.
+# Returns the generator of one reply's noise and secret choices, which no other reply uses.
 NoiseSource = Callable[[], Generator]
 
 
@@ -27,13 +27,13 @@ class Mask:
     """The coordinates that all clients keep in a round, before the clip. They follow from public numbers and not from data.
 
     Attributes:
-        of: the round's mask, as the server has asked for it.
-        length: of the vector.
-        num_extra: coordinates behind the vector that are always kept.
-        indices: the kept coordinates [k], increasing.
+        of: mask of the round, as the server has requested it.
+        length: number of coordinates of the vector.
+        num_extra: number of coordinates behind the vector, which are always kept.
+        indices: kept coordinates [k], increasing.
 
     Raises:
-        ValueError: if it is no mask of such a vector.
+        ValueError: if the mask does not fit such a vector.
 
     Example:
         >>> from flower_dp.clients.reply.parts import Mask
@@ -50,7 +50,7 @@ class Mask:
 
     def __post_init__(self) -> None:
         extra = np.arange(self.length, self.length + self.num_extra)
-        # A new array: torch wants one that can be written.
+        # A new array: torch needs one that can be written.
         object.__setattr__(self, "indices", np.concatenate([self.of.indices(self.length), extra]))
 
     def keep(self, row: Array) -> Array:
@@ -75,7 +75,7 @@ class RowClip:
 
     Attributes:
         clip_norm: L2 bound.
-        step: of the lattice; 0 for none.
+        step: step of the lattice; 0 for none.
 
     Example:
         >>> import numpy as np
@@ -99,11 +99,11 @@ class RowClip:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndicatorClip:
-    """Clip one client's update, and put behind it whether it was within the clip norm; then round both toward zero.
+    """Clip one client's update, append an indicator that the update was within the clip norm, and round both toward zero.
 
     Attributes:
-        indicator: the clip norm of the update, and what the indicator counts.
-        step: of the lattice; 0 for none.
+        indicator: clip norm of the update, and scale of the indicator.
+        step: step of the lattice; 0 for none.
 
     Example:
         >>> import numpy as np
@@ -123,7 +123,7 @@ class IndicatorClip:
         return self.indicator.joint_norm
 
     def __call__(self, row: Array) -> Array:
-        """Return the clipped row, or rows [n, d]; what stands in the last entry of each is replaced by the indicator.
+        """Return the clipped row, or rows [n, d]; the indicator replaces the last entry of each.
 
         Raises:
             ValueError: if an entry is NaN or infinite.
@@ -145,7 +145,7 @@ class RecordClip:
 
     Attributes:
         clip_norm: bound on the norm of one record's contribution.
-        step: of the lattice; 0 for none.
+        step: step of the lattice; 0 for none.
         norm: `l1` or `l2`.
 
     Example:
@@ -175,7 +175,7 @@ class RecordClip:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotPrivate:
-    """No noise at all: a run without privacy."""
+    """No noise at all, for a run without privacy."""
 
     noise_std: ClassVar[float] = 0.0
 
@@ -187,7 +187,7 @@ class NotPrivate:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerNoise:
-    """No noise on this client: the trusted server adds it to the sum. No selection by value may come before that."""
+    """No noise on this client, since the trusted server adds it to the sum. No selection by value may come before that."""
 
     noise_std: ClassVar[float] = 0.0
 
@@ -221,10 +221,10 @@ class GaussianShare:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullNoise:
-    """All noise of a release that is private on its own, from the client's own terms.
+    """The full noise of one reply under local DP, by the client's own terms.
 
     Attributes:
-        release: the release of one reply; its mechanism may be Gaussian or Laplace, or have no noise for an infinite budget.
+        release: release of one reply; its mechanism may be Gaussian or Laplace, or have no noise for an infinite budget.
     """
 
     release: Release
@@ -242,13 +242,13 @@ class FullNoise:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNoise:
-    """All noise of a method in which every local step releases its own noised sum, from the client's own terms.
+    """The full noise of every local step, by the client's own terms, for methods whose every step releases its own noised sum.
 
     The `train` part adds it to the sum of every step, directly before the weights change; the noise slot of the pipeline holds
     the same object. The row is computed from noised sums alone, and gets no further noise.
 
     Attributes:
-        release: the release of one step.
+        release: release of one step.
 
     Example:
         >>> import numpy as np
@@ -275,9 +275,9 @@ class StepNoise:
         """Return the clipped sum of one step with its noise, in float64.
 
         Args:
-            total: the sum, on the lattice.
-            step: of the lattice.
-            rng: of the reply; every call draws anew.
+            total: clipped sum, on the lattice.
+            step: step of the lattice.
+            rng: generator of the reply; every call draws anew.
         """
         return total + self.release.mechanism.noise(total, self.release.noise_scale, step, rng)
 

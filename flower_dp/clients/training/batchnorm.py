@@ -10,8 +10,8 @@ from torch import nn
 from flower_dp.core.root_logger import untouched_root_logger
 
 # A group of one value without neighbors would always be normalized to zero.
-_FEWEST_IN_GROUP = 2
-_MOST_GROUPS = 32
+_MIN_IN_GROUP = 2
+_MAX_GROUPS = 32
 
 
 def fix_batchnorm(model: nn.Module, *, num_groups: int | None = None) -> nn.Module:
@@ -21,14 +21,13 @@ def fix_batchnorm(model: nn.Module, *, num_groups: int | None = None) -> nn.Modu
     again: the statistics that BatchNorm had collected are gone.
 
     Args:
-        model: any model; it stays as it is.
-        num_groups: groups of channels; must divide the channels of every such layer. By default the largest power of two up to
-            32 (Wu & He 2018) that divides them into groups of two channels or more, and one group for layers of vectors
-            (BatchNorm1d).
+        model: model to copy; it stays as it is.
+        num_groups: number of groups of channels; must divide the channels of every such layer. By default the largest power of
+            two up to 32 (Wu & He 2018) that gives groups of at least two channels, and one group for BatchNorm1d.
 
     Raises:
-        ValueError: if `num_groups` does not divide a layer's channels, opacus has no replacement for a layer, or a BatchNorm1d
-            has one channel and no `num_groups` is given.
+        ValueError: if `num_groups` does not divide a layer's channels, or opacus has no replacement for a layer. Or if a
+            BatchNorm1d has one channel and `num_groups` is None.
 
     Example:
         >>> from torch import nn
@@ -50,8 +49,8 @@ def fix_batchnorm(model: nn.Module, *, num_groups: int | None = None) -> nn.Modu
             replaced[id(layer)] = _replacement(name, layer, ModuleValidator.FIXERS[type(layer)], num_groups)
         if not name:
             return replaced[id(layer)]
-        parent, _, own = name.rpartition(".")
-        setattr(fixed.get_submodule(parent), own, replaced[id(layer)])
+        parent, _, attribute = name.rpartition(".")
+        setattr(fixed.get_submodule(parent), attribute, replaced[id(layer)])
     return fixed
 
 
@@ -74,5 +73,5 @@ def _replacement(name: str, layer: Any, fix: Callable[..., Any], num_groups: int
 def _groups(layer: Any) -> int:
     if isinstance(layer, nn.BatchNorm1d):
         return 1
-    groups: int = math.gcd(_MOST_GROUPS, layer.num_features)
-    return max(1, groups // 2) if layer.num_features // groups < _FEWEST_IN_GROUP else groups
+    groups: int = math.gcd(_MAX_GROUPS, layer.num_features)
+    return max(1, groups // 2) if layer.num_features // groups < _MIN_IN_GROUP else groups

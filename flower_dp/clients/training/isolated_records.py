@@ -1,7 +1,7 @@
-"""Records apart: a client's records, read one by one and computed in fixed places, so that no record changes another one.
+"""Isolated records: a client's records, read one by one and computed in fixed places, so that no record changes another.
 
-Whether a record counts follows from that record alone: from whether it can be read, and whether the model and the loss accept its
-shapes and types. What the others are decides nothing, neither the first of them nor most of them.
+A record counts if it can be read and the model and the loss accept its shapes and types. No other record decides it, neither the
+first record nor the majority.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,12 +24,12 @@ Transform = Callable[[Any], Inputs]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Some records of one kind, and where they stand in their part of a larger batch.
+    """Some records of one kind, and their places in a part of a larger batch.
 
     Attributes:
-        places: [k], increasing.
-        inputs: [k, ...], before the transform.
-        targets: [k, ...].
+        places: places of the records [k], increasing.
+        inputs: inputs [k, ...], before the transform.
+        targets: targets [k, ...].
     """
 
     places: Tensor
@@ -37,7 +37,7 @@ class Batch:
     targets: Tensor
 
     def filled(self, chosen: Tensor, size: int) -> tuple[Inputs, Tensor]:
-        """Return `size` records: the chosen ones [k] of these at their places, and copies of the first one everywhere else."""
+        """Return `size` records: the chosen ones [k] at their places, and copies of the first chosen one everywhere else."""
         if len(chosen) == size:
             return self.inputs, self.targets
         order = torch.full((size,), int(chosen[0]))
@@ -56,27 +56,27 @@ def map_isolated(
     seed: int,
     problems: set[str],
 ) -> Iterator[tuple[int, Tensor, Made]]:
-    """Yield what is computed of all records that can be read and computed, part by part of `size` records.
+    """Yield the results of all records that can be read and computed, for one part of `size` records after another.
 
-    `compute` receives `size` records, each in its fixed place, with the types of `canonical`. It is called again where it raises,
-    for fewer and fewer of the records with copies of them in the other places: a row of its result must depend on the record in
-    that place alone, and then it has the same bits whatever the other records are and whether they can be computed.
+    `compute` receives `size` records, each in its fixed place, with the types of `canonical`. If it raises, it is called again
+    for fewer and fewer of the records, with copies of them in the other places. A row of its result must depend on the record in
+    that place alone. Then the row has the same bits whatever the other records are, and whether or not they can be computed.
 
     Args:
-        records: the client's.
-        positions: of the batch [n].
-        compute: inputs [size, ...], targets [size, ...] -> what is made of them.
-        size: of a part.
-        device: where to compute.
-        seed: secret; the draws of reading a record follow from it and from the record's position alone.
-        problems: receives the kinds of errors.
+        records: records of the client.
+        positions: positions of the batch [n].
+        compute: inputs [size, ...], targets [size, ...] -> result.
+        size: number of records in a part.
+        device: device to compute on.
+        seed: secret seed; the draws of reading a record follow from it and from the record's position alone.
+        problems: set that receives the kinds of errors.
 
     Yields:
         The part's first index in `positions`, the places [k] in the part for which the result counts, and the result.
     """
     draws = IsolatedRng.of_data_sets(device)
-    own = records.transform if type(records) is TensorRecords else None
-    transform = None if own is None else _transform(own, records, device)  # type: ignore[arg-type]
+    given = records.transform if type(records) is TensorRecords else None
+    transform = None if given is None else _transform(given, records, device)  # type: ignore[arg-type]
     for number, part in enumerate(torch.split(positions, size)):
 
         def run(inputs: Inputs, targets: Tensor, number: int = number) -> Made:
@@ -101,7 +101,7 @@ def _read(
     records: Records, positions: Tensor, device: torch.device, draws: IsolatedRng, seed: int, problems: set[str]
 ) -> Iterator[Batch]:
     """Yield the records that can be read, those of one kind together."""
-    if type(records) is TensorRecords:  # whose rows can't mix; a subclass may do anything
+    if type(records) is TensorRecords:  # its rows can't mix; a subclass may do anything
         for places, rows in _working(len(positions), lambda places: records.rows(positions[places], device), problems):
             yield Batch(places=places, inputs=rows[0], targets=rows[1])
         return
@@ -115,15 +115,15 @@ def _read(
                 kinds.setdefault(batches.kind_of(inputs, targets), []).append((place, inputs, targets))
             except Exception as error:
                 problems.add(type(error).__name__)
-    for found in kinds.values():
-        own_places, inputs_of, targets_of = zip(*found, strict=True)
-        yield Batch(places=torch.tensor(own_places), inputs=batches.stacked(inputs_of), targets=torch.cat(targets_of))
+    for members in kinds.values():
+        places_of, inputs_of, targets_of = zip(*members, strict=True)
+        yield Batch(places=torch.tensor(places_of), inputs=batches.stacked(inputs_of), targets=torch.cat(targets_of))
 
 
 def _working(count: int, function: Callable[[Tensor], Made], problems: set[str]) -> Iterator[tuple[Tensor, Made]]:
-    """Yield some of the indices of so many records, and what a function makes of them.
+    """Yield some of the indices of `count` records, and a function's result for them.
 
-    It gets all of them; where it raises, it gets one half and the other, and so on, until those for which it raises are alone.
+    The function gets all indices. If it raises, it gets one half and then the other, and so on, down to single records.
     """
     waiting = [torch.arange(count)] if count else []
     while waiting:
@@ -146,7 +146,7 @@ def _one(records: Records, position: int, device: torch.device) -> tuple[Inputs,
     inputs, targets = records.batch(torch.tensor([position]), device)
     tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
     if not all(isinstance(tensor, Tensor) for tensor in (*tensors, targets)):
-        raise ValueError("records: inputs and targets must be tensors")
+        raise ValueError("records: inputs and targets: must be tensors")
     inputs, targets = batches.mapped(batches.canonical, inputs, targets)
     if not batches.num_rows(inputs) == len(targets) == 1:
         raise ValueError(f"one record came with {batches.num_rows(inputs)} inputs and {len(targets)} targets")
@@ -156,7 +156,7 @@ def _one(records: Records, position: int, device: torch.device) -> tuple[Inputs,
 def _transform(
     transform: Transform, records: TensorRecords, device: torch.device
 ) -> Callable[[Inputs, Callable[[int], None]], Inputs]:
-    """Return a function that transforms records [n, ...] so that none sees another one: vectorized if that works for zeros."""
+    """Return a function that transforms records [n, ...] each alone: vectorized if that works for a record of zeros."""
 
     def one(row: Any) -> Any:
         made = transform(row)

@@ -14,7 +14,7 @@ from flower_dp.clients.training.devices import is_accelerator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functions:
-    """A process-wide generator by three functions, for one that is no `torch.Generator`."""
+    """Three functions of a process-wide generator that is not a `torch.Generator`."""
 
     get_state: Callable[[], Any]
     set_state: Callable[[Any], Any]
@@ -22,10 +22,10 @@ class Functions:
 
 
 def _seed_numpy(seed: int) -> None:
-    np.random.seed([seed % 2**32, seed >> 32])  # noqa: NPY002 (it is that one which is seeded)
+    np.random.seed([seed % 2**32, seed >> 32])  # noqa: NPY002 (the old global generator is the one to seed)
 
 
-# Of the module `random`, and of the functions of `numpy.random`.
+# The generators of the module `random`, and of the functions of `numpy.random`.
 _PYTHON = Functions(get_state=random.getstate, set_state=random.setstate, manual_seed=random.seed)
 _NUMPY = Functions(get_state=np.random.get_state, set_state=np.random.set_state, manual_seed=_seed_numpy)
 
@@ -34,7 +34,7 @@ def default_generators(device: torch.device) -> list[torch.Generator | Functions
     """Return torch's process-wide generators that work on a device may use: the CPU's, and the device's own.
 
     Raises:
-        RuntimeError: if the device has a generator that can't be found: its draws would follow from no seed.
+        RuntimeError: if the device's generator can't be found: its draws would follow from no seed.
     """
     if not is_accelerator(device):
         return [torch.default_generator]
@@ -44,9 +44,9 @@ def default_generators(device: torch.device) -> list[torch.Generator | Functions
         return [torch.default_generator, listed[module.current_device() if device.index is None else device.index]]
     if not hasattr(module, "get_rng_state"):
         raise RuntimeError(f"device {device}: its random generator can't be found")
-    # Such as MPS, which does not list its generators.
-    own = Functions(get_state=module.get_rng_state, set_state=module.set_rng_state, manual_seed=module.manual_seed)
-    return [torch.default_generator, own]
+    # A device such as MPS, which does not list its generators.
+    unlisted = Functions(get_state=module.get_rng_state, set_state=module.set_rng_state, manual_seed=module.manual_seed)
+    return [torch.default_generator, unlisted]
 
 
 class IsolatedRng:
@@ -62,7 +62,7 @@ class IsolatedRng:
 
     @classmethod
     def of_data_sets(cls, device: torch.device) -> "IsolatedRng":
-        """Return a context for whatever a data set may draw from, NumPy and Python included; call `restart` for every record."""
+        """Return a context for all generators of a data set, NumPy's and Python's included; call `restart` for every record."""
         draws = cls(device, 0)
         draws._lent += [_NUMPY, _PYTHON]
         return draws
@@ -94,7 +94,7 @@ def draws_seed(seed: int) -> int:
 
 
 def record_seed(seed: int, position: int) -> int:
-    """Return the seed for the draws of one record: no other record changes them, whatever it draws itself."""
+    """Return the seed for the draws of one record: no other record, whatever it draws, changes them."""
     return _hashed(f"{seed}/record/{position}")
 
 

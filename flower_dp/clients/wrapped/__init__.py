@@ -1,1 +1,1 @@
-"""Protection around other people's apps and frameworks."""
+"""Differential privacy for clients of other apps and frameworks."""

@@ -1,4 +1,4 @@
-"""What another app makes, as the `train` part of a pipeline: its trained model, or its metrics. NumPy only."""
+"""Results of another app as the `train` part of a pipeline: its trained model, or its metrics. NumPy only."""
 
 import copy
 import logging
@@ -19,8 +19,8 @@ from flower_dp.wire import Model, RecordNames
 
 log = logging.getLogger("flwr")
 
-# The most metrics of an app that are sent, if metrics are allowed, and the longest name.
-_MOST_METRICS, _MOST_NAME = 16, 64
+# The maximum number of an app's metrics that are sent, if metrics are allowed, and the maximum length of a name.
+_MAX_METRICS, _MAX_NAME = 16, 64
 _EXAMPLE_COUNTS = ("num-examples", "num_examples")
 TRAIN_STATUS, EVALUATE_STATUS = "fitres.status", "evaluateres.status"
 
@@ -31,10 +31,10 @@ class AppCall:
 
     Attributes:
         call: the app, or the next mod before it, as `keeping_account` returns it.
-        message: the server's.
-        context: of the node.
-        record_names: the record names that the message and the app use.
-        status: the config record in which a `NumPyClient` reports its status.
+        message: message of the server.
+        context: context of the node.
+        record_names: record names that the message and the app use.
+        status: name of the config record in which a `NumPyClient` reports its status.
     """
 
     call: ClientAppCallable
@@ -44,11 +44,11 @@ class AppCall:
     status: str
 
     def content(self) -> RecordDict:
-        """Return what the app replies.
+        """Return the content of the app's reply.
 
         Raises:
             RuntimeError: if the app replies with an error.
-            Exception: what the app raises.
+            Exception: any error that the app raises.
         """
         reply = self.call(stock_message(self.message, self.record_names), self.context)
         if reply.has_error():
@@ -61,12 +61,12 @@ class AppCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppTraining:
-    """The app's own train function; a row is the model that it replies with, and nothing else of its reply is used.
+    """The app's own train function; a row is the model in its reply, and nothing else of the reply is used.
 
     Attributes:
-        app: the call of the app.
-        model: the server's.
-        metrics: the numbers in the app's last reply, example counts left out. They are not private.
+        app: call of the app.
+        model: model of the server.
+        metrics: numbers in the app's last reply, without example counts. They are not private.
     """
 
     app: AppCall
@@ -90,7 +90,7 @@ class AppUpdates:
     """Training whose row is the trained model minus the global model, as it was received.
 
     Attributes:
-        train: gives trained weights, float32 NumPy arrays.
+        train: training that gives weights, as float32 NumPy arrays.
     """
 
     train: Train
@@ -114,18 +114,18 @@ def names_to_evaluate(content: RecordDict) -> RecordNames | None:
 
 
 def metrics_of(app: AppCall) -> dict[str, float]:
-    """Return the numbers that the app's own evaluate function replies with, by name.
+    """Return the numbers in the reply of the app's own evaluate function, by name.
 
     Raises:
         RuntimeError: if the app replies with an error.
-        Exception: what the app raises.
+        Exception: any error that the app raises.
     """
     return wire.reported_metrics(app.content())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppMetrics:
-    """The app's own evaluate function, as the `train` part of a pipeline; nothing else of its reply is used."""
+    """The app's own evaluate function, as the `train` part of a pipeline; it uses only the metrics of the app's reply."""
 
     app: AppCall
     bounds: MetricBounds
@@ -137,9 +137,10 @@ class AppMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppContribution:
-    """The one contribution of a client whose message is private on its own: the app's metrics, clipped.
+    """The one contribution of a client under local DP: the app's metrics, clipped.
 
-    Where the app fails, or lacks a metric, it is zero and the reply noise alone: no record decides whether the client replies.
+    If the app fails, or lacks a metric, the contribution is zero and the reply is noise alone. So no record decides whether the
+    client replies.
     """
 
     app: AppCall
@@ -152,7 +153,7 @@ class AppContribution:
                 metrics = metrics_of(self.app)
             return self.bounds.centered(np.asarray([[metrics[name] for name in self.bounds.bounds]]))
         except Exception as error:
-            log.error("evaluation failed: the reply is noise alone", exc_info=error)
+            log.error("Evaluation failed: the reply is noise alone", exc_info=error)
             return np.zeros((1, len(self.bounds.bounds)))
 
 
@@ -162,12 +163,11 @@ def record_names_of(content: RecordDict) -> RecordNames:
     Raises:
         ValueError: if its config is not exactly one record of a name that apps read.
     """
-    counts = [
-        record_names for record_names in (wire.MESSAGE_API, wire.NUMPY_CLIENT) if record_names.config in content.config_records
-    ]
-    if len(counts) != 1 or len(content.config_records) != 1:
-        raise ValueError(f"message has config records {sorted(content.config_records)[:8]}: must be 'config' or 'fitins.config'")
-    return counts[0]
+    matching = [names for names in (wire.MESSAGE_API, wire.NUMPY_CLIENT) if names.config in content.config_records]
+    if len(matching) != 1 or len(content.config_records) != 1:
+        names = sorted(content.config_records)[:8]
+        raise ValueError(f"config records={names}: must be one, 'config' or 'fitins.config'")
+    return matching[0]
 
 
 def stock_message(message: Message, record_names: RecordNames) -> Message:
@@ -189,14 +189,14 @@ def stock_message(message: Message, record_names: RecordNames) -> Message:
 
 
 def _numbers(content: RecordDict) -> dict[str, float]:
-    """Return the numbers in a reply's metrics, but for huge ones: of a metric record, or those that a `NumPyClient` returned."""
-    found: dict[str, float] = {}
+    """Return the numbers in a reply's metric records, or those that a `NumPyClient` returned, without huge ones."""
+    numbers: dict[str, float] = {}
     records: list[MetricRecord | ConfigRecord] = [*content.metric_records.values()]
     if (returned := content.config_records.get("fitres.metrics")) is not None:
         records.append(returned)
     for record in records:
         for name, value in record.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= wire.LARGEST_METRIC
-            if number and name not in _EXAMPLE_COUNTS and not name.startswith("fitres.") and len(name) <= _MOST_NAME:
-                found[name] = float(value)  # type: ignore[arg-type]
-    return dict(sorted(found.items())[:_MOST_METRICS])
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= wire.LARGEST_METRIC
+            if is_number and name not in _EXAMPLE_COUNTS and not name.startswith("fitres.") and len(name) <= _MAX_NAME:
+                numbers[name] = float(value)  # type: ignore[arg-type]
+    return dict(sorted(numbers.items())[:_MAX_METRICS])

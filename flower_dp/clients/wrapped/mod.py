@@ -28,12 +28,12 @@ from flower_dp.wire import HostedClients, Instruction, Model, RecordNames, Refus
 
 log = logging.getLogger("flwr")
 
-# The records of a client whose app reads them itself: nothing here does.
+# The records of a client whose app reads them itself.
 _UNSEEN: Any = ()
 
 
 class OwnTerms(Protocol):
-    """One client's own terms under a method whose every message is private on its own, for example `NbAFLTerms`."""
+    """One client's own terms under a local DP method, for example `NbAFLTerms`."""
 
     @property
     def method(self) -> str:
@@ -43,7 +43,7 @@ class OwnTerms(Protocol):
         """Return the client's terms, from its own budget and data size alone."""
 
     def pipeline(self, release: Release, *, train: Train, length: int) -> Pipeline:
-        """Return how the client makes its reply; a row of `train` is the model [length] that its app has trained."""
+        """Return the pipeline of the client's reply; a row of `train` is the model [length] that its app has trained."""
 
 
 @final
@@ -59,29 +59,29 @@ class AppClient:
 
     @property
     def has_own_terms(self) -> bool:
-        """Whether each message is private on its own."""
+        """Whether the client adds its full noise by its own terms (local DP)."""
         return self.terms is not None
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods of its terms, or those without any; and private evaluation, if there is a budget or needs none."""
+        """The method of its terms, or the client-level methods; and private evaluation, unless it has terms and no budget."""
         methods = CLIENT_LEVEL if self.terms is None else (self.terms.method,)
         return methods if self.terms is not None and self.evaluation is None else (*methods, wire.EVALUATION)
 
     def work(self, instruction: Instruction, app: calls.AppCall, train: calls.AppTraining | None) -> NodeWork:
-        """Return what this client does; its account is charged when this returns, and the app is not called yet.
+        """Return this client's work; its account is charged when this returns, and the app is not called yet.
 
         Args:
-            instruction: one that was checked.
-            app: the call of the app.
-            train: the app's training; None for an evaluation.
+            instruction: instruction that was checked.
+            app: call of the app.
+            train: training of the app; None for an evaluation.
         """
         refused = {name: NOT_HOSTED for name in instruction.clients if name != self.name}
         work = self._shared(instruction, app, train) if self.terms is None else self._own(instruction, app, train, self.terms)
         return replace(work, refused=refused | work.refused)
 
     def _shared(self, instruction: Instruction, app: calls.AppCall, train: calls.AppTraining | None) -> NodeWork:
-        """Return the work whose row is clipped, with its share of the noise."""
+        """Return the work whose row is clipped, with its share of the noise, if any."""
         refuse_ledger(app.context)
         rows: Train = calls.AppMetrics(app=app, bounds=instruction.bounds) if train is None else calls.AppUpdates(train=train)
         length = instruction.bounds.num_counted if train is None else train.model.layout.size
@@ -91,7 +91,7 @@ class AppClient:
     def _own(
         self, instruction: Instruction, app: calls.AppCall, train: calls.AppTraining | None, own_terms: OwnTerms
     ) -> NodeWork:
-        """Return the work whose row is private on the client's own terms, which were charged for it."""
+        """Return the work whose row gets the full noise of the client's own terms; the reply is charged here, before any work."""
         length = train.model.layout.size if train is not None else len(instruction.bounds.bounds)
         terms_of = partial(self._evaluation_terms, own_terms) if train is None else own_terms.terms
         terms = verify_terms(instruction, self.name, terms_of, self.policy)
@@ -111,12 +111,12 @@ class AppClient:
             raise Declined("evaluation=None: this client has no budget of private evaluations")
         terms = self.evaluation.terms(self.name, own_terms.terms())
         if terms.release.unit != "client":
-            raise Declined("an app's metrics are means over records, and one record moves them by nobody knows how much")
+            raise Declined("evaluation: an app's metrics are means over records, and the effect of one record is not bounded")
         return terms
 
     def _job(self, instruction: Instruction) -> ClientJob:
         own = instruction.ask.own.get(self.name)
-        # A function, not a generator: every draw takes new entropy from the operating system.
+        # A function, not a generator: every generator takes new entropy from the operating system, and no copy repeats noise.
         secret = partial(answering.generator, self, instruction, self.name)
         return ClientJob(name=self.name, records=_UNSEEN, seed=0, secret=secret, weight=1.0 if own is None else own.weight)
 
@@ -131,30 +131,30 @@ def privacy_mod(
 ) -> Mod:
     """Return a Flower mod for an app whose clients are not this package's: `ClientApp(mods=[privacy_mod()])`.
 
-    The app gets the model and the config that a stock server would send, and trains as it likes. Of its reply only the model is
-    used. The mod makes the update, clips it, rounds it to the lattice of the noise, adds the client's share of the noise if the
-    server asks for shares, compresses it after that, and answers under the strategies of this package as `DPClient` does. With
-    `terms` every reply is private on its own instead, as `LocalDPClient`'s: noise follows from the client's own terms, and each
-    reply is charged to an account in the node's state before the app is called.
+    The app gets the model and the config that a stock server would send, and trains as it likes. Of its reply the mod uses only
+    the model. It makes the update, clips it, and rounds it to the lattice of the noise. It then adds the client's noise share, if
+    the server requests shares, and compresses after that. The reply is one that `DPClient` would send. With `terms` the client
+    instead adds its full noise by its own terms (local DP), as a `LocalDPClient` does. Each reply is then charged to an account
+    in the node's state before the app is called.
 
-    The app's metrics and example counts are not sent; metrics are, if both server and policy allow it. In a private evaluation
-    (`flower_dp.strategies.PrivateEvaluation`) the app's own evaluate function is called. Only a vector of the metrics that the
-    server names is sent, clipped to their public bounds, with the client's share of the noise. All other messages (a stock
-    server's `evaluate`, `query` and the like) are refused unless the policy allows metrics: nothing in their replies is private.
-    Put the mod first in the list, so that no other mod changes what is noised.
+    A reply to training has no example counts, and the app's metrics only if both server and policy allow it. In a private
+    evaluation (`flower_dp.strategies.PrivateEvaluation`) the mod calls the app's own evaluate function. It sends only a vector of
+    the metrics that the server names, clipped to their public bounds, with the client's noise share or, with `terms`, its full
+    noise. It refuses all other messages (a stock server's `evaluate`, `query` and the like) unless the policy allows metrics:
+    nothing in their replies is private. Put the mod first in the list, so that no other mod changes a noised reply.
 
     Args:
-        name: this client's stable name, public and unique among all clients, or a function of the node's context; None:
-            `client-<partition-id>` of the node's config, without one `node-<node id>`. That changes when the node starts anew: no
+        name: this client's stable name, public and unique among all clients, or a function of the node's context. None:
+            `client-<partition-id>` of the node's config, else `node-<node id>`. The latter changes when the node restarts: no
             ledger of several runs takes such a client with terms of its own, and the statement says that names change.
         policy: this client's own limits.
-        terms: this client's own terms, or a function of the node's context that makes them; None: methods in which a single
-            message is not private on its own, with the noise that the server asks for and the policy allows.
-        evaluation: with `terms`, this client's budget of private evaluations; None: it takes part in none.
-        noise_seed: for tests only: fixed noise, of which the server is told, so that the run counts as not private.
+        terms: this client's own terms, or a function of the node's context that makes them. None: methods in which no single
+            message is private, with the noise that the server requests and the policy allows.
+        evaluation: budget of this client's private evaluations, with `terms`; None: it takes part in none.
+        noise_seed: seed of fixed noise, for tests only; the server learns of it, so that the run counts as not private.
 
     Raises:
-        ValueError: for a value that makes no sense, naming it.
+        ValueError: for a value out of its range, naming the field.
 
     Example:
         >>> from flwr.clientapp import ClientApp
@@ -171,16 +171,14 @@ def privacy_mod(
     if policy is not None and not isinstance(policy, ClientPolicy):
         raise ValueError(f"policy={policy!r}: must be a ClientPolicy")
     if evaluation is not None and (terms is None or not isinstance(evaluation, EvaluationBudget)):
-        raise ValueError(
-            f"evaluation={evaluation!r}: must be an EvaluationBudget, beside terms; without terms the policy decides"
-        )
+        raise ValueError(f"evaluation={evaluation!r}: must be an EvaluationBudget with terms; without terms the policy decides")
     return _PrivacyMod(name=name, policy=policy or ClientPolicy(), own_terms=terms, evaluation=evaluation, noise_seed=noise_seed)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PrivacyMod:
-    """What `privacy_mod` returns; it holds no generator and no state that a copy could repeat."""
+    """The mod of `privacy_mod`; it holds no generator and no state that a copy could repeat."""
 
     name: str | Callable[[Context], str] | None
     policy: ClientPolicy
@@ -189,17 +187,17 @@ class _PrivacyMod:
     noise_seed: int | None
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Answer the client query, or train or evaluate as the server instructs; refuse all other messages.
+        """Reply to the client query, or train or evaluate as the server instructs; refuse all other messages.
 
-        Whatever the message is, the client's account is kept while the app runs, and no error leaves: if the policy does not
-        allow the message, or anything fails, the reply is a refusal.
+        For any message, the app can't change the client's account, and no error leaves. If the policy does not allow the message,
+        or anything fails, the reply is a refusal.
         """
         return replied(message, "this client's app", lambda: self._reply(message, context, keeping_account(call_next)))
 
     def _reply(self, message: Message, context: Context, app: ClientAppCallable) -> Message:
         kind = message.metadata.message_type
         train = kind.partition(".")[0] == "train"
-        # Not a query: the server would take the app for one of the Message API, and it may be a `NumPyClient`.
+        # Not a query: the server would take the app for one of the Message API, but it may be a `NumPyClient`.
         if kind == "get_properties" or (train and wire.is_client_query(message)):
             return _config_reply(message, self._hosted(context))
         if train:
@@ -218,20 +216,20 @@ class _PrivacyMod:
         return HostedClients(names=(client.name,), methods=frozenset(client.methods)).to_json()
 
     def _client(self, context: Context) -> AppClient:
-        """Return this node's client; of an error nothing is told, because its text and its class may contain data."""
+        """Return this node's client; hide the text and the class of an error, because they may contain data."""
         try:
             with contained():
                 name = checks.line("name", self.name(context) if callable(self.name) else self.name or _default_name(context))
                 terms = self.own_terms(context) if callable(self.own_terms) else self.own_terms
             return AppClient(name=name, terms=terms, policy=self.policy, evaluation=self.evaluation, noise_seed=self.noise_seed)
         except Exception as error:
-            log.error("this client's name or terms can't be made", exc_info=error)
+            log.error("This client's name or terms can't be made", exc_info=error)
             raise Declined(f"this client's name or terms can't be made; {SEE_LOG}") from None
 
     def _answered(
         self, message: Message, context: Context, call_next: ClientAppCallable, to_evaluate: RecordNames | None
     ) -> Message:
-        """Return the reply to an instruction to train, or to evaluate; then the payload is inside the answer."""
+        """Return the reply to an instruction to train, or to evaluate; an evaluation's payload is inside the reply header."""
         client, evaluates = self._client(context), to_evaluate is not None
         with decline_invalid():
             record_names = to_evaluate or calls.record_names_of(message.content)
@@ -250,15 +248,15 @@ class _PrivacyMod:
 
 
 def _model(record: ArrayRecord, instruction: Instruction) -> Model:
-    """Return the server's model, with the arrays that it says are not trained."""
+    """Return the server's model, with the arrays that the instruction marks as frozen."""
     names = tuple(record)
     if any(position >= len(names) for position in instruction.frozen):
-        raise ValueError(f"frozen={list(instruction.frozen)[:8]}: the model has {len(names)} arrays")
+        raise ValueError(f"frozen={list(instruction.frozen)[:8]}: must be below the model's number of arrays, {len(names)}")
     return Model.of(record, frozen=[names[position] for position in instruction.frozen])
 
 
 def _default_name(context: Context) -> str:
-    """Return `client-<partition-id>` if the node has one, which is stable, else `node-<node id>`."""
+    """Return `client-<partition-id>`, which is stable, if the node has one, else `node-<node id>`."""
     config = context.node_config
     part, parts = config.get("partition-id"), config.get("num-partitions")
     if not isinstance(part, int):
