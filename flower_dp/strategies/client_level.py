@@ -54,7 +54,7 @@ class ClientLevelRules:
         evaluation: the plan of private evaluations, a second release of the rounds; None for none.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value, before any client is asked.
+        ValueError: if a value is invalid, before any request; the message names field and value.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ClientLevelRules:
         """Return the expected norm, about, of the noise on the mean, and the largest norm of the mean without noise.
 
         Args:
-            dimension: of the model's vector.
+            dimension: length of the model's vector.
         """
         training, first = self.training, SumState()
         release, beside = training.next_noise(first).release, training.num_beside

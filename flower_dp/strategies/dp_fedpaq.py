@@ -52,8 +52,8 @@ class DPFedPAQRules(LocalRules):
     Args:
         population: the clients.
         steps: what both sides know.
-        sampling: who takes part in a round.
-        delta: of every budget.
+        sampling: sampler of a round's cohort.
+        delta: delta of every budget.
         quantization_levels: of what clients send; None: float32.
         calibration: see `update_terms`.
         name: the method's name on the wire.
@@ -270,20 +270,20 @@ class DPFedPAQ(DPStrategy):
 
     Args:
         steps: the parameters that both sides know: step size, E, b, clip norm, and how the sensitivity is proved.
-        sampling: who takes part in a round: `FixedSizeSampling` (the paper's), `RoundRobinSampling` or `FullSampling`.
+        sampling: sampler of a round's cohort: `FixedSizeSampling` (the paper's), `RoundRobinSampling` or `FullSampling`.
         num_clients: number of clients (paper: N).
-        num_records: public data sizes: one number, a sequence in the order of the clients' names, or by name.
-        epsilon: budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
-        delta: of every budget.
+        num_records: public data sizes, in records: one number, a sequence in the order of the clients' names, or by name.
+        epsilon: epsilon budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
+        delta: delta of every budget.
         quantization_levels: levels above 0 of what clients send (paper: s); None: float32.
         calibration: `exact`: noise for all replies together; `paper`: that of eq. 17, for repeating the paper's experiments.
             Epsilon and delta are then of one reply; the statement's epsilon is what all replies cost with this noise.
-        num_replies: the most replies of a client. By default as many as the rounds need (round robin, or all clients); with
+        num_replies: maximum replies of a client. By default as many as the rounds need (round robin, or all clients); with
             `FixedSizeSampling` a number that a client exceeds with a probability of 1 %, after which it is not asked.
-        options: those of every strategy: see `StrategyOptions`.
+        options: options of every strategy: see `StrategyOptions`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Example:
         >>> from flower_dp.core.sampling import FixedSizeSampling

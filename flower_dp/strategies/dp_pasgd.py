@@ -119,7 +119,7 @@ class Resources:
         max_resource_cost: of a device in a run; None: no limit.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value; or if the limit is too small for one round.
+        ValueError: if a value is invalid (the message names field and value), or if the limit is too small for one round.
 
     Example:
         >>> from flower_dp.strategies.dp_pasgd import Resources
@@ -191,7 +191,7 @@ class DPPASGDRules(LocalRules):
         steps: local steps, the same for all.
         resources: what rounds and steps cost a device.
         clip_norm: L2 bound on one record's gradient.
-        delta: of every budget.
+        delta: delta of every budget.
         num_steps: local steps that the noise is made for.
         batch_sampling: see `step_terms`.
         calibration: see `step_terms`.
@@ -368,7 +368,7 @@ class DPPASGD(DPStrategy):
         num_clients: number of devices (paper: M).
         batch_size: records in a mini-batch (paper: X_m): one number, a sequence in the order of the clients' names, or by name.
         clip_norm: L2 bound on one record's gradient (paper: G).
-        epsilon: budget of each device: one number, a sequence or a mapping; math.inf: no noise, not private.
+        epsilon: epsilon budget of each device: one number, a sequence or a mapping; math.inf: no noise, not private.
         delta: in (0, 1).
         num_steps: local steps that the noise is made for (paper: K), a multiple of `num_local_steps`.
         num_local_steps: steps of a device in a round (paper: tau).
@@ -384,10 +384,10 @@ class DPPASGD(DPStrategy):
         max_resource_cost: largest cost to a device in a run (paper: C_th); None: no limit.
         best_model_metric: the metric of `evaluate_fn` that selects the final model: the smallest value if its name ends in
             `loss`, the largest if it ends in `accuracy`.
-        options: those of every strategy: see `StrategyOptions`.
+        options: options of every strategy: see `StrategyOptions`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Source: Hu, Guo, Ratazzi, Gong, Differentially Private Federated Learning for Resource-Constrained Internet of Things,
     Algorithm 1.

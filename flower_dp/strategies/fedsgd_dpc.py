@@ -78,7 +78,7 @@ class FedSGDDPCRules(LocalRules):
         terms: `gradient_terms` with what all clients have in common.
         steps: the server's step sizes.
         cohort_size: clients a round.
-        delta: of every budget.
+        delta: delta of every budget.
         noise_constant: c2 of the paper's epsilon.
         evaluation: the plan of private evaluations; None for none.
     """
@@ -212,7 +212,7 @@ class FedSGDDPC(DPStrategy):
         cohort_size: clients a round (paper: b).
         num_records: public data sizes (paper: n_i): one number, a sequence in the order of the clients' names, or by name.
         clip_norm: bound on one record's gradient, L1 for Laplace (paper: xi_1), L2 for Gaussian.
-        epsilon: budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
+        epsilon: epsilon budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
         learning_rate: step size of round 1; or None, with the two constants of the theory's schedule.
         delta: 0 for Laplace, in (0, 1) for Gaussian.
         learning_rate_decay: the step size shrinks by this part every round.
@@ -221,12 +221,12 @@ class FedSGDDPC(DPStrategy):
         aggregation: `data-size` or `uniform`.
         sampling_rate: part of a client's records in a batch (paper: q), Gaussian only.
         relation: neighboring relation; replace-one in the paper. Under add-or-remove-one the noise is about half as large.
-        num_replies: the most replies of a client (R), if not ceil(b T / N): one number, a sequence or a mapping.
+        num_replies: maximum replies of a client (R), if not ceil(b T / N): one number, a sequence or a mapping.
         noise_constant: the paper's c2, which has no published value; gives the Gaussian `paper` epsilon.
-        options: those of every strategy: see `StrategyOptions`.
+        options: options of every strategy: see `StrategyOptions`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Example:
         >>> from flower_dp.strategies import FedSGDDPC

@@ -138,7 +138,7 @@ class LocalRules:
         title: the method's name for people.
         books: terms of every client, and their costs.
         name: of the method on the wire.
-        sampling: who takes part in a round.
+        sampling: sampler of a round's cohort.
         clip_norm: of the releases.
         evaluation: the plan of private evaluations.
 
@@ -287,7 +287,7 @@ def local_statement(
 
     Args:
         rules: the method; before the first round it knows no clients.
-        state: of the run.
+        state: state of the run.
         run: facts of the run.
         noise: the method's numbers.
         sampling: who was asked, in words.

@@ -192,7 +192,7 @@ class NbAFLRules(LocalRules):
         """Return what is known of the broadcasts with this one, and its charge to every client in it.
 
         Args:
-            state: of the run.
+            state: state of the run.
             server_round: of the broadcast.
             parts: of the clients in the average; they add up to 1.
             added_std: of the noise that the server adds.
@@ -385,7 +385,7 @@ class NbAFL(DPStrategy):
 
     Args:
         num_clients: number of clients (paper: N).
-        num_records: public data sizes: one number, a sequence in the order of the clients' names, or by name.
+        num_records: public data sizes, in records: one number, a sequence in the order of the clients' names, or by name.
         clip_norm: L2 bound of a client's weights (paper: C).
         epsilon: what all `num_replies` replies of a client cost at most, proved; math.inf: no noise, not private. The clients'
             noise is the least that gives it, the same for all clients, and the server adds none.
@@ -393,14 +393,14 @@ class NbAFL(DPStrategy):
         delta: of either, and the delta of the statement.
         uplink_exposures: with `paper_epsilon`: the number of a client's replies for which its noise is made (paper: L).
         cohort_size: clients a round, chosen at random without replacement (paper: K); None: all clients.
-        num_replies: the most replies of a client, after which it is not asked; must be given with `epsilon`; None:
+        num_replies: maximum replies of a client, after which it is not asked; must be given with `epsilon`; None:
             `uplink_exposures`.
         min_records: the fewest records of any client (paper: m); None: of `num_records`.
         aggregation: `data-size` (p_i = n_i / n) or `uniform`.
-        options: those of every strategy: see `StrategyOptions`.
+        options: options of every strategy: see `StrategyOptions`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Example:
         >>> from flower_dp.strategies import NbAFL

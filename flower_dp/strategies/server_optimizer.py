@@ -135,7 +135,7 @@ class ServerOptimizer:
         """Return the next global model [d].
 
         Args:
-            server_round: 1, 2, ...
+            server_round: number of the round, from 1.
             layout: of the vectors.
             before: the global model [d].
             after: the next model by the method [d], already private.

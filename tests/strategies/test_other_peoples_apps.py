@@ -115,7 +115,7 @@ def test_tied_weights_of_a_stock_state_dict_are_named_with_what_to_do(caplog):
 
     model = Tied()
     (line,) = warned(ArrayRecord(model.state_dict()))
-    assert line.startswith("arrays 'table.weight', 'head.weight' have the same values")
+    assert line.startswith("Arrays 'table.weight', 'head.weight' have the same values")
     assert "model_arrays(model)" in line
     record = model_arrays(model)
     assert list(record) == ["table.weight", *[f"norms.{i}.{part}" for i in (0, 1) for part in ("weight", "bias")]]

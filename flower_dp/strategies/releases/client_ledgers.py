@@ -45,13 +45,13 @@ class Population:
     Attributes:
         num_clients: how many there are.
         num_records: public data sizes; None: those of the batches.
-        num_replies: the most replies of a client; None: as many as the method needs.
+        num_replies: maximum replies of a client; None: as many as the method needs.
         epsilon: budgets.
         batch_size: records in a mini-batch.
         aggregation: `data-size`: clients are weighted by their public data sizes; `uniform`: equally.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
     """
 
     num_clients: int

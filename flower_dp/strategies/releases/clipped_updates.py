@@ -32,7 +32,7 @@ class ClippedUpdates:
         masks: makes the mask that all clients of a round share; None for no mask.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
     """
 
     clip_norm: float | AdaptiveClip

@@ -257,7 +257,7 @@ class NoisedSum:
         noise is added to the sum of the replies in place, so that it is there no more.
 
         Args:
-            state: of the run.
+            state: state of the run.
             now: what was asked.
             collected: the sum of the accepted rows, on the lattice.
             rng: fresh, for this release alone.
