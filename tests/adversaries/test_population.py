@@ -169,7 +169,7 @@ def test_two_nodes_with_one_name_are_one_client(changes, caplog):
     newcomers = "d" in changes.get(2, {}).values()
     assert grid.names[1:] == [["a", "b", "c"] + ["d"] * newcomers] * 3
     assert grid.asked[1:] == [[1, 2, 3] + [8] * newcomers] * 3
-    assert ("client 'd' is hosted by nodes 8 and 9" in caplog.text) == newcomers
+    assert ("Client 'd' is hosted by nodes 8 and 9" in caplog.text) == newcomers
 
 
 def test_a_roster_has_no_name_twice():

@@ -216,7 +216,7 @@ def test_a_pickle_of_a_run_that_has_gone_on_and_was_deleted_does_not_go_on():
     rounds(strategy, MODEL, range(2, 3))
     del strategy
     gc.collect()
-    with pytest.raises(LedgerError, match="the state has 1 of them: it is an older one"):
+    with pytest.raises(LedgerError, match="the state has 1 of them: the state is older"):
         pickle.loads(text).configure_train(2, MODEL, ConfigRecord(), grid)  # noqa: S301
 
 

@@ -28,7 +28,7 @@ class RandomMasks:
 
         Args:
             length: length of the vector.
-            released: the last released noised mean [length]; None before any. It is the only number of clients' data here.
+            released: the last released noised mean [length]; None before any. No other number of clients' data.
         """
         return RoundMask(seed=secrets.randbits(63), keep_ratio=self.keep_ratio)
 

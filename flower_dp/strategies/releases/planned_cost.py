@@ -60,7 +60,7 @@ class EpsilonPlan:
                 self._events, num_rounds=self._planned, delta=self._delta, relation=self._relation
             )
         bound = float(self._epsilons[num_rounds])
-        # All planned rounds fit the target on the exact grid; the bounds by round, on a coarser grid, may be above it.
+        # All planned rounds fit the target, as computed exactly; the bounds by round, on a coarser grid, may be above it.
         return bound if self._target is None else min(bound, self._target)
 
     def allows(self, number: int, *, ledger: Callable[[], History], event: dp_events.DpEvent, as_planned: bool) -> bool:
