@@ -18,8 +18,8 @@ class DPFedSAM(DPStrategy):
     """DP-FedSAM, for clients whose recipe of local training is SAM (`flower_dp.clients.Training(sam_radius=...)`).
 
     With `placement="distributed"` (the paper's) every client adds its share of the noise to its own clipped update. A share has
-    std z C / sqrt(m), and the noise of the sum has std z C. Here m is the maximum cohort size, a public number. The server adds every
-    share that the sum lacks. The paper's m, the number of selected clients, would be revealed to each of them, and the
+    std z C / sqrt(m), and the noise of the sum has std z C. Here m is the maximum cohort size, a public number. The server adds
+    every share that the sum lacks. The paper's m, the number of selected clients, would be revealed to each of them, and the
     amplification by sampling holds only if nobody knows it.
 
     With `server_completes_noise=False` the server adds no share. Then m is the minimum number of replies (`min_reply_ratio` of
@@ -53,7 +53,8 @@ class DPFedSAM(DPStrategy):
         server_completes_noise: whether, with placement='distributed', the server adds every share that a round's sum lacks
             (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the
             accounting claims no amplification by sampling.
-        min_reply_ratio: fraction of the selected clients that must reply, with `server_completes_noise=False` only; 0.75 by default.
+        min_reply_ratio: fraction of the selected clients that must reply, with `server_completes_noise=False` only; 0.75 by
+            default.
         options: options of every strategy: see `StrategyOptions`.
 
     Raises:

@@ -47,7 +47,8 @@ class FedSMP(DPStrategy):
         server_completes_noise: whether, with placement='distributed', the server adds every share that a round's sum lacks
             (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the
             accounting claims no amplification by sampling.
-        min_reply_ratio: fraction of the selected clients that must reply, with `server_completes_noise=False` only; 0.75 by default.
+        min_reply_ratio: fraction of the selected clients that must reply, with `server_completes_noise=False` only; 0.75 by
+            default.
         options: options of every strategy: see `StrategyOptions`.
 
     Raises:

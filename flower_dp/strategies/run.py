@@ -207,7 +207,9 @@ def check_goes_on(rules: MethodRules, charges: Charges) -> None:
     training = rules.releases[0].name
     known = {release.name for release in rules.releases} | {wire.EVALUATION}
     if (other := sorted(set(charges.numbers()) - known)) and not charges.number(training):
-        raise ValueError(f"state: {other[0]} was charged, and this strategy releases {training}: its charges would not count here")
+        raise ValueError(
+            f"state: {other[0]} was charged, and this strategy releases {training}: its charges would not count here"
+        )
     if charges.number(wire.EVALUATION) and evaluation_of(rules) is None:
         raise ValueError("state: private evaluations were charged, and this strategy has none; pass the same evaluation=...")
 

@@ -1,4 +1,4 @@
-"""One run of a method, the only object that changes. Steps are pure functions (`run`); a session makes their effects, in order."""
+"""One run of a method, the only object that changes. Steps are functions (`run`); a session makes their effects, in order."""
 
 from __future__ import annotations
 

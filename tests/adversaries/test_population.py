@@ -173,7 +173,7 @@ def test_two_nodes_with_one_name_are_one_client(changes, caplog):
 
 
 def test_a_roster_has_no_name_twice():
-    with pytest.raises(ValueError, match="'a' stands 2 times: client names"):
+    with pytest.raises(ValueError, match="'a' occurs 2 times: client names"):
         KnownClients(names=("a", "b", "a"), nodes=(1, 2, 3), record_names=wire.MESSAGE_API, hosting=True)
     with pytest.raises(ValueError, match="'a' is named twice"):
         wire.HostedClients(names=("a", "b", "a"), methods=frozenset())

@@ -27,8 +27,8 @@ _SETTLED_SECONDS = 3.0
 # Seconds between two lines of the log while the run waits for clients.
 _TOLD_SECONDS = 30.0
 _LISTED = 5
-# Seconds that a round waits for the answers of new nodes. A round that waited in vain is followed by `_REST` times as long without
-# waiting, so that silent nodes, which anyone can connect, slow a run down by at most a tenth.
+# Seconds that a round waits for the answers of new nodes. After a wait in vain, no round waits for `_REST` times as long, so that
+# silent nodes slow a run down by at most a tenth.
 _LATE_SECONDS, _REST = 20.0, 10.0
 # Flower's node ids are random numbers of 64 bits; a name may contain a small number by chance.
 _NO_CHANCE = 10**9

@@ -10,7 +10,7 @@ from flower_dp.strategies.releases.local_releases import LocalReleases
 from flower_dp.strategies.rules import MethodRules
 from flower_dp.wire import EVALUATION
 
-# Seconds between two looks for replies: a grid in this process replies at once, and the default of 0.1 s would be most of a round.
+# Seconds between two looks for replies: a grid in this process replies at once, so the default of 0.1 s would be most of a round.
 _PULL_SECONDS = 0.002
 
 

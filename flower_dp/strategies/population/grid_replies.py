@@ -207,7 +207,9 @@ class _Link:
             contents: dict[str, bytes] = self.flower.pull_objects(reply.objects, pull, max_tries_per_object=1)
         except self.flower.ObjectPullError:
             return None
-        confirmed = self.flower.ConfirmMessageReceivedRequest(node=self.grid.node, run_id=self.run, message_object_id=reply.number)
+        confirmed = self.flower.ConfirmMessageReceivedRequest(
+            node=self.grid.node, run_id=self.run, message_object_id=reply.number
+        )
         self.grid._runtime_client.ConfirmMessageReceived(confirmed)
         return contents
 
