@@ -155,7 +155,7 @@ class ClientLevelRules:
             # Every evaluation that may still be requested after this round, also those that earlier rounds have left out.
             owed = range(charges.number(EVALUATION) + 1, number // self.evaluation.plan.every + 1)
             event = dp_events.ComposedDpEvent(
-                (event, *(self.evaluation.noise.release_to_participants.event(one) for one in owed))
+                (event, *(self.evaluation.noise.release_to_participants.event(index) for index in owed))
             )
         if self._planned.allows(number, ledger=lambda: self.ledger(charges), event=event, as_planned=self._as_planned(charges)):
             return None
@@ -295,8 +295,8 @@ def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost,
         share = replace(release, mechanism=Gaussian(noise_multiplier=multiplier), sampler=FullSampling())
         event = accounting.repeated(share.event(1), rules.num_rounds(charges))
         if evaluation is not None:
-            own = replace(share, clip_norm=1.0, mechanism=Gaussian(noise_multiplier=evaluation.noise.min_share_std))
-            event = dp_events.ComposedDpEvent([event, accounting.repeated(own.event(1), charges.number(evaluation.name))])
+            evaluated = replace(share, clip_norm=1.0, mechanism=Gaussian(noise_multiplier=evaluation.noise.min_share_std))
+            event = dp_events.ComposedDpEvent([event, accounting.repeated(evaluated.event(1), charges.number(evaluation.name))])
         server, std = accounting.epsilon(event, delta=delta, relation=release.relation), share.noise_scale
     sees_as_client = f"what outsiders see{knows}; each alone, as if selected in every round"
     least = min(rules.least_noise_multiplier(charges), release.mechanism.noise_multiplier) * release.clip_norm

@@ -33,7 +33,7 @@ class DPFedAvg(DPStrategy):
         target_epsilon: epsilon at which the run ends, before the round that would exceed it; None for no target.
         relation: neighboring relation; by default replace-one for fixed-size sampling, else add-or-remove-one.
         placement: `central`: the server adds all noise; `distributed`: every client adds its share to its own update.
-        server_completes_noise: whether, with placement='distributed', the server adds every share that a round's sum lacks
+        server_completes_noise: whether, with placement='distributed', the server adds every noise share that a sum lacks
             (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the
             accounting claims no amplification by sampling.
         min_reply_ratio: fraction of the selected clients that must reply, with `server_completes_noise=False` only; 0.75 by

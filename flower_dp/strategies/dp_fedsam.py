@@ -50,7 +50,7 @@ class DPFedSAM(DPStrategy):
         keep_ratio: fraction of the coordinates kept after the noise, those of largest magnitude, in (0, 1] (paper: p).
         quantization_levels: levels above 0 to which every client rounds its own noised update (QSGD); None for none.
         placement: `distributed`: every client adds its share to its own update; `central`: the server adds all noise.
-        server_completes_noise: whether, with placement='distributed', the server adds every share that a round's sum lacks
+        server_completes_noise: whether, with placement='distributed', the server adds every noise share that a sum lacks
             (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the
             accounting claims no amplification by sampling.
         min_reply_ratio: fraction of the selected clients that must reply, with `server_completes_noise=False` only; 0.75 by

@@ -174,9 +174,9 @@ class NoisedSumEvaluation(NoisedSum):
         """
         if not isinstance(plan, PrivateEvaluation):
             raise checks.BadValue("evaluation", f"evaluation: is a {type(plan).__name__}; {title} takes a PrivateEvaluation")
-        own, mechanism = shared.release, Gaussian(noise_multiplier=plan.noise_multiplier)
-        check_relation(own.relation, plan.sampling, own.num_units)
-        release = replace(own, clip_norm=1.0, mechanism=mechanism, sampler=plan.sampling)
+        trained, mechanism = shared.release, Gaussian(noise_multiplier=plan.noise_multiplier)
+        check_relation(trained.relation, plan.sampling, trained.num_units)
+        release = replace(trained, clip_norm=1.0, mechanism=mechanism, sampler=plan.sampling)
         noise = replace(shared, release=release, compresses_noised_updates=False)
         metrics = MetricBounds(bounds=plan.metrics)
         return cls(name=wire.EVALUATION, noise=noise, metrics=metrics, plan=plan, training=training.name)

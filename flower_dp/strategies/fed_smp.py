@@ -24,10 +24,10 @@ class FedSMP(DPStrategy):
     norm `clip_norm`, and adds its share of the noise there. The other coordinates are 0 and carry no noise. A masked update is
     shorter, so it is clipped less, and less noise reaches the model. The update is not scaled by d / k.
 
-    A `rand-k` mask is random; the server sends its seed. A `top-k` mask has the largest coordinates of the previous noised mean.
-    A `random_ratio` of the mask is other coordinates, drawn at random. The server sends one bit per coordinate. The first mask is
-    all random. A mask depends on data only through releases that were charged, so masks cost no privacy: epsilon is that of the
-    noised sum. The paper's top_k takes its mask from public data.
+    A `rand-k` mask is random; the server sends its seed. A `top-k` mask has the largest coordinates of the last released noised
+    mean. A `random_ratio` of the mask is other coordinates, drawn at random. The server sends one bit per coordinate. The first
+    mask is all random. A mask depends on data only through releases that were charged, so masks cost no privacy: epsilon is that
+    of the noised sum. The paper's top_k takes its mask from public data.
 
     Args:
         clip_norm: L2 bound of one client's update, or an `AdaptiveClip` that moves it by the updates' norms.
@@ -44,7 +44,7 @@ class FedSMP(DPStrategy):
         mask: `rand-k` or `top-k`.
         random_ratio: random fraction of the mask's coordinates, in (0, 1], with `top-k` only; 0.5 by default.
         placement: `distributed`: every client adds its share to its own update; `central`: the server adds all noise.
-        server_completes_noise: whether, with placement='distributed', the server adds every share that a round's sum lacks
+        server_completes_noise: whether, with placement='distributed', the server adds every noise share that a sum lacks
             (never with top-k or quantized messages). False: nobody does; shares are sized for the fewest replies allowed, and the
             accounting claims no amplification by sampling.
         min_reply_ratio: fraction of the selected clients that must reply, with `server_completes_noise=False` only; 0.75 by

@@ -319,7 +319,9 @@ def local_statement(
             parts = {"training": books.cost(rules.training.ledger(charges, worst)).epsilon, "evaluation": alone[worst]}
         if num_evaluations:
             paper = _of_training_alone(paper)
-            adversaries = tuple(replace(one, paper_epsilon=_of_training_alone(one.paper_epsilon)) for one in adversaries)
+            adversaries = tuple(
+                replace(adversary, paper_epsilon=_of_training_alone(adversary.paper_epsilon)) for adversary in adversaries
+            )
     if worst is not None and not adversaries:
         adversaries = _everyone(costs[worst], message_std)
     return PrivacyStatement(

@@ -55,7 +55,7 @@ class Session:
     Attributes:
         rules: the method's rules, for the clients and rounds of this run as far as they are known.
         pending: open rounds by release name, until their replies are added up. They belong to this process alone.
-        log: the charges, stored so that they survive a crash.
+        log: log of the run's charges, on a ledger or in the memory of this process.
         writer: writer of the checkpoints from which the run can resume.
         journal: journal of the run inside `start`; None outside of it.
         finished: number of charges of each release that have their statement already.

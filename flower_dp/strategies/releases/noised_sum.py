@@ -130,7 +130,7 @@ class NoisedSum:
             ValueError: if the number of clients is not that of the accounting, or their order has changed: then a client could
                 take part more often than it is charged.
         """
-        own, number, expected = self.state_in(state), state.charges.number(self.name), self.release.num_units
+        sum_state, number, expected = self.state_in(state), state.charges.number(self.name), self.release.num_units
         if len(names) < expected or (len(names) > expected and not self.accepts_new_clients):
             raise ValueError(
                 f"clients: there are {len(names)}, and {self.sampling} with placement={self.noise.placement!r} is accounted for "
@@ -138,13 +138,13 @@ class NoisedSum:
             )
         if self.has_fixed_order:
             order = hashlib.sha256(repr(list(names)).encode()).hexdigest()
-            if order != own.order and (own.order or number):
+            if order != sum_state.order and (sum_state.order or number):
                 raise ValueError(
                     f"clients: they are not those with which this run began, in the same order; with {self.sampling} some of "
                     "them would take part more often than they are charged"
                 )
-            own = replace(own, order=order)
-        return self.sampling.sample(number + 1, len(names), rng), own
+            sum_state = replace(sum_state, order=order)
+        return self.sampling.sample(number + 1, len(names), rng), sum_state
 
     def charge(self, charges: Charges, server_round: int, names: Sequence[str]) -> Charge:
         """Return the charge of the next release to every client, with noise shares for this cohort.
@@ -193,17 +193,17 @@ class NoisedSum:
 
         Every call makes a new mask.
         """
-        own, distributed = self.state_in(state), self.noise.placement == "distributed"
-        indicator, drawn, length = self.indicator(own), self.next_noise(own), size + self.num_beside
+        sum_state, distributed = self.state_in(state), self.noise.placement == "distributed"
+        indicator, drawn, length = self.indicator(sum_state), self.next_noise(sum_state), size + self.num_beside
         share, clip_norm = drawn.share_std(len(names)), drawn.release.clip_norm
-        mask = None if self.masks is None else self.masks.mask(size, own.released)
+        mask = None if self.masks is None else self.masks.mask(size, sum_state.released)
         scale = share if distributed else drawn.release.noise_scale
         step = noise.lattice_step(scale, clip_norm=clip_norm, dimension=self.num_kept(length))
         if indicator is not None:  # a coarser step could round most of a small indicator away
             step = min(step, noise.lattice_step(scale, clip_norm=indicator.scale / 2, dimension=1))
         if self.metrics is not None:
             step /= FINER_LATTICE
-        begun, kept = drawn.begin(own.noise, state.charges.number(self.name) + 1, self.num_kept(length), rng)
+        begun, kept = drawn.begin(sum_state.noise, state.charges.number(self.name) + 1, self.num_kept(length), rng)
         asked = ReleaseRequest(
             promise=Promise(clip_norm=clip_norm, noise_multiplier=self.release.mechanism.noise_multiplier),
             placement=self.noise.placement,
@@ -215,7 +215,7 @@ class NoisedSum:
             indicator=indicator,
             metrics=self.metrics,
         )
-        return asked, begun, replace(own, noise=kept)
+        return asked, begun, replace(sum_state, noise=kept)
 
     def limits(self, now: RoundRequest) -> ReplyLimits:
         """Return the limits of the replies, from the request alone: clip norm and lattice, or the longest honest sum."""
@@ -263,7 +263,7 @@ class NoisedSum:
         Raises:
             RoundDiscarded: with too few replies for the noise that was charged, or a sum that is not exact.
         """
-        ask, total, own = now.ask, collected.total, self.state_in(state)
+        ask, total, sum_state = now.ask, collected.total, self.state_in(state)
         kept = _kept(ask, total.size)
         part = total if kept is None else total[kept]
         # Noise for the clip norm of the request, not for one that has moved since. Sums of multiples of the step are exact, so
@@ -277,13 +277,13 @@ class NoisedSum:
             raise RoundDiscarded("the replies' sum is too large to be exact")
         mean = np.divide(total, self.release.expected_cohort_size, out=total)
         if self.clip is not None and ask.indicator is not None:
-            own = replace(own, clip_norm=self.clip.next_clip_norm(ask.indicator, float(mean[-1])))
+            sum_state = replace(sum_state, clip_norm=self.clip.next_clip_norm(ask.indicator, float(mean[-1])))
             mean = mean[:-1]
         if self.keep_ratio < 1 and self.noise.placement == "central":
             mean = compression.decode(compression.top_k(mean.astype(np.float32), self.keep_ratio), mean.size)
         if self.masks is not None:
-            own = replace(own, released=np.array(mean))
-        return np.asarray(mean), own
+            sum_state = replace(sum_state, released=np.array(mean))
+        return np.asarray(mean), sum_state
 
 
 def _kept(ask: ReleaseRequest, length: int) -> np.ndarray | None:

@@ -65,7 +65,7 @@ class RoundRequest:
 
 
 class Release(Protocol):
-    """One noised quantity that is published once per round. It is immutable: methods take the run's state and return the next.
+    """One noised quantity that crosses a boundary in a round. It is immutable: methods take the run's state and return the next.
 
     Attributes:
         name: name of the release on the wire: the method's, or that of private evaluations.

@@ -243,8 +243,8 @@ def _add(
     """Add one node's vector; return the rest of its reply, or its refusal; or raise ValueError and change nothing."""
     content, length = reply.content, limits.length
     arrays, others = (stock.num_arrays, stock.num_bytes) if stock else (0, 0)
-    # A bound against a reply that exhausts the server's memory, checked before anything is parsed. 16 bytes a coordinate: a
-    # vector in float64, twice. 2048 bytes an array: its name and header. 6 bytes a character: JSON writes \uXXXX for one.
+    # A bound against a reply that exhausts the server's memory, checked before anything is parsed. 16 bytes per coordinate: a
+    # vector in float64, twice. 2048 bytes per array: its name and header. 6 per character of the header: a JSON \uXXXX.
     most = 16 * length + others + 2048 * arrays + 6 * wire.most_answer_characters(len(names))
     num_bytes = wire.check_content(content, most_entries=arrays + _MOST_ENTRIES, most_bytes=most)
     if (refusal := wire.refusal_of(content)) is not None:
