@@ -354,8 +354,8 @@ def test_the_log_says_before_round_1_how_the_noise_compares_with_the_longest_mea
         (method.noise(arguments, heard) * math.sqrt(dimension), method.reach(arguments)), rel=1e-3
     )
     before = run.log.partition("[ROUND 1/")[0]
-    assert f"norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most {reach:.3g}" in before
-    assert f"the noise on the mean is {norm / reach:.1f} times as long as any mean without it" in before
+    assert f"Norm of the noise on the mean of round 1 {norm:.3g}, of the mean without it at most {reach:.3g}" in before
+    assert f"Noise on the mean is {norm / reach:.1f} times the largest possible noiseless mean" in before
 
 
 @some_methods(lambda method: method.client is not None and method.label not in NAMESAKES)

@@ -292,7 +292,7 @@ def test_the_guide_with_a_node_that_is_killed_in_mid_round(deployment):
     assert f"{second}: 2 of 6 replies, epsilon 1.0000 at delta 0 (replace-one)" in made.run("7", second)
     # Round 1 misses the node that died, and round 2 nobody: the run knows the client by its name.
     assert made.log("6a").count("no reply: ") == 1
-    assert f"node {old}: no reply: " in made.log("6a")
+    assert f"Node {old}: no reply: " in made.log("6a")
 
 
 # The compose file

@@ -39,21 +39,22 @@ class ClientLevelRules:
 
     The noise has std noise_multiplier x clip_norm; the global model moves by the noised sum over the *expected* cohort. There are
     no weights by example counts. Missing and refused replies count as zeros, and a round with an empty cohort is charged too.
-    Sampling lowers the cost only if no message reveals who takes part: not if shares of noise may be missing from the sum, and
-    not if clients choose the coordinates that they send.
+
+    The accounting claims amplification by sampling only if no message reveals who takes part. It claims none if the sum may lack
+    noise shares, or if clients select the coordinates that they send.
 
     Args:
         name: the method's name on the wire.
         title: the method's name for people.
-        updates: what is released.
-        noise: its noise multiplier; or a `EpsilonTarget`, whose epsilon gives the noise and is the target too.
+        updates: the release of clipped updates.
+        noise: noise multiplier of the release, or an `EpsilonTarget`, whose epsilon gives the noise and is the target too.
         delta: the delta at which epsilon is stated, in (0, 1).
-        target_epsilon: the run ends before the round that would pass it; None for no target.
-        paper_formula: what the paper's epsilon is called.
-        evaluation: the plan of private evaluations, a second release of the rounds; None for none.
+        target_epsilon: epsilon at which the run ends, before the round that would exceed it; None for no target.
+        paper_formula: name of the formula of the paper's epsilon.
+        evaluation: settings of private evaluations, a second release of the rounds; None for none.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value, before any client is asked.
+        ValueError: if a value is invalid, before any request; the message names field and value.
     """
 
     def __init__(
@@ -87,12 +88,12 @@ class ClientLevelRules:
 
     @property
     def releases(self) -> tuple[NoisedSum, ...]:
-        """The noised sum of updates, and that of metrics if there are private evaluations."""
+        """The noised sum of updates, and the noised sum of metrics if there are private evaluations."""
         return (self.training,) if self.evaluation is None else (self.training, self.evaluation)
 
     @property
     def clip_norms(self) -> tuple[float, float]:
-        """The smallest and the largest clip norm that a round can have."""
+        """The minimum and the maximum clip norm of a round."""
         clip = self.training.clip
         return (self.release.clip_norm,) * 2 if clip is None else (clip.of.min_clip_norm, clip.of.max_clip_norm)
 
@@ -103,7 +104,7 @@ class ClientLevelRules:
     # The run
 
     def with_clients(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
-        """Return the rules of a run: they know how many of its rounds the target allows, and the cost of each.
+        """Return the rules of a run with the number of its rounds that the target allows, and the cost of each.
 
         Raises:
             ValueError: if the noise was calibrated for another number of rounds.
@@ -123,14 +124,14 @@ class ClientLevelRules:
         )
 
     def _events(self, num_rounds: int) -> dp_events.DpEvent:
-        """Return what `num_rounds` rounds cost at most, their evaluations with them: one after every `every`-th."""
+        """Return the most expensive event of `num_rounds` rounds with their evaluations, one after every `every`-th round."""
         return run_event(self.noise, self.evaluation, num_rounds)
 
     def noise_and_signal_norms(self, dimension: int) -> tuple[float, float]:
-        """Return the expected norm, about, of the noise on the mean, and the largest norm of the mean without noise.
+        """Return the approximate expected norm of the noise on the mean, and the largest norm of the mean without noise.
 
         Args:
-            dimension: of the model's vector.
+            dimension: length of the model's vector.
         """
         training, first = self.training, SumState()
         release, beside = training.next_noise(first).release, training.num_beside
@@ -138,11 +139,11 @@ class ClientLevelRules:
         return release.noise_scale / release.expected_cohort_size * math.sqrt(kept), training.clip_norm(first)
 
     def stop_reason(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
-        """Return why the round is not run: it would pass the target, or is out of order; None if it is run."""
+        """Return why the round is not run: it would exceed the target, or is out of order; None if it is run."""
         charges = state.charges
         number = self.num_rounds(charges) + 1
         if self.training.has_fixed_order and server_round != number:
-            # Its cohort follows from the round's number, its charge from how many there were.
+            # A caller's round number must not choose the cohort: cohort and charge follow the number of charged rounds.
             return f"with {self.training.sampling} it must be round {number}"
         if self.target_epsilon is None or (cohort_size is None) == self.noise.num_shares_varies:
             return None
@@ -150,17 +151,17 @@ class ClientLevelRules:
         charged = self.noise.release_to_participants if shares is None else self.noise.without_own_share(shares)
         event = charged.event(number)
         if self.evaluation is not None:
-            # All that may still be asked for after this round: those of earlier rounds too, if nobody asked for them yet.
+            # Every evaluation that may still be requested after this round, also those that earlier rounds have left out.
             owed = range(charges.number(EVALUATION) + 1, number // self.evaluation.plan.every + 1)
             event = dp_events.ComposedDpEvent(
-                (event, *(self.evaluation.noise.release_to_participants.event(one) for one in owed))
+                (event, *(self.evaluation.noise.release_to_participants.event(index) for index in owed))
             )
         if self._planned.allows(number, ledger=lambda: self.ledger(charges), event=event, as_planned=self._as_planned(charges)):
             return None
         return f"it would pass target_epsilon={self.target_epsilon:g}"
 
     def _as_planned(self, charges: Charges) -> bool:
-        """Whether no other events were charged than planned, and no more evaluations: before, a run may have had more of them."""
+        """Return whether only planned events were charged, and no more evaluations than planned for these rounds."""
         if not self.noise.num_shares_varies and set(self.training.history(charges).counts) - {
             self.noise.release_to_participants.event(1)
         }:
@@ -178,7 +179,7 @@ class ClientLevelRules:
         return ModelUpdate(vector=mean, releases={self.training.name: after})
 
     def public_metrics(self, state: RunState, now: RoundRequest | None) -> Mapping[str, float]:
-        """Return an upper bound of the cost of all rounds charged so far, and the clip norm of a round, where that moves."""
+        """Return an upper bound of the cost of all rounds charged so far, and the clip norm of a round, if it is adaptive."""
         charges, planned = state.charges, None
         if self._as_planned(charges) and not self.noise.num_shares_varies:
             planned = self._planned.epsilon(self.num_rounds(charges))
@@ -191,24 +192,24 @@ class ClientLevelRules:
     # Cost
 
     def num_rounds(self, charges: Charges) -> int:
-        """Return how many rounds were charged."""
+        """Return the number of charged rounds."""
         return charges.number(self.training.name)
 
     def ledger(self, charges: Charges) -> History:
-        """Return what was charged against any single client."""
+        """Return the charges against any single client."""
         return charges.history(self.training.scope)
 
     def outside_ledger(self, charges: Charges) -> History:
-        """Return what was charged against those who are no clients."""
+        """Return the charges against outsiders."""
         return charges.history(replace(self.training.scope, view=OUTSIDERS))
 
     def least_noise_multiplier(self, charges: Charges) -> float:
-        """Return the least noise multiplier that a round was charged with; infinite before the first one."""
+        """Return the lowest noise multiplier of the charged rounds; infinite before the first."""
         counts = self.training.history(charges).counts
         return min(map(least_noise_multiplier, counts), default=math.inf)
 
     def statement(self, state: RunState, facts: RunFacts) -> PrivacyStatement:
-        """Return the statement on all charges, those of private evaluations among them."""
+        """Return the statement on all charges, including those of private evaluations."""
         release, evaluation, charges, delta = self.release, self.evaluation, state.charges, self.about.delta
         num_rounds, ledger = self.num_rounds(charges), self.ledger(charges)
         inside, outside = ledger.cost(delta), self.outside_ledger(charges).cost(delta)
@@ -222,7 +223,7 @@ class ClientLevelRules:
         if self.budget is not None:
             noise |= {"calibrated_for_epsilon": self.budget.epsilon, "calibrated_for_rounds": self.budget.num_rounds}
         if (clip := self.training.clip) is not None:
-            # The std above are of the smallest clip norm, around update and indicator together.
+            # The stds above are for the minimum clip norm, around update and indicator together.
             noise |= {
                 "clip_norm": clip.of.min_clip_norm,
                 "joint_norm": release.clip_norm,
@@ -265,9 +266,9 @@ class ClientLevelRules:
 
 
 def _stock_refusal(training: NoisedSum) -> str | None:
-    """Return why stock clients can't take part, None if they can."""
+    """Return why stock clients can't take part; None if they can."""
     if training.masks is not None:
-        return "stock clients know no mask; use DPClient or privacy_mod of flower_dp.clients"
+        return "stock clients apply no mask; use DPClient or privacy_mod of flower_dp.clients"
     if training.noise.placement == "central":
         return None
     return (
@@ -277,7 +278,7 @@ def _stock_refusal(training: NoisedSum) -> str | None:
 
 
 def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost, outside: PrivacyCost) -> tuple[Adversary, ...]:
-    """Outsiders, participants and the server, and what can be proved against each."""
+    """Return outsiders, participants and the server, with the epsilon that can be proved against each."""
     release, evaluation, delta = rules.noise.release_to_outsiders, rules.evaluation, rules.about.delta
     unknown = "how many" if rules.training.sampling.cohort_size_is_secret else "which clients"
     secret = f"; not {unknown} took part" if rules.training.cohort_is_secret else ", and who took part"
@@ -293,8 +294,8 @@ def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost,
         share = replace(release, mechanism=Gaussian(noise_multiplier=multiplier), sampler=FullSampling())
         event = accounting.repeated(share.event(1), rules.num_rounds(charges))
         if evaluation is not None:
-            own = replace(share, clip_norm=1.0, mechanism=Gaussian(noise_multiplier=evaluation.noise.min_share_std))
-            event = dp_events.ComposedDpEvent([event, accounting.repeated(own.event(1), charges.number(evaluation.name))])
+            evaluated = replace(share, clip_norm=1.0, mechanism=Gaussian(noise_multiplier=evaluation.noise.min_share_std))
+            event = dp_events.ComposedDpEvent([event, accounting.repeated(evaluated.event(1), charges.number(evaluation.name))])
         server, std = accounting.epsilon(event, delta=delta, relation=release.relation), share.noise_scale
     sees_as_client = f"what outsiders see{knows}; each alone, as if selected in every round"
     least = min(rules.least_noise_multiplier(charges), release.mechanism.noise_multiplier) * release.clip_norm
@@ -306,7 +307,7 @@ def _adversaries(rules: ClientLevelRules, charges: Charges, inside: PrivacyCost,
 
 
 def _paper(rules: ClientLevelRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:
-    """The paper's RDP epsilon of the same rounds, with its own assumptions checked."""
+    """Return the paper's RDP epsilon of the same rounds, with a check of its assumptions."""
     release = rules.release
     if not release.mechanism.noise_multiplier or not rules.num_rounds(charges):
         return None
@@ -416,7 +417,7 @@ def _unlisted(rules: ClientLevelRules) -> str:
 
 def _incidents(rules: ClientLevelRules, run: RunFacts) -> list[str]:
     lines = list(run.incidents)
-    # Its number would reveal the size of cohorts; that there is one would reveal that a client that always fails has taken part.
+    # The number would reveal the size of cohorts. That there is one would reveal that a client which always fails has taken part.
     if run.missing.total and not rules.training.cohort_is_secret:
         lines.append(f"{run.missing.total} requested updates did not count: {run.missing}")
     return lines

@@ -42,7 +42,7 @@ from flower_dp.strategies.strategy import DPStrategy
 
 
 def less_is_better(best_model_metric: str) -> bool:
-    """Return whether the least value of a metric is the best (`...loss`), or the largest (`...accuracy`).
+    """Return whether the smallest value of a metric is the best (`...loss`), or the largest (`...accuracy`).
 
     Raises:
         ValueError: for a name with another ending.
@@ -62,8 +62,8 @@ class BestModel:
     Attributes:
         arrays: the best model, by the names of its arrays; None before any.
         server_round: the round of the best model; 0 is the initial one.
-        value: its metric.
-        num_seen: models that were compared.
+        value: metric of the best model.
+        num_seen: number of models that were compared.
     """
 
     arrays: Mapping[str, np.ndarray] | None = None
@@ -72,34 +72,34 @@ class BestModel:
     num_seen: int = 0
 
     def after(self, server_round: int, arrays: ArrayRecord, metrics: MetricRecord, *, best_model_metric: str) -> BestModel:
-        """Return the best model with one more to compare: this one, or the new one if it is better than all before.
+        """Return the best model after one more comparison: this one, or the new one if it is better than all before.
 
-        A model whose number is not finite is passed over.
+        A model whose metric is not finite is skipped.
 
         Args:
-            server_round: of the model.
+            server_round: round of the model.
             arrays: the model.
-            metrics: its evaluation, with public data: then the choice costs no privacy.
-            best_model_metric: the metric that decides, see `less_is_better`.
+            metrics: metrics of the model. If they come from public data, the choice costs no privacy.
+            best_model_metric: name of the metric that decides: see `less_is_better`.
 
         Raises:
-            ValueError: if the evaluation does not have the number by which models are compared.
+            ValueError: if the metrics lack the one that decides.
         """
-        found = metrics.get(best_model_metric)
-        if not isinstance(found, int | float):
+        value = metrics.get(best_model_metric)
+        if not isinstance(value, int | float):
             raise ValueError(
                 f"evaluate_fn: returns {', '.join(metrics) or 'nothing'}; must have best_model_metric={best_model_metric!r}"
             )
-        if not math.isfinite(found):
+        if not math.isfinite(value):
             return self
-        better = found < self.value if less_is_better(best_model_metric) else found > self.value
+        better = value < self.value if less_is_better(best_model_metric) else value > self.value
         if self.arrays is not None and not better:
             return replace(self, num_seen=self.num_seen + 1)
         model = {name: array.numpy() for name, array in arrays.items()}
-        return BestModel(arrays=model, server_round=server_round, value=float(found), num_seen=self.num_seen + 1)
+        return BestModel(arrays=model, server_round=server_round, value=float(value), num_seen=self.num_seen + 1)
 
     def in_words(self, best_model_metric: str) -> str | None:
-        """Return how the resulting model was chosen; None if nothing was compared."""
+        """Return the text on the choice of the final model; None if nothing was compared."""
         if self.arrays is None:
             return None
         which = f"of round {self.server_round}" if self.server_round else "the initial one"
@@ -108,18 +108,18 @@ class BestModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What a device spends on rounds and local steps, in any unit, and the limit of it (Hu et al., eq. 8: c1, c2 and C_th).
+    """The resource costs of a device for rounds and local steps, in any unit, and their limit (Hu et al., eq. 8: c1, c2, C_th).
 
-    A device is charged when it is asked, whether or not its reply arrives.
+    A device is charged with its request, whether or not its reply arrives.
 
     Attributes:
-        num_local_steps: steps of a round.
-        cost_per_aggregation: of a round's messages.
-        cost_per_step: of a local step.
-        max_resource_cost: of a device in a run; None: no limit.
+        num_local_steps: local steps per round.
+        cost_per_aggregation: cost of a round's messages.
+        cost_per_step: cost of a local step.
+        max_resource_cost: maximum cost of a device in a run; None: no limit.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value; or if the limit is too small for one round.
+        ValueError: if a value is invalid (the message names field and value), or if the limit is too small for one round.
 
     Example:
         >>> from flower_dp.strategies.dp_pasgd import Resources
@@ -152,11 +152,11 @@ class Resources:
         return bool(self.cost_per_aggregation or self.cost_per_step)
 
     def cost(self, rounds: int) -> float:
-        """Return what so many rounds cost a device, bit for bit the planner's sum."""
+        """Return the cost of `rounds` rounds to a device, bit for bit the planner's sum."""
         return float(self.cost_per_aggregation * rounds + self.cost_per_step * (rounds * self.num_local_steps))
 
     def stop_reason(self, most: int) -> str | None:
-        """Return that one more round would exceed the budget of a device that was asked in so many, if so; else None."""
+        """Return the reason if one more round after `most` would exceed the limit of a device; else None."""
         if self.max_resource_cost is None or self.cost(most + 1) <= self.max_resource_cost:
             return None
         return (
@@ -165,7 +165,7 @@ class Resources:
         )
 
     def line(self, most: int) -> str:
-        """Return what was spent by a device that was asked in so many rounds, in words."""
+        """Return the text on the resources that a device has spent in `most` rounds."""
         return (
             f"Resources: a device spent at most {self.cost(most):g}{self._limit}, for {most} aggregations at "
             f"{self.cost_per_aggregation:g} and {most * self.num_local_steps} local steps at {self.cost_per_step:g}"
@@ -189,14 +189,14 @@ class DPPASGDRules(LocalRules):
     Args:
         population: the devices.
         steps: local steps, the same for all.
-        resources: what rounds and steps cost a device.
+        resources: costs of rounds and steps, and their limit.
         clip_norm: L2 bound on one record's gradient.
-        delta: of every budget.
-        num_steps: local steps that the noise is made for.
-        batch_sampling: see `step_terms`.
-        calibration: see `step_terms`.
-        best_model_metric: the number by which models are compared.
-        evaluation: the plan of private evaluations; None for none.
+        delta: delta of every budget.
+        num_steps: number of local steps for which the noise is made.
+        batch_sampling: `fixed-size` or `poisson`: see `step_terms`.
+        calibration: `exact` or `zcdp`: see `step_terms`.
+        best_model_metric: name of the metric that selects the final model.
+        evaluation: settings of private evaluations; None for none.
     """
 
     def __init__(
@@ -231,8 +231,8 @@ class DPPASGDRules(LocalRules):
         if batch_sampling == "poisson" and population.num_records is None:
             raise checks.bad("num_records", None, "the public data sizes with batch_sampling='poisson'")
 
-        def terms_of(one: ClientFacts) -> ClientTerms:
-            return terms(epsilon=one.epsilon, batch_size=one.batch_size, num_records=one.num_records)
+        def terms_of(client: ClientFacts) -> ClientTerms:
+            return terms(epsilon=client.epsilon, batch_size=client.batch_size, num_records=client.num_records)
 
         if evaluation is not None and population.num_records is None:
             raise checks.bad("num_records", None, "the public data sizes with an evaluation, which takes all records of a client")
@@ -247,11 +247,11 @@ class DPPASGDRules(LocalRules):
         self.resources = resources
 
     def costs(self, charges: Charges) -> dict[str, float]:
-        """Return the resources that every device has spent: a round costs it some whether or not its reply arrives."""
+        """Return the resource cost of every device, by name; a round counts whether or not the reply arrives."""
         return {name: self.resources.cost(rounds) for name, rounds in self.training.counts(charges).items()}
 
     def most_rounds(self, charges: Charges) -> int:
-        """Return in how many rounds a device was asked at most."""
+        """Return the maximum number of rounds in which one device got a request."""
         return max(self.training.counts(charges).values(), default=0)
 
     def weight(self, name: str) -> float:
@@ -265,7 +265,7 @@ class DPPASGDRules(LocalRules):
         return " and ".join(filter(None, (privacy, self.resources.stop_reason(self.most_rounds(state.charges))))) or None
 
     def longest(self, now: RoundRequest) -> Callable[[str], float]:
-        """Return how long a device's honest update is at most."""
+        """Return a bound on the norm of a device's honest update."""
         start = float(l2_norms(now.vector.astype(np.float64)))
 
         def longest(name: str) -> float:
@@ -277,7 +277,7 @@ class DPPASGDRules(LocalRules):
         return longest
 
     def next_model(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> ModelUpdate:
-        """Return the plain mean of the models of the devices that have answered; without any, the last model."""
+        """Return the plain mean of the models of the devices that have replied; without any, the previous model."""
         replied = len(collected.clients)
         return ModelUpdate(vector=now.vector + collected.total / replied if replied else now.vector, own=state.own)
 
@@ -308,7 +308,7 @@ class DPPASGDRules(LocalRules):
         if state.own is not None and (chosen := state.own.in_words(self.best_model_metric)):
             assumptions.append(f"{chosen} on data assumed to be public: such a choice costs nothing.")
         scale = "noise_std_of_a_mean_gradient"
-        # Of a device with the least, on the change of a weight in all steps of a round.
+        # The device with the least noise; the std is on the change of a weight in all steps of a round.
         least = min((terms.release.noise_std / terms.release.expected_cohort_size for terms in books.terms.values()), default=0.0)
         return local_statement(
             self,
@@ -327,7 +327,7 @@ class DPPASGDRules(LocalRules):
 
 
 def _paper(rules: DPPASGDRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:
-    """The paper's epsilon, for the noise and the steps of the run, of the client whom it costs most."""
+    """Return the paper's epsilon for the noise and the steps of the run, of the client whom it costs most."""
     values = []
     for name, ledger in rules.ledgers(charges).items():
         terms = rules.books.terms[name]
@@ -353,13 +353,13 @@ def _paper(rules: DPPASGDRules, charges: Charges, run: RunFacts) -> PaperEpsilon
 class DPPASGD(DPStrategy):
     """DP-PASGD, for clients whose recipe is `flower_dp.clients.DPPASGDRecipe` with the same numbers; DP-SGD with one local step.
 
-    In each round every device takes tau steps w <- w - eta (g + b), where g is the mean of the clipped gradients of a mini-batch
-    and b ~ N(0, sigma_m^2 I) is drawn anew in *every step*; the server takes the plain mean of the models of the devices that
-    answer. All K steps together are (epsilon, delta)-differentially private for each record of a device, replaced by another,
-    against everyone who sees its messages: local differential privacy.
+    In each round every device takes tau steps w <- w - eta (g + b). Here g is the mean of the clipped gradients of a mini-batch,
+    and b ~ N(0, sigma_m^2 I) is drawn independently in *every step*. The server takes the plain mean of the models of the
+    devices that reply. All K steps together are (epsilon, delta)-differentially private for each record of a device, replaced by
+    another, against everyone who sees its messages: local differential privacy.
 
-    The result's model is the best by `evaluate_fn`, the initial one included; without an `evaluate_fn`, or if it returns nothing,
-    the last. Let `evaluate_fn` use public data: then the choice costs nothing.
+    The final model is the best by `evaluate_fn`, the initial one included; without an `evaluate_fn`, or if it returns nothing,
+    the last. If `evaluate_fn` uses public data only, the choice costs nothing.
 
     A run ends before the round that would exceed the privacy budget (`num_steps`) or the resource limit (`max_resource_cost`).
     The statement says which. `rules.costs(charges)` is the cost of every device.
@@ -368,26 +368,26 @@ class DPPASGD(DPStrategy):
         num_clients: number of devices (paper: M).
         batch_size: records in a mini-batch (paper: X_m): one number, a sequence in the order of the clients' names, or by name.
         clip_norm: L2 bound on one record's gradient (paper: G).
-        epsilon: budget of each device: one number, a sequence or a mapping; math.inf: no noise, not private.
-        delta: in (0, 1).
-        num_steps: local steps that the noise is made for (paper: K), a multiple of `num_local_steps`.
+        epsilon: epsilon budget of each device: one number, a sequence or a mapping; math.inf: no noise, not private.
+        delta: the delta at which epsilon is stated, in (0, 1).
+        num_steps: number of local steps for which the noise is made (paper: K), a multiple of `num_local_steps`.
         num_local_steps: steps of a device in a round (paper: tau).
         learning_rate: the devices' step size in round 1 (paper: eta); the server uses it to bound the norm of an honest update.
-        learning_rate_decay: the step size shrinks by this part every round.
+        learning_rate_decay: fraction by which the step size shrinks every round.
         weight_decay: L2 coefficient of the devices' loss.
         batch_sampling: `fixed-size`, without amplification as in the paper, or `poisson`, with it.
-        calibration: `exact`, the least noise that can be proved enough, or `zcdp`, the paper's eq. 9 (not its eq. 23, which has a
-            wrong sign).
+        calibration: `exact`, the least noise with a proof that it suffices, or `zcdp`, the paper's eq. 9 (not its eq. 23, which
+            has a wrong sign).
         num_records: public data sizes, needed for `poisson` and for an `evaluation`: one number, a sequence or a mapping.
         cost_per_aggregation: cost of one round to a device (paper: c1).
         cost_per_step: cost of one local step to a device (paper: c2).
-        max_resource_cost: largest cost to a device in a run (paper: C_th); None: no limit.
-        best_model_metric: the metric of `evaluate_fn` that selects the final model: the smallest value if its name ends in
-            `loss`, the largest if it ends in `accuracy`.
-        options: those of every strategy: see `StrategyOptions`.
+        max_resource_cost: maximum cost to a device in a run (paper: C_th); None: no limit.
+        best_model_metric: metric of `evaluate_fn` that selects the final model: the smallest value if its name ends in `loss`,
+            the largest if it ends in `accuracy`.
+        options: options of every strategy: see `StrategyOptions`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Source: Hu, Guo, Ratazzi, Gong, Differentially Private Federated Learning for Resource-Constrained Internet of Things,
     Algorithm 1.
@@ -476,9 +476,9 @@ class DPPASGD(DPStrategy):
         """Run as `DPStrategy.start` does; the result's model is the best of the run by `evaluate_fn`, else the last.
 
         Raises:
-            ValueError: as there, or if `evaluate_fn` does not return the number that `best_model_metric` names.
-            TimeoutError: as there.
-            RuntimeError: as there.
+            ValueError: as `DPStrategy.start`, or if `evaluate_fn` does not return the metric `best_model_metric`.
+            TimeoutError: as `DPStrategy.start`.
+            RuntimeError: as `DPStrategy.start`.
         """
         compared = None if evaluate_fn is None else Around(self._compared(named(evaluate_fn)))
         result = super().start(

@@ -40,7 +40,7 @@ _FORMULAS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:
-    """The server's step sizes: see `FedSGDDPC`, whose arguments these are."""
+    """The server's step sizes; `FedSGDDPC` describes the attributes."""
 
     learning_rate: float | None
     learning_rate_decay: float
@@ -75,12 +75,12 @@ class FedSGDDPCRules(LocalRules):
 
     Args:
         population: the clients.
-        terms: `gradient_terms` with what all clients have in common.
+        terms: `gradient_terms` with the arguments that all clients share.
         steps: the server's step sizes.
-        cohort_size: clients a round.
-        delta: of every budget.
-        noise_constant: c2 of the paper's epsilon.
-        evaluation: the plan of private evaluations; None for none.
+        cohort_size: clients per round.
+        delta: delta of every budget.
+        noise_constant: c2 of the paper's epsilon; None: not known.
+        evaluation: settings of private evaluations; None for none.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class FedSGDDPCRules(LocalRules):
         self.sampling_rate, self.step_size = release.expected_cohort_size, steps.at
         self.noise_constant = None if noise_constant is None else checks.number("noise_constant", noise_constant, above=0)
 
-        def terms_of(one: ClientFacts) -> ClientTerms:
-            return terms(epsilon=one.epsilon, num_records=one.num_records, num_replies=one.num_replies)
+        def terms_of(client: ClientFacts) -> ClientTerms:
+            return terms(epsilon=client.epsilon, num_records=client.num_records, num_replies=client.num_replies)
 
         books = ClientLedgers(
             population,
@@ -163,7 +163,7 @@ class FedSGDDPCRules(LocalRules):
 
 
 def _paper(rules: FedSGDDPCRules, charges: Charges, run: RunFacts) -> PaperEpsilon | None:
-    """The paper's epsilon, for the noise and the replies of the run, of the client whom it costs most."""
+    """Return the paper's epsilon for the noise and the replies of the run, of the client whom it costs most."""
     values = []
     for name, ledger in rules.ledgers(charges).items():
         release, replies = rules.books.terms[name].release, ledger.num_charges
@@ -198,35 +198,35 @@ def _paper(rules: FedSGDDPCRules, charges: Charges, run: RunFacts) -> PaperEpsil
 class FedSGDDPC(DPStrategy):
     """FedSGD-DPC, for clients whose recipe is `flower_dp.clients.FedSGDDPCRecipe` with the same numbers.
 
-    In each round b clients, round robin, send a noised mean of clipped per-record gradients g_i + w_i, and the model moves to
-    theta - eta_t (N/b) sum (n_i/n) (g_i + w_i) (the paper's Algorithm 1 for *updates*: theta_i - theta = -eta_t (g_i + w_i);
-    the step size is the server's, it costs no privacy). Clients that don't answer count as zeros: b does not shrink.
+    In each round b clients, round robin, send a noised mean of clipped per-record gradients g_i + w_i. The model moves to
+    theta - eta_t (N/b) sum (n_i/n) (g_i + w_i). This is the paper's Algorithm 1 for *updates*, theta_i - theta = -eta_t (g_i +
+    w_i); the step size is the server's, so it costs no privacy. Clients that don't reply count as zeros: b does not shrink.
 
-    Every client replies at most R = ceil(b T / N) times, and its noise makes all R replies together (epsilon_i, delta)
-    differentially private for each of its records. The paper calibrates to the *expected* number of replies of random
-    selection, which some clients then exceed.
+    Every client replies at most R = ceil(b T / N) times. Its noise makes all R replies together (epsilon_i, delta)-differentially
+    private for each of its records. The paper calibrates to the *expected* number of replies of random selection, which some
+    clients then exceed.
 
     Args:
         mechanism: `laplace` (pure, delta 0) or `gaussian`.
         num_clients: number of clients (paper: N).
-        cohort_size: clients a round (paper: b).
+        cohort_size: clients per round (paper: b).
         num_records: public data sizes (paper: n_i): one number, a sequence in the order of the clients' names, or by name.
         clip_norm: bound on one record's gradient, L1 for Laplace (paper: xi_1), L2 for Gaussian.
-        epsilon: budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
+        epsilon: epsilon budget of each client: one number, a sequence or a mapping; math.inf: no noise, not private.
         learning_rate: step size of round 1; or None, with the two constants of the theory's schedule.
         delta: 0 for Laplace, in (0, 1) for Gaussian.
-        learning_rate_decay: the step size shrinks by this part every round.
+        learning_rate_decay: fraction by which the step size shrinks every round, in [0, 1).
         strong_convexity: mu of eta_t = (2/mu) / (t + gamma), t = 0, 1, ...
         smoothness: lambda of gamma = 2 lambda / mu.
         aggregation: `data-size` or `uniform`.
-        sampling_rate: part of a client's records in a batch (paper: q), Gaussian only.
+        sampling_rate: fraction of a client's records in a batch (paper: q), Gaussian only.
         relation: neighboring relation; replace-one in the paper. Under add-or-remove-one the noise is about half as large.
-        num_replies: the most replies of a client (R), if not ceil(b T / N): one number, a sequence or a mapping.
-        noise_constant: the paper's c2, which has no published value; gives the Gaussian `paper` epsilon.
-        options: those of every strategy: see `StrategyOptions`.
+        num_replies: maximum replies of a client (R), if not ceil(b T / N): one number, a sequence or a mapping.
+        noise_constant: the paper's c2, which has no published value; it gives the Gaussian `paper_epsilon`.
+        options: options of every strategy: see `StrategyOptions`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Example:
         >>> from flower_dp.strategies import FedSGDDPC

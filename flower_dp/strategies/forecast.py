@@ -1,4 +1,4 @@
-"""The statement that a run will end with, before its first round: releases are charged, and nothing is released."""
+"""The forecast of a run's statement before its first round: releases are charged, and nothing is released."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from flower_dp.strategies.strategy import DPStrategy
 
 
 def forecast(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> PrivacyStatement:
-    """Return what the statement of a new strategy's run will be; the strategy itself is used up.
+    """Return the statement that this strategy's run will have. Uses the strategy up: don't start it afterwards.
 
-    Where cohorts are drawn and cost depends on them, it is the most that a run costs: of clients with budgets of their own, some
-    are asked in every round, as far as their budgets go, and a cohort whose size enters the cost is as small as any is likely to
-    be.
+    If the cost depends on random cohorts, the forecast assumes the most expensive ones. Some clients with their own budgets are
+    selected in every round until the budget is spent. A cohort whose size affects the cost is as small as any is likely to be.
 
     Args:
-        strategy: as for the run.
-        num_rounds: as `start` will be told; the run may end before, as its target or its budgets say.
-        names: of all clients.
+        strategy: the strategy, constructed as for the run.
+        num_rounds: number of rounds that `start` will get; the run may end before, by its target or its budgets.
+        names: names of all clients.
 
     Raises:
-        ValueError: if the strategy can't be run for so many rounds.
+        ValueError: if the strategy can't run so many rounds.
 
     Example:
         >>> from flower_dp.core.sampling import FullSampling
@@ -71,29 +70,29 @@ def _forecast(strategy: DPStrategy, num_rounds: int, names: Sequence[str]) -> tu
 
 
 def outside_event(strategy: DPStrategy, *, num_rounds: int, names: Sequence[str]) -> tuple[dp_events.DpEvent, PrivacyStatement]:
-    """Return what a run is charged with against those who are no clients, and its statement; arguments are those of `forecast`.
+    """Return the event of a run against outsiders, and its statement; arguments as of `forecast`.
 
     Raises:
-        ValueError: if every device has a ledger of its own; or as `forecast`.
+        ValueError: if every device has its own ledger; or as `forecast`.
     """
     rules, state = _forecast(strategy, num_rounds, names)
     statement = rules.statement(state, strategy.facts)
     if not isinstance(rules, ClientLevelRules):
         raise ValueError(
             f"{statement.method}: devices are protected from the server, which sees every run; choosing among runs costs each "
-            "device what all of them cost together"
+            "device the joint cost of all of them"
         )
     return rules.outside_ledger(state.charges).event, statement
 
 
 def _asked(release: Release, charges: Charges, names: Sequence[str], num_rounds: int) -> list[str]:
-    """Return a cohort that costs as much as any that is likely."""
+    """Return a cohort that costs as much as any likely one."""
     if isinstance(release, NoisedSum) and isinstance(release.noise, NoiseSharing):
         return list(names[: smallest_cohort(release.noise, num_rounds)])
     if not isinstance(release, LocalReleases):
         raise TypeError(f"release {release.name}: is a {type(release).__name__}")
     if isinstance(release.sampling, RoundRobinSampling):
-        turn = release.sampling.sample(charges.number(release.name) + 1, len(names), np.random.default_rng())
-        names = [names[place] for place in turn]
+        order = release.sampling.sample(charges.number(release.name) + 1, len(names), np.random.default_rng())
+        names = [names[index] for index in order]
     paying = [name for name, pays in zip(names, release.paying(charges, names), strict=True) if pays]
     return paying[: release.sampling.max_cohort_size(len(names))]

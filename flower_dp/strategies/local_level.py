@@ -1,4 +1,4 @@
-"""Local placement: what the rules of all methods have in common in which every message is private on its own."""
+"""Local DP: the common rules of all methods in which every client adds its full noise."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ NOISE_DEVIATIONS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalMetricsEvaluation(LocalReleases):
-    """Evaluations by noised metrics of single clients, each charged to every client that is asked.
+    """Evaluations by noised metrics of single clients, each charged to every client of its cohort.
 
     Attributes:
-        plan: what is evaluated, by whom, for which budget.
-        books: the method's terms.
+        plan: settings of the evaluations.
+        books: the method's terms and ledgers.
     """
 
     plan: LocalEvaluation
@@ -66,7 +66,7 @@ class LocalMetricsEvaluation(LocalReleases):
     @classmethod
     def of(cls, plan: LocalEvaluation, books: ClientLedgers) -> LocalMetricsEvaluation:
         """Return the evaluations of a method with these terms."""
-        terms = {name: plan.budget.terms(name, own) for name, own in books.terms.items()}
+        terms = {name: plan.budget.terms(name, training) for name, training in books.terms.items()}
 
         def scale(name: str) -> float:
             """Return the Laplace scale on the mean of a client's contributions."""
@@ -90,21 +90,21 @@ class LocalMetricsEvaluation(LocalReleases):
 
     @property
     def length(self) -> int:
-        """The number of entries of a client's row."""
+        """The length of a client's row."""
         return len(self.plan.metrics)
 
     def due(self, charges: Charges, server_round: int) -> bool:
-        """Return whether there is an evaluation in this round, and a client that can pay."""
+        """Return whether this round has an evaluation, and any client has budget left for it."""
         return self.plan.due(server_round) and self.anyone_pays(charges)
 
     def result(self, state: RunState, now: RoundRequest, collected: CollectedReplies, rng: Generator) -> dict[str, float]:
         """Return value and standard error of every metric: the mean of the received rows, by their public weights.
 
-        The standard error covers the noise and, if not all clients have answered, the choice of clients. It is an upper bound:
+        The standard error covers the noise and, if not all clients have replied, the choice of clients. It is an upper bound:
         the variance of the clients' values is the largest that their bounds and the reported mean allow.
 
         Raises:
-            RoundDiscarded: if no client has answered.
+            RoundDiscarded: if no client has replied.
         """
         if not collected.clients:
             raise RoundDiscarded("no client has answered")
@@ -125,22 +125,21 @@ class LocalMetricsEvaluation(LocalReleases):
 
 
 class LocalRules:
-    """Terms and a budget of every client, and a stop where all budgets are spent.
+    """The rules of methods with terms and a budget for every client; a run ends when all budgets are spent.
 
-    A subclass says in `weight`, `longest` and `vectors` what its rows are, and in `next_model` and `statement` what comes of
-    them.
+    A subclass defines its rows in `weight`, `longest` and `vectors`, and their use in `next_model` and `statement`.
 
     Attributes:
-        training: the replies of training.
-        evaluation: private evaluations; None without them.
+        training: the release of training.
+        evaluation: the release of private evaluations; None without them.
 
     Args:
         title: the method's name for people.
-        books: terms of every client, and their costs.
-        name: of the method on the wire.
-        sampling: who takes part in a round.
-        clip_norm: of the releases.
-        evaluation: the plan of private evaluations.
+        books: terms and costs of every client.
+        name: the method's name on the wire.
+        sampling: sampler of a round's cohort.
+        clip_norm: clip norm of the releases.
+        evaluation: settings of private evaluations; None for none.
 
     Raises:
         ValueError: if the plan is for methods with one ledger for all clients.
@@ -170,13 +169,14 @@ class LocalRules:
         """Return the rules of a run of these clients, each with its own terms.
 
         Raises:
-            ValueError: if names or their number don't fit, or a run goes on with a client that it did not begin with.
+            ValueError: if names or their number don't fit, or a resumed run has a client that joined after its start.
             RuntimeError: if the number of replies is not known.
         """
         if known := self.books.terms:
             if new := sorted(set(names) - set(known)):
                 raise ValueError(
-                    f"clients: {new[0]!r} was not there when this run began; this method has terms for those of its start"
+                    f"clients: {new[0]!r} joined after the run began; this method fixes every client's terms at the start and "
+                    "can't add clients"
                 )
             names = tuple(known)
         rules = copy.copy(self)
@@ -185,7 +185,7 @@ class LocalRules:
         return rules
 
     def _open(self) -> None:
-        """Make the releases, which ask this object for what a row is."""
+        """Make the releases, which call this object for weights, bounds and vectors."""
         self.training = LocalReleases(
             name=self._name,
             clip_norm=self.clip_norm,
@@ -203,22 +203,22 @@ class LocalRules:
         """The release of training, and that of private evaluations if there are any."""
         return (self.training,) if self.evaluation is None else (self.training, self.evaluation)
 
-    # What a row is
+    # The rows
 
     def weight(self, name: str) -> float:
-        """Return what a client's row counts in the sum: its share."""
+        """Return the weight of a client's row in the sum: its public share."""
         return self.books.share(name)
 
     def longest(self, now: RoundRequest) -> Callable[[str], float]:
-        """Return how long a client's mean of clipped contributions, with its noise, is at most."""
+        """Return a bound on the norm of a client's mean of clipped contributions, with its noise."""
 
         def longest(name: str) -> float:
-            own = self.books.terms[name].release
+            release = self.books.terms[name].release
             # Laplace vectors are up to twice as long as Gaussian ones, and spread more.
-            noise = own.noise_scale * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
-            whole = own.unit == "client"
+            noise = release.noise_scale * (2 * math.sqrt(now.length) + NOISE_DEVIATIONS)
+            whole = release.unit == "client"
             contributions = 1.0 if whole else self.books.num_records[name]
-            return (contributions * own.clip_norm + noise) / (1.0 if whole else own.expected_cohort_size)
+            return (contributions * release.clip_norm + noise) / (1.0 if whole else release.expected_cohort_size)
 
         return longest
 
@@ -229,7 +229,7 @@ class LocalRules:
     # Charges
 
     def stop_reason(self, state: RunState, server_round: int, cohort_size: int | None) -> str | None:
-        """Return that every budget is spent, if so."""
+        """Return that every budget is spent, or None."""
         return None if self.training.anyone_pays(state.charges) else "every client's budget is spent"
 
     def public_metrics(self, state: RunState, now: RoundRequest | None) -> Mapping[str, float]:
@@ -241,23 +241,23 @@ class LocalRules:
         return {"epsilon": self.books.worst(self.training.counts(state.charges), pure)}
 
     def ledgers(self, charges: Charges) -> dict[str, History]:
-        """Return what every client was charged for training."""
+        """Return the training charges of every client, by name."""
         return self.training.ledgers(charges)
 
     def evaluated(self, charges: Charges, name: str) -> History:
-        """Return what a client was charged for private evaluations."""
+        """Return a client's charges for private evaluations."""
         if self.evaluation is None:
             return History(relation=self.books.relation, counts={})
         return self.evaluation.ledger(charges, name)
 
     def total(self, charges: Charges, name: str, ledger: History) -> PrivacyCost:
-        """Return the cost of some of a client's charges and of its private evaluations together."""
+        """Return the joint cost of some of a client's charges and of its private evaluations."""
         return self.books.total(ledger, self.evaluated(charges, name))
 
 
 @lru_cache(maxsize=1024)
 def _pure(event: dp_events.DpEvent, relation: Relation) -> float:
-    # As a float the product may be below the sum by its last bits.
+    # Rounded up: as a float the product with a count may be below the sum by its last bits.
     return accounting.epsilon(event, delta=0.0, relation=relation).epsilon * (1 + 2**-40)
 
 
@@ -283,20 +283,21 @@ def local_statement(
     incidents: tuple[str, ...] = (),
     adversaries: tuple[Adversary, ...] = (),
 ) -> PrivacyStatement:
-    """Return the statement of what the clients were charged: the worst client's epsilon, and the distribution over clients.
+    """Return the statement on the clients' charges: the worst client's epsilon, and the distribution over clients.
 
     Args:
-        rules: the method; before the first round it knows no clients.
-        state: of the run.
+        rules: the method's rules; before the first round they know no clients.
+        state: state of the run.
         run: facts of the run.
         noise: the method's numbers.
-        sampling: who was asked, in words.
+        sampling: description of the cohorts.
         paper: the paper's epsilon of the worst client.
-        message_std: the smallest std of the noise on a number in a client's message, over clients and rounds, with the client's
+        message_std: lowest std of the noise on a number in a client's message, over clients and rounds, with the client's
             public weight.
         assumptions: further assumptions of this method.
         incidents: further incidents.
-        adversaries: the adversaries, if they see different things; the statement's epsilon is the largest.
+        adversaries: the adversaries, if their views differ; the statement's epsilon is the largest. Empty: all see no more than
+            the messages.
     """
     books, charges, evaluations = rules.books, state.charges, rules.evaluation
     costs, num_rounds = _costs(rules, charges), charges.number(rules.training.name)
@@ -318,7 +319,9 @@ def local_statement(
             parts = {"training": books.cost(rules.training.ledger(charges, worst)).epsilon, "evaluation": alone[worst]}
         if num_evaluations:
             paper = _of_training_alone(paper)
-            adversaries = tuple(replace(one, paper_epsilon=_of_training_alone(one.paper_epsilon)) for one in adversaries)
+            adversaries = tuple(
+                replace(adversary, paper_epsilon=_of_training_alone(adversary.paper_epsilon)) for adversary in adversaries
+            )
     if worst is not None and not adversaries:
         adversaries = _everyone(costs[worst], message_std)
     return PrivacyStatement(
@@ -345,23 +348,26 @@ def local_statement(
 
 
 def _delta_warning(books: ClientLedgers) -> tuple[str, ...]:
-    """Return a line if delta promises nothing: among a client's records, or where clients are the units among these."""
+    """Return a warning if delta promises nothing among a client's records, or among the clients if they are the units."""
     releases = [terms.release for terms in books.terms.values()]
     if not releases:
         return ()
     unit = releases[0].unit
-    return delta_warning(books.delta, len(releases) if unit == "client" else max(one.num_units for one in releases), unit)
+    num_units = len(releases) if unit == "client" else max(release.num_units for release in releases)
+    return delta_warning(books.delta, num_units, unit)
 
 
 def relies_on_secret_sampling(rules: LocalRules, charges: Charges) -> bool:
-    """Return whether a client's epsilon is the less because nobody else knows which of its records it draws."""
+    """Return whether a client's epsilon is lower only because nobody else knows which of its records it draws."""
     releases = {name: terms.release for name, terms in rules.books.terms.items()}
-    sampled = {name for name, one in releases.items() if one.unit == "record" and one.expected_cohort_size < one.num_units}
+    sampled = {
+        name for name, drawn in releases.items() if drawn.unit == "record" and drawn.expected_cohort_size < drawn.num_units
+    }
     return any(name in sampled and accounting.relies_on_secret_sampling(cost) for name, cost in _costs(rules, charges).items())
 
 
 def least_and_largest(books: ClientLedgers, what: str, number: Callable[[Release], float]) -> dict[str, float]:
-    """Return the smallest and the largest noise multiplier of a client, and the same of another number of its release."""
+    """Return the minimum and maximum over clients of the noise multiplier, and of another number of the release."""
     releases = [terms.release for terms in books.terms.values()]
     numbers = {}
     for word, pick in (("min", min), ("max", max)) if releases else ():
@@ -371,7 +377,7 @@ def least_and_largest(books: ClientLedgers, what: str, number: Callable[[Release
 
 
 def most_replies(books: ClientLedgers) -> str:
-    """Return how many replies of a client its terms allow, in words."""
+    """Return the text of the maximum replies of a client by its terms."""
     replies = sorted({terms.num_replies for terms in books.terms.values()}) or [0]
     return f"at most {replies[0]}{f' to {replies[-1]}' if len(replies) > 1 else ''} replies per client"
 

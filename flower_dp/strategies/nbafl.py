@@ -34,7 +34,7 @@ from flower_dp.strategies.strategy import DPStrategy
 _FINER = 2.0**10
 
 
-# The release of the server: what everybody sees of a round.
+# The server's release of a round, which every adversary sees.
 BROADCAST = "broadcast"
 OUTSIDERS, PARTICIPANTS = "outsiders", "participants"
 
@@ -42,13 +42,13 @@ OUTSIDERS, PARTICIPANTS = "outsiders", "participants"
 @serializable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Broadcasts:
-    """How much noise was on the broadcasts of a run, which were charged one by one.
+    """The noise on the broadcasts of a run, each of which was charged.
 
     Attributes:
-        count: how many there were.
-        least_std: of all noise on one.
-        least_participant_std: of the noise that is left for a client if another one subtracts its own.
-        largest_added_std: of the noise that the server added.
+        count: number of broadcasts.
+        least_std: lowest std of all noise on a broadcast.
+        least_participant_std: lowest std of the noise that protects a client if another one subtracts its own.
+        largest_added_std: highest std of the noise that the server added.
     """
 
     count: int = 0
@@ -57,7 +57,7 @@ class Broadcasts:
     largest_added_std: float = 0.0
 
     def after(self, *, std: float, participant_std: float, added_std: float) -> Broadcasts:
-        """Return these and one more."""
+        """Return the summary with one more broadcast."""
         return Broadcasts(
             count=self.count + 1,
             least_std=min(self.least_std, std),
@@ -113,7 +113,7 @@ class NbAFLRules(LocalRules):
         super().__init__("NbAFL", books, name="nbafl", sampling=sampling, clip_norm=clip_norm, evaluation=evaluation)
 
     def with_clients(self, names: tuple[str, ...], num_rounds: int | None) -> Self:
-        """Return the rules of a run of these clients and of so many rounds.
+        """Return the rules of a run of these clients and this number of rounds.
 
         Raises:
             RuntimeError: if the number of rounds is not known, and the downlink noise depends on it.
@@ -128,7 +128,7 @@ class NbAFLRules(LocalRules):
     def downlink_noise_std(self) -> float:
         """The std of the paper's downlink noise, for the planned number of rounds; 0 with a proved epsilon.
 
-        A proved epsilon covers all replies of a client. Broadcasts are made of them and cost no more.
+        A proved epsilon covers all replies of a client. Broadcasts are post-processing of them and cost no more.
         """
         num_rounds = self.books.planned_rounds
         if self.paper_epsilon in (None, math.inf) or self.uplink_exposures is None or not num_rounds:
@@ -145,7 +145,7 @@ class NbAFLRules(LocalRules):
         )
 
     def noise_and_signal_norms(self, dimension: int) -> tuple[float, float]:
-        """Return the norms of all noise on a broadcast, and of the longest average of weights; for a cohort of equal clients."""
+        """Return the norms of all noise on a broadcast, and of the longest average of weights, for a cohort of equal clients."""
         parts = [1 / self.cohort_size] * self.cohort_size
         return self._broadcast_std(parts, self.added_noise_std(parts)) * math.sqrt(dimension), self.clip_norm
 
@@ -176,8 +176,7 @@ class NbAFLRules(LocalRules):
         """Return the std of the noise that the server adds to an average with these weights, which sum to 1.
 
         It is sigma_D for K equal weights. In general the total noise on a broadcast, the server's and the average of the
-        clients', is at least max(parts) x K times as large as with K equal weights: the ratio of noise to a client's part never
-        falls.
+        clients', is at least max(parts) x K times that of K equal weights. So the ratio of noise to a client's part never falls.
         """
         full = math.sqrt(self.downlink_noise_std**2 + self.uplink_noise_std**2 / self.cohort_size)
         wanted = max(parts) * self.cohort_size * full
@@ -189,13 +188,13 @@ class NbAFLRules(LocalRules):
     def _broadcast(
         self, state: RunState, server_round: int, parts: Mapping[str, float], added_std: float
     ) -> tuple[Broadcasts, Charge]:
-        """Return what is known of the broadcasts with this one, and its charge to every client in it.
+        """Return the summary of the broadcasts with this one, and its charge to every client in it.
 
         Args:
-            state: of the run.
-            server_round: of the broadcast.
-            parts: of the clients in the average; they add up to 1.
-            added_std: of the noise that the server adds.
+            state: state of the run.
+            server_round: round of the broadcast.
+            parts: weights of the clients in the average, by name; they sum to 1.
+            added_std: std of the noise that the server adds.
         """
         std = self._broadcast_std(parts.values(), added_std)
         two_largest = sorted(parts.values(), reverse=True)[:2]
@@ -217,14 +216,14 @@ class NbAFLRules(LocalRules):
         stds: Mapping[float, float],
         participant_stds: Mapping[float, float],
     ) -> Charge:
-        """Return the charge of a broadcast. Who sees the messages in it learns nothing more from it, and it costs nothing there.
+        """Return the charge of a broadcast, which costs nothing against adversaries who see the messages in it already.
 
         Args:
-            charges: those before it.
-            server_round: of the broadcast.
-            parts: of the clients in the average.
-            stds: of all noise on it, by the part of a client in it.
-            participant_stds: of the noise that another client does not know, by the part of a client in it.
+            charges: charges before the broadcast.
+            server_round: round of the broadcast.
+            parts: weights of the clients in the average, by name.
+            stds: std of all noise on the broadcast, by the weight of a client in it.
+            participant_stds: std of the noise that another client does not know, by the weight of a client in it.
         """
         distinct = list(dict.fromkeys(parts.values()))
         return Charge(
@@ -235,7 +234,7 @@ class NbAFLRules(LocalRules):
             scope=self.training.scope,
             owners=tuple(parts),
             events=(dp_events.NoOpDpEvent(),) * len(distinct),
-            which=tuple(map({part: place for place, part in enumerate(distinct)}.__getitem__, parts.values())),
+            which=tuple(map({part: index for index, part in enumerate(distinct)}.__getitem__, parts.values())),
             views={
                 OUTSIDERS: tuple(self._broadcast_event(part, stds[part]) for part in distinct),
                 PARTICIPANTS: tuple(self._broadcast_event(part, participant_stds[part]) for part in distinct),
@@ -243,34 +242,34 @@ class NbAFLRules(LocalRules):
         )
 
     def planned(self, charges: Charges, server_round: int, names: Sequence[str]) -> Charge:
-        """Return the charge of a round's broadcast to these clients at most: that of K equal weights, with the least noise.
+        """Return the most that a round's broadcast is charged to these clients: K equal weights with the least noise.
 
-        With others the noise is at least max(parts) K times as large, for parts of at most max(parts) (`added_noise_std`, K =
-        cohort_size), and what another client knows of it is at most max(parts) times its own.
+        With other weights the noise is at least max(parts) K times as large (`added_noise_std`, K = cohort_size), while no part
+        exceeds max(parts). The noise on it that another client knows is at most max(parts) times that client's own.
         """
         part, (std, left) = 1 / self.cohort_size, self._least_stds
         return self._broadcast_charge(charges, server_round, dict.fromkeys(names, part), {part: std}, {part: left})
 
     @property
     def _least_stds(self) -> tuple[float, float]:
-        """The least std of all noise on a broadcast, and of what another client does not know of it."""
+        """The least std of all noise on a broadcast, and of the part of it that another client does not know."""
         part = 1 / self.cohort_size
         std = math.sqrt(self.downlink_noise_std**2 + part * self.uplink_noise_std**2)
         return std, math.sqrt(max(0.0, std**2 - (part * self.uplink_noise_std) ** 2))
 
     def broadcasts(self, state: RunState) -> Broadcasts:
-        """Return how much noise was on the broadcasts; on those of rounds that a crash has ended, as little as there can be."""
+        """Return the noise on the broadcasts; for rounds that a crash ended, the least noise possible."""
         known, (std, left) = state.own or Broadcasts(), self._least_stds
         for _ in range(state.charges.number(BROADCAST) - known.count):
             known = known.after(std=std, participant_std=left, added_std=self.downlink_noise_std)
         return known
 
     def broadcast_ledgers(self, charges: Charges, view: str) -> dict[str, History]:
-        """Return what the broadcasts have cost every client.
+        """Return the charges of the broadcasts to every client, by name.
 
         Args:
-            charges: of the run.
-            view: against `OUTSIDERS`, who see no message of a client, or `PARTICIPANTS`, who know their own noise.
+            charges: charges of the run.
+            view: `OUTSIDERS`, who see no message of a client, or `PARTICIPANTS`, who know their own noise.
         """
         scope = replace(self.training.scope, view=view)
         return {name: charges.history(scope, name, release=BROADCAST) for name in self.books.terms}
@@ -338,7 +337,7 @@ def _worst(rules: NbAFLRules, charges: Charges, ledgers: Mapping[str, History]) 
 
 
 def _paper(rules: NbAFLRules, run: RunFacts, *, exposures: int, limit: int, what: str) -> PaperEpsilon | None:
-    """The epsilon that the paper claims for its noise, and the reasons against it here; None if the noise is not the paper's."""
+    """Return the epsilon that the paper claims for its noise, with the faults of the claim; None without the paper's noise."""
     if rules.paper_epsilon is None or math.isinf(rules.paper_epsilon):
         return None
     faults = []
@@ -372,36 +371,37 @@ def _paper(rules: NbAFLRules, run: RunFacts, *, exposures: int, limit: int, what
 class NbAFL(DPStrategy):
     """NbAFL, for clients whose recipe is `flower_dp.clients.NbAFLRecipe` with the same numbers.
 
-    In each round all clients, or K of N chosen at random, send their trained weights, clipped to L2 norm C, with noise. The
+    In each round all clients, or K of N sampled at random, send their trained weights, clipped to L2 norm C, with noise. The
     server averages them with weights p_i and broadcasts the result. With `paper_epsilon` the noise is the paper's: the clients'
     has std sigma_U = c L (2 C / m) / paper_epsilon, c = sqrt(2 ln(1.25/delta)), and the server adds noise of std sigma_D.
 
     The p_i are public (data sizes or uniform) and divided by their sum over the clients *whose replies were received*, so that
-    they add up to one. That is post-processing of messages that are private on their own. An average over fewer clients hides a
-    client less from adversaries who see broadcasts only, so sigma_D grows then. For any dropouts and any p_i, the ratio of a
-    broadcast's noise to any client's part in it is at least that of a full round of equal clients.
+    they sum to one. That is post-processing of messages with local DP. An average over fewer clients hides a client less from
+    adversaries who see broadcasts only, so sigma_D grows then. For any dropouts and any p_i, the ratio of a broadcast's noise to
+    any client's part in it is at least that of a full round of equal clients.
 
     The statement distinguishes adversaries who see a client's messages and those who see the broadcasts only. The ledgers use the
     sensitivity that clipping proves, 2 C for all of a client's records together; the paper's 2 C / m is an assumption.
 
     Args:
         num_clients: number of clients (paper: N).
-        num_records: public data sizes: one number, a sequence in the order of the clients' names, or by name.
+        num_records: public data sizes, in records: one number, a sequence in the order of the clients' names, or by name.
         clip_norm: L2 bound of a client's weights (paper: C).
-        epsilon: what all `num_replies` replies of a client cost at most, proved; math.inf: no noise, not private. The clients'
-            noise is the least that gives it, the same for all clients, and the server adds none.
-        paper_epsilon: in its place, the paper's epsilon of one record, which rests on an unproved assumption; math.inf: no noise.
-        delta: of either, and the delta of the statement.
-        uplink_exposures: with `paper_epsilon`: the number of a client's replies for which its noise is made (paper: L).
-        cohort_size: clients a round, chosen at random without replacement (paper: K); None: all clients.
-        num_replies: the most replies of a client, after which it is not asked; must be given with `epsilon`; None:
+        epsilon: proved upper bound of the cost of all `num_replies` replies of a client; math.inf: no noise, not private. The
+            clients' noise is the least that gives it, the same for all clients, and the server adds none.
+        paper_epsilon: the paper's epsilon of one record, in place of `epsilon`. It rests on an unproved assumption; math.inf: no
+            noise.
+        delta: delta of either, and of the statement, in (0, 1).
+        uplink_exposures: number of a client's replies for which its noise is made (paper: L), with `paper_epsilon` only.
+        cohort_size: clients per round, sampled at random without replacement (paper: K); None: all clients.
+        num_replies: maximum replies of a client, after which it gets no requests; must be given with `epsilon`; None:
             `uplink_exposures`.
-        min_records: the fewest records of any client (paper: m); None: of `num_records`.
+        min_records: minimum number of records of any client (paper: m); None: the minimum of `num_records`.
         aggregation: `data-size` (p_i = n_i / n) or `uniform`.
-        options: those of every strategy: see `StrategyOptions`.
+        options: options of every strategy: see `StrategyOptions`.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
 
     Example:
         >>> from flower_dp.strategies import NbAFL

@@ -17,8 +17,8 @@ def not_covered(run: RunFacts, *, accounts: bool, logs: str, evaluations: str | 
     Args:
         run: facts of the run.
         accounts: whether clients keep accounts of their replies; the others clip whole updates.
-        logs: where logs could tell something of client data, in words.
-        evaluations: the private evaluations that are covered, in words; None without any planned.
+        logs: text that names the logs that could reveal client data.
+        evaluations: text that names the covered private evaluations; None without any planned.
     """
     lines = [
         OTHER_RUNS + (ACCOUNTS if accounts else ""),

@@ -1,4 +1,4 @@
-"""What is around a strategy's `start`: the journal of its run, and what of the run outlives its process."""
+"""Wrap a strategy's `start`: write the run's journal, checkpoints and statement."""
 
 import functools
 import inspect
@@ -20,27 +20,27 @@ Start = TypeVar("Start", bound=Callable[..., Any])
 
 
 class StatementOnlyExit(SystemExit):
-    """The statement of a run was made from its folder; its ServerApp ends there."""
+    """Ends a ServerApp that was started only to rebuild a run's statement."""
 
 
 def _place(given: Mapping[str, Any], own: CheckpointPlace | None) -> CheckpointPlace | None:
-    """Return where checkpoints are to be: where a call says, or else where an observer does."""
+    """Return the place for checkpoints: that of the call's arguments, or else that of an observer."""
     resume, folder = checks.flag("resume", given.get("resume") or False), given.get("checkpoint_dir")
     if folder is not None:
         return CheckpointPlace(folder=Path(folder), resume=resume)
     if resume and (own is None or not own.resume):
-        raise checks.refusal("resume", True, "needs checkpoint_dir, the folder that the run was started with")
+        raise checks.refusal("resume", True, "needs checkpoint_dir, the folder with which the run was started")
     return own
 
 
 def with_run_lifecycle(start: Start) -> Start:
-    """Return a strategy's `start` that keeps a journal of its run, and what outlives its process.
+    """Decorate `start` so that the run is journaled, checkpointed and resumable.
 
-    The outermost `start` of a class does so, since a subclass may choose another final model, or have a loop of its own. A run
-    that has ended is not run again: its result is returned.
+    Only the outermost `start` of a class is decorated, since a subclass may choose another final model, or have a custom loop.
+    A run that has ended is not run again: its result is returned.
     """
     signature = inspect.signature(start)
-    keywords = next((one.name for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD), "")
+    keywords = next((known.name for known in signature.parameters.values() if known.kind is known.VAR_KEYWORD), "")
 
     @functools.wraps(start)
     def run(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -50,7 +50,7 @@ def with_run_lifecycle(start: Start) -> Start:
         forgettable = session.log.charges.numbers() == session.finished
         bound = signature.bind(self, *arguments, **named)
         bound.apply_defaults()
-        rest = bound.arguments.get(keywords, {})  # what a subclass's own `start` takes by keyword
+        rest = bound.arguments.get(keywords, {})  # of a subclass whose `start` takes further keyword arguments
         given = {**rest, **bound.arguments}
         observers = observers_of(self.on_round)
         session.journal = journal = Journal(self, observers, given.get("num_rounds"))
@@ -58,12 +58,15 @@ def with_run_lifecycle(start: Start) -> Start:
             (rest if "evaluate_fn" in rest else bound.arguments)["evaluate_fn"] = journal.evaluated(evaluate_fn)
         writer: Writer | None = None
         result, failed = None, True
-        with ExitStack() as ends:  # in turn, the last one first, whatever fails: what was released before stays released
+        # Callbacks run last to first, each even if another fails, since what was released before a failure stays released.
+        # `write` comes first: the statement must describe the state that the checkpoint holds. `tell` passes that statement to
+        # the observers. `close` releases the ledger and its lock last, since `write` reads the charges that were not finished.
+        with ExitStack() as ends:
 
             @ends.callback
             def close() -> None:
                 session.log.close()
-                if forgettable:  # what was charged here has a statement
+                if forgettable:  # these charges have a statement now
                     session.finished = session.log.charges.numbers()
 
             @ends.callback
@@ -76,20 +79,20 @@ def with_run_lifecycle(start: Start) -> Start:
                 if writer is not None and writer.has_run:
                     writer.close(result, session.state, failed=failed)
                     session.charge_interrupted()
-                    if session.knows_clients:  # before anybody is asked there is nothing to state
+                    if session.knows_clients:  # before the client query there is nothing to state
                         diagnostics.log_statement(self.statement)
 
             session.writer = writer = Writer(_place(given, place_of(observers)))
-            found = writer.found
-            if found is None or not (found.ended or writer.statement_only):
+            checkpoint = writer.found
+            if checkpoint is None or not (checkpoint.ended or writer.statement_only):
                 result = start(*bound.args, **bound.kwargs)
                 failed = False
             else:
                 session.begin()
-                session.resume(found)
-                if found.ended:
-                    log.info("the run in %s has ended: no round is run, and its result is returned", writer.folder.path)
-                    result, failed = found.result, False
+                session.resume(checkpoint)
+                if checkpoint.ended:
+                    log.info("The run in %s has ended: no round is run, and its result is returned", writer.folder.path)
+                    result, failed = checkpoint.result, False
         if writer.statement_only:
             raise StatementOnlyExit
         return result

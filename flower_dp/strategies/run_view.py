@@ -1,4 +1,4 @@
-"""What a strategy's run has cost and brought so far, to read."""
+"""The read-only view of a strategy's run: its costs and results so far."""
 
 from collections.abc import Mapping
 
@@ -10,18 +10,18 @@ from flower_dp.strategies.session import Session
 
 
 class RunView:
-    """The figures of the run of a strategy, which is this class with all that makes a run."""
+    """The read-only properties of a strategy's run; base class of every strategy."""
 
     _session: Session
 
     @property
     def rules(self) -> MethodRules:
-        """The method's rules, of this run's clients and rounds as far as they are known."""
+        """The method's rules, for the clients and rounds of this run as far as they are known."""
         return self._session.rules
 
     @property
     def charges(self) -> Charges:
-        """What the run was charged, of which everything else follows: a value."""
+        """The charges of the run, as an immutable value; all costs follow from them."""
         return self._session.log.charges
 
     @property
@@ -36,7 +36,7 @@ class RunView:
 
     @property
     def epsilon(self) -> float:
-        """An upper bound of the cost of all rounds charged so far, quick to compute; the statement has the tight value."""
+        """A quick upper bound of the cost of all rounds charged so far; the statement has the accountant's own value."""
         return self._session.epsilon
 
     @property
@@ -46,7 +46,7 @@ class RunView:
 
     @property
     def incidents(self) -> tuple[str, ...]:
-        """What happened, in words."""
+        """The incidents of the run, as text."""
         return self._session.record.incidents
 
     @property
@@ -75,5 +75,5 @@ class RunView:
         return self._session.seeded_noise
 
     def line_of(self, server_round: int) -> dict[str, int | float]:
-        """Return a round's numbers for people to see: `RunState.line_of`."""
+        """Return a round's numbers for display: `RunState.line_of`."""
         return self._session.record.line_of(server_round)

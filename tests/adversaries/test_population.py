@@ -169,11 +169,11 @@ def test_two_nodes_with_one_name_are_one_client(changes, caplog):
     newcomers = "d" in changes.get(2, {}).values()
     assert grid.names[1:] == [["a", "b", "c"] + ["d"] * newcomers] * 3
     assert grid.asked[1:] == [[1, 2, 3] + [8] * newcomers] * 3
-    assert ("client 'd' is hosted by nodes 8 and 9" in caplog.text) == newcomers
+    assert ("Client 'd' is hosted by nodes 8 and 9" in caplog.text) == newcomers
 
 
 def test_a_roster_has_no_name_twice():
-    with pytest.raises(ValueError, match="'a' stands 2 times: client names"):
+    with pytest.raises(ValueError, match="'a' occurs 2 times: client names"):
         KnownClients(names=("a", "b", "a"), nodes=(1, 2, 3), record_names=wire.MESSAGE_API, hosting=True)
     with pytest.raises(ValueError, match="'a' is named twice"):
         wire.HostedClients(names=("a", "b", "a"), methods=frozenset())

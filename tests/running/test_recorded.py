@@ -81,7 +81,7 @@ def test_no_metric_of_the_users_takes_the_place_of_a_column_of_the_run(tmp_path,
     assert [name for name in OWN for line in lines if line.get(name) == -7.5] == []
     assert [line["round"] for line in lines] == [0, 1, 2, 3, 4]
     answer = [entry.getMessage() for entry in caplog.records if "evaluate_fn" in entry.getMessage()]
-    said = "evaluate_fn: its metric {!r} is not written: this is a column of the run's own; give it another name"
+    said = "evaluate_fn: its metric {!r} is not written: the name is reserved for the run; give it another"
     assert answer == [said.format(name) for name in sorted(OWN)]
 
 
@@ -178,7 +178,7 @@ def test_an_error_of_the_folder_does_not_lose_a_run_that_did_not_ask_for_one(lau
     made = strategy()
     made.start(grid(), model(), num_rounds=2)
     assert len(made.rounds) == 2
-    assert "the run folder failed at round 1, and the run goes on: OSError: no space left on device" in caplog.text
+    assert "the run folder failed at round 1, and the run continues: OSError: no space left on device" in caplog.text
     assert (launched / "model.safetensors").exists()
 
 

@@ -234,7 +234,7 @@ def test_too_little_noise_on_the_count_is_refused() -> None:
 
 def test_lossy_messages_are_refused_before_any_client_is_asked() -> None:
     for arguments in ({"keep_ratio": 0.5}, {"quantization_levels": 4}):
-        with pytest.raises(ValueError, match="does not go with keep_ratio"):
+        with pytest.raises(ValueError, match="does not work with keep_ratio"):
             DPFedSAM(**WORDS, **arguments)
 
 

@@ -607,7 +607,7 @@ def test_a_rounds_line_has_its_evaluation_and_its_cost():
 def test_why_an_evaluation_was_left_out_is_logged(caplog):
     with caplog.at_level("WARNING", "flwr"):
         strategy, *_ = run(client_app(lambda context: own(context, metrics=lambda *_: {"loss": 1.0})), 40, "accuracy")
-    assert "the evaluation of round 1 was left out" in caplog.text
+    assert "The evaluation of round 1 was left out" in caplog.text
     (said,) = (line for line in strategy.statement.incidents if "evaluation" in line)  # it is charged, and shows no value
     assert said.startswith("the evaluation of round 1 was charged, and released nothing: about ")
     assert "training failed; the node's own log says why" in caplog.text.partition("was left out")[2]

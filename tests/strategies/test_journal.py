@@ -92,7 +92,7 @@ def test_a_tracker_learns_of_every_round_and_its_errors_change_nothing(method, c
     assert strategy.charges.numbers() == alone.strategy.charges.numbers()
     assert str(strategy.statement) == str(alone.strategy.statement)
     failures = [entry.getMessage() for entry in caplog.records if "on_round failed" in entry.getMessage()]
-    assert failures[1] == "on_round failed at round 1, and the run goes on: OSError: line: no connection"
+    assert failures[1] == "on_round failed at round 1, and the run continues: OSError: line: no connection"
     assert len(failures) == 4
 
 

@@ -128,7 +128,7 @@ def test_a_run_on_a_ledger_in_use_or_missing_or_of_a_device_ends_before_any_clie
     monkeypatch.setattr(store, "_LOCK_SECONDS", 0.05)
     nodes = grid()
     DeviceLedger.create(tmp_path / "device.sqlite", ["c0"])
-    with pytest.raises(LedgerError, match="is a device's ledger, and no server's"):
+    with pytest.raises(LedgerError, match="is a device's ledger; must be a server's"):
         run(DPFedAvg(**WORDS, ledger=tmp_path / "device.sqlite"), path, 2, nodes)
     with Store(path), pytest.raises(LedgerError, match="is in use: another process writes to it"):
         run(DPFedAvg(**WORDS, ledger=path), path, 2, nodes)
@@ -312,7 +312,7 @@ def test_an_evaluation_that_the_ledgers_budget_does_not_cover_is_left_out(tmp_pa
     Store.create(path, LedgerBudget(epsilon=2.5, delta=1e-3))
     strategy = run(DPFedAvg(**WORDS, evaluation=evaluation, ledger=path), path, 2, LookingGrid(evaluating_stock_app(), 4))
     assert [charge.release for charge in written(path)[0]] == ["dp-fedavg", "dp-fedavg"]
-    assert "the evaluation of round 1 was left out: it would exceed the ledger's budget" in caplog.text
+    assert "The evaluation of round 1 was left out: it would exceed the ledger's budget" in caplog.text
     assert not strategy.evaluations
 
 

@@ -209,10 +209,10 @@ def test_a_copy_does_not_release_noise_a_second_time(how):
     within = made(strategy)
     with pytest.raises(RuntimeError, match="configure_train"):
         within.aggregate_train(2, grid.send_and_receive(messages))
-    with pytest.raises(LedgerError, match="has gone on"):
+    with pytest.raises(LedgerError, match="has continued the run"):
         between.configure_train(2, model, {}, grid)
     strategy.aggregate_train(2, grid.send_and_receive(messages))
     within.configure_train(3, model, {}, grid)
     assert np.array_equal(within.drawn[-1].before[0], strategy.drawn[1].noise)
-    with pytest.raises(LedgerError, match="has gone on"):
+    with pytest.raises(LedgerError, match="has continued the run"):
         strategy.configure_train(3, model, {}, grid)

@@ -312,7 +312,7 @@ def test_a_name_is_asked_on_one_node_alone(caplog):
     strategy, grid = run(THREE, {2: {9: "c"}, 3: {3: None}, 4: {3: "c"}}, num_rounds=4)
     assert grid.asked == [{1, 2, 3}, {1, 2, 3}, {1, 2, 9}, {1, 2, 9}]
     assert [report.cohort_size for report in strategy.rounds] == [3, 3, 3, 3]
-    assert "client 'c' is hosted by nodes 3 and 9: the first one is asked" in caplog.text
+    assert "Client 'c' is hosted by nodes 3 and 9: the first one gets its requests" in caplog.text
 
 
 def test_a_run_that_everybody_left_waits_and_then_fails():
@@ -342,7 +342,7 @@ def test_methods_with_terms_of_single_clients_take_no_newcomers_but_take_back_th
     strategy = FedSGDDPC(**words, epsilon=1.0, learning_rate=0.1, num_replies=9)
     _, grid = run(THREE, {2: {3: None, 4: "d"}, 3: {30: "c"}}, strategy=strategy, kind="fedsgd-dpc")
     assert grid.asked == [{1, 2, 3}, {1, 2}, {1, 2, 30}]
-    assert "1 clients of node 4 are not asked: d; with them there would be more than 3 (num_clients)" in caplog.text
+    assert "1 clients of node 4 get no requests: d; with them there would be more than 3 (num_clients)" in caplog.text
     counts = {name: ledger.num_charges for name, ledger in strategy.rules.ledgers(strategy.charges).items()}
     assert counts == {"a": 3, "b": 3, "c": 2}
 

@@ -115,7 +115,7 @@ def test_tied_weights_of_a_stock_state_dict_are_named_with_what_to_do(caplog):
 
     model = Tied()
     (line,) = warned(ArrayRecord(model.state_dict()))
-    assert line.startswith("arrays 'table.weight', 'head.weight' have the same values")
+    assert line.startswith("Arrays 'table.weight', 'head.weight' have the same values")
     assert "model_arrays(model)" in line
     record = model_arrays(model)
     assert list(record) == ["table.weight", *[f"norms.{i}.{part}" for i in (0, 1) for part in ("weight", "bias")]]
@@ -150,7 +150,7 @@ def test_a_node_that_is_gone_counts_as_silent_and_is_named(caplog):
     with caplog.at_level(logging.WARNING, "flwr"):
         strategy.start(grid, arrays(weight=np.zeros(4, np.float32)), num_rounds=1)
     assert strategy.missing == replies.MissingReplies(no_reply=1)
-    assert any("node 1: no reply: Error: Node Unavailable" in record.getMessage() for record in caplog.records)
+    assert any("Node 1: no reply: Error: Node Unavailable" in record.getMessage() for record in caplog.records)
     assert not any("not asked" in record.getMessage() for record in caplog.records)
 
 

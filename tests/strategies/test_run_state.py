@@ -61,7 +61,7 @@ def test_charges_keep_their_cost_a_run_goes_on_with_the_same_releases_alone():
     changes = ({"noise_multiplier": 2.0}, {"sampling": PoissonSampling(sampling_rate=0.5)}, {"num_clients": 5})
     for changed in (*changes, {"evaluation": replace(evaluation, noise_multiplier=4.0)}):
         words = WORDS | {"evaluation": evaluation} | changed
-        with pytest.raises(ValueError, match=r"state: what was charged for .* is .*, and this strategy releases"):
+        with pytest.raises(ValueError, match=r"state: the charges of .* are for .*, and this strategy releases"):
             moved(DPFedAvg(**words), strategy.state)
         moved(DPFedAvg(**words), fresh)
     with pytest.raises(ValueError, match="private evaluations were charged, and this strategy has none"):
@@ -83,7 +83,7 @@ def test_replies_keep_their_cost_a_run_goes_on_by_the_same_terms_alone():
     assert same_terms.rules.evaluation.counts(same_terms.charges) == {"a": 0, "b": 1}
     smaller = {"evaluation": replace(evaluation, budget=EvaluationBudget(epsilon=0.25, num_evaluations=2))}
     for changed in ({"epsilon": 1.0}, {"batch_size": 2}, {"num_steps": 8}, smaller):
-        with pytest.raises(ValueError, match=r"state: what was charged for .* is"):
+        with pytest.raises(ValueError, match=r"state: the charges of .* are for"):
             moved(DPPASGD(**words | changed), strategy.state)
 
 
@@ -121,7 +121,7 @@ def test_a_run_of_local_ledgers_does_not_go_on_with_clients_that_it_did_not_begi
     other = moved(DPPASGD(**PASGD), strategy.state)
     other._session.register_clients(("b",))  # a client that is not there yet
     assert other.rules.training.counts(other.charges) == {"a": 1, "b": 0}
-    with pytest.raises(ValueError, match="'c' was not there when this run began"):
+    with pytest.raises(ValueError, match="'c' joined after the run began"):
         other._session.register_clients(("a", "c"))
 
 
@@ -200,7 +200,9 @@ def test_of_several_copies_between_rounds_one_alone_goes_on(how, first):
     rounds(strategy, MODEL, range(1, 3))
     one, other = (how(strategy), strategy) if first == "the copy" else (strategy, how(strategy))
     rounds(one, MODEL, range(3, 4))
-    with pytest.raises(LedgerError, match="the state has 2 of them: it is an older one, or a copy of this strategy has gone on"):
+    with pytest.raises(
+        LedgerError, match="the state has 2 of them: the state is older, or a copy of this strategy has continued the run"
+    ):
         other.configure_train(3, MODEL, ConfigRecord(), grid)
     assert not [message for message in grid.sent if message.metadata.message_type == "train"]
     other.begin()
@@ -216,7 +218,7 @@ def test_a_pickle_of_a_run_that_has_gone_on_and_was_deleted_does_not_go_on():
     rounds(strategy, MODEL, range(2, 3))
     del strategy
     gc.collect()
-    with pytest.raises(LedgerError, match="the state has 1 of them: it is an older one"):
+    with pytest.raises(LedgerError, match="the state has 1 of them: the state is older"):
         pickle.loads(text).configure_train(2, MODEL, ConfigRecord(), grid)  # noqa: S301
 
 
@@ -225,7 +227,7 @@ def test_a_state_of_another_run_that_was_charged_as_often_is_refused():
     first, second = DPFedAvg(**PRIVATE), DPFedAvg(**PRIVATE)
     for one in (first, second):
         rounds(one, MODEL, range(1, 3))
-    with pytest.raises(LedgerError, match="it is of another run, which was charged as often as this one"):
+    with pytest.raises(LedgerError, match="another run made it, which was charged as often as this one"):
         moved(first, second.state)
     moved(first, first.state)
     moved(moved(DPFedAvg(**PRIVATE), second.state), second.state)
@@ -339,7 +341,7 @@ def test_a_round_is_not_released_where_its_release_was_charged_again_since(relea
     other = how(strategy)
     own = other.rules.training if release == "training" else other.rules.evaluation
     charge(other, [str(node) for node in range(4)], release=own)
-    with pytest.raises(RuntimeError, match="the run has gone on while the round was open, and the round is not released"):
+    with pytest.raises(RuntimeError, match="has continued the run while the round was open, so the round is not released"):
         finish(1, replies)
     assert not strategy._session.pending
 
@@ -394,7 +396,7 @@ class Twice(DPFedAvg):
 def test_a_second_start_within_a_start_forgets_nothing():
     """The statement was that of the second half alone, and a target epsilon was spent twice."""
     strategy, grid = Twice(**PRIVATE), grid_of_four()
-    with pytest.raises(RuntimeError, match="rounds were charged already, and a new run would forget what they have cost"):
+    with pytest.raises(RuntimeError, match="rounds were charged already, and a new run would forget their cost"):
         strategy.start(grid, MODEL, num_rounds=2)
     assert strategy.statement.num_charged_rounds == 2
     assert len([one for one in grid.sent if one.metadata.message_type == "train"]) == 8
@@ -450,7 +452,7 @@ def test_a_value_that_was_stored_is_what_it_was(value):
 def test_a_malformed_state_is_refused(held):
     body = msgspec.msgpack.encode(held)
     for content in (body, body[:-1], body + b"x", b""):
-        file = b"flower-dp state 2\n%s\n%s" % (hashlib.sha256(content).hexdigest().encode(), content)
+        file = b"flower-dp state 3\n%s\n%s" % (hashlib.sha256(content).hexdigest().encode(), content)
         with pytest.raises(ValueError, match="is malformed"):
             load_bytes(file)
 

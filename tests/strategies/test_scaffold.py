@@ -77,7 +77,7 @@ def test_a_client_that_comes_back_without_its_vector_starts_at_zero_and_the_serv
 
     strategy.start(grid, model_arrays(linear()), num_rounds=3, evaluate_fn=lose)
     assert "1 times a client came back without its control variate and started at zero (c2)" in strategy.statement.incidents
-    assert "control variates lost, they start at zero: c2" in caplog.text
+    assert "Control variates were lost and start at zero: c2" in caplog.text
     assert [report.replies for report in strategy.rounds] == [4, 4, 4]
     # From zero, by its last message alone.
     sent = np.stack(rows_of(grid)).reshape(3, 4, -1)[2, 2]

@@ -138,7 +138,7 @@ def test_evaluations_that_nobody_answers_end_and_training_goes_on(first, caplog)
     assert [report.replies for report in made.rounds] == [4] * ROUNDS
     assert made.statement.incidents.count(ENDED) == 1
     assert f"{first + 2} private evaluations" in " ".join(str(made.statement).split())
-    assert [record.getMessage() for record in caplog.records].count(f"{ENDED}; training goes on") == 1
+    assert [record.getMessage() for record in caplog.records].count(f"{ENDED}; training continues") == 1
 
 
 def test_evaluations_with_an_answer_between_them_go_on():

@@ -1,4 +1,4 @@
-"""Whether clients can take part in a method."""
+"""The eligibility of clients for a method."""
 
 from functools import partial
 from typing import Any
@@ -10,20 +10,20 @@ from flower_dp.strategies.releases.local_releases import LocalReleases
 from flower_dp.strategies.rules import MethodRules
 from flower_dp.wire import EVALUATION
 
-# A grid in this process answers at once; the default of 0.1 s would be most of a simulated round.
+# Seconds between two looks for replies: a grid in this process replies at once, so the default of 0.1 s would be most of a round.
 _PULL_SECONDS = 0.002
 
 
 def query_clients(
     grid: Grid, rules: MethodRules, *, timeout: float, on_shared_ledger: bool, **most: Any
 ) -> tuple[ClientManager, KnownClients]:
-    """Ask nodes for their clients before the first round.
+    """Query nodes for their clients before the first round.
 
     Args:
         grid: the nodes.
-        rules: the method; more than `num_clients` clients take part where all of its releases allow it.
-        timeout: in seconds.
-        on_shared_ledger: whether other runs are counted on the same ledger, by the names of clients.
+        rules: the method's rules; more than `num_clients` clients take part if all of its releases allow it.
+        timeout: seconds to wait for the clients.
+        on_shared_ledger: whether the ledger also counts other runs, by client name.
         most: limits of the `ClientManager`.
 
     Raises:
@@ -32,7 +32,7 @@ def query_clients(
     """
     if type(grid).__name__ == "InMemoryGrid":
         setattr(grid, "pull_interval", _PULL_SECONDS)  # noqa: B010
-    if hasattr(grid, "patience"):  # of this package: a worker that hangs is replaced, and its node asked a second time
+    if hasattr(grid, "patience"):  # this package's grid replaces a worker that hangs, and repeats its node's query
         setattr(grid, "patience", timeout / 2)  # noqa: B010
     newcomers = all(release.accepts_new_clients for release in rules.releases)
     manager = ClientManager(
@@ -45,19 +45,19 @@ def query_clients(
         raise ValueError(reason)
     if on_shared_ledger and (name := next(iter(changing_names(rules, known_clients)), None)):
         raise ValueError(
-            f"ledger: client {name!r} is named by its node's id, which changes when the node starts anew: the ledger would count "
-            "one client as several; give every client a name of its own, such as privacy_mod(name=...)"
+            f"ledger: client {name!r} is named by its node's id, which changes when the node restarts: the ledger would count "
+            "one client as several; give every client its own name, such as privacy_mod(name=...)"
         )
     return manager, known_clients
 
 
 def changing_names(rules: MethodRules, known_clients: KnownClients) -> tuple[str, ...]:
-    """Return the clients by whose names charges are counted, and whose names may be others in the next run."""
+    """Return the clients whose names count charges, and may differ in the next run."""
     return known_clients.named_by_node if isinstance(rules.releases[0], LocalReleases) else ()
 
 
 def unfit_reason(rules: MethodRules, methods: frozenset[str]) -> str | None:
-    """Return why clients that run these methods can't take part, None if they can."""
+    """Return why clients that run these methods can't take part; None if they can."""
     if (name := rules.releases[0].name) not in methods:
         runs = ", ".join(sorted(methods)) or "no common method"
         return f"{rules.about.title}: clients must run {name!r}; these run {runs}"

@@ -1,4 +1,4 @@
-"""Replies that a grid has from a SuperLink: one that is unreadable, or never arrives, must not end or hold up a run."""
+"""Pulling replies from a grid: one that is unreadable, or never arrives, must not end or delay a run."""
 
 import logging
 import sys
@@ -16,15 +16,15 @@ from flwr.serverapp import Grid
 
 log = logging.getLogger("flwr")
 
-# Flower's own grids: of a SuperLink, whose replies devices have packed themselves, and of Flower's simulation.
+# Flower's own grids: those of a SuperLink, whose replies are packed by devices, and that of Flower's simulation.
 _PACKED, _IN_MEMORY = frozenset({"HttpGrid", "GrpcGrid"}), frozenset({"InMemoryGrid"})
-# Ids of messages in one request.
+# Message ids in one request.
 _IDS_A_REQUEST = 500
-# Seconds until a reply that was announced and is not uploaded yet is looked for again: doubled each time.
+# Seconds until the next look for a reply that was announced and is not uploaded yet: doubled each time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-# Where this release of Flower is not known: how many pulls may hang, and after how many seconds one is not waited for any more.
+# For an unknown release of Flower: the number of pulls that may hang, and the seconds after which none waits for one.
 _MOST_THREADS, _QUICK_SECONDS = 64, 0.5
-# What the module of Flower's grid has imported for its own pulls.
+# Names that the module of Flower's grid imports for its own pulls; if one is missing, the release of Flower is unknown.
 _STEPS = (
     "ConfirmMessageReceivedRequest",
     "ObjectPullError",
@@ -40,13 +40,13 @@ _UNAVAILABLE = 3
 
 @dataclass(slots=True, kw_only=True)
 class _Announced:
-    """A reply that the SuperLink has told of. It tells once: whoever forgets it never gets it.
+    """A reply that the SuperLink has announced. It announces a reply once: a forgotten one never arrives.
 
     Attributes:
-        number: its own id.
-        objects: ids of what it consists of.
-        pause: seconds until it is looked for again.
-        due: when that is.
+        number: id of the reply.
+        objects: ids of the objects that make up the reply.
+        pause: seconds until the next look.
+        due: time of the next look, on the monotonic clock, in seconds.
     """
 
     number: str
@@ -56,31 +56,32 @@ class _Announced:
 
 
 class Pulls:
-    """Pulls replies from a grid, each by itself, and waits for none of them.
+    """The pulls of replies from a grid, each separate, without waiting for any.
 
-    A device packs its reply itself, with the metadata, and the SuperLink passes that on unread. Flower's grid raises where it is
-    no message, and then all replies that were pulled with it are lost. It waits for up to two hours where a device announces a
-    reply and does not upload it. So the SuperLink is asked here for many replies at once, as Flower's grid does it, and each
-    that is there is fetched and unpacked by itself. In a release of Flower where that is not possible each is pulled alone, by
-    the grid's public methods, in one of a limited number of threads: there devices that announce what they do not upload may
-    hold up a round until its deadline.
+    A device packs its reply itself, with the metadata, and the SuperLink passes it on unread. Flower's grid has two weaknesses.
+    If a reply is no message, the grid raises, and all replies that were pulled with it are lost. If a device announces a reply
+    and does not upload it, the grid waits for up to two hours.
+
+    So this class asks the SuperLink for many replies at once, as Flower's grid does, then fetches and unpacks each uploaded reply
+    separately. If a release of Flower does not allow that, the grid's public methods pull each reply alone, in one of a limited
+    number of threads. Devices that announce replies without uploading them may then delay a round until its deadline.
 
     Args:
-        grid: Flower's own for a SuperLink; any other is asked for all replies at once.
+        grid: Flower's own grid for a SuperLink; any other gets one request for all replies.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid, self._packed = grid, _flowers(grid, _PACKED)
-        # By the id of the message that is answered.
+        # Both by the id of the message that is answered.
         self._announced: dict[str, _Announced] = {}
         self._running: dict[str, tuple[float, Future[list[Message]]]] = {}
 
     def pull(self, ids: Iterable[str], seconds: float) -> Iterator[Message]:
-        """Yield the replies to these messages that are there, an error reply for one that can't be read.
+        """Yield the uploaded replies to these messages, with an error reply for one that can't be read.
 
         Args:
-            ids: of the messages.
-            seconds: the deadline. A reply that has not arrived by then is returned by a later call, if it is wanted then.
+            ids: ids of the messages.
+            seconds: time limit, in seconds. A later call can return a reply that arrives after it.
         """
         wanted, end = list(ids), time.monotonic() + seconds
         if self._packed is None:
@@ -93,7 +94,7 @@ class Pulls:
             yield from self._in_threads(wanted, end)
 
     def close(self) -> None:
-        """End the pulls that are still under way: no device takes up the server's threads."""
+        """End the open pulls, so that no device keeps the server's threads busy."""
         if self._running and (close := getattr(self._grid, "close", None)) is not None:
             close()  # Flower's grid connects again by itself
         self._running.clear()
@@ -103,15 +104,15 @@ class Pulls:
         while (some := list(islice(unknown, _IDS_A_REQUEST))) and time.monotonic() < end:
             self._announced |= link.announced(some)
         for number in wanted:
-            if (one := self._announced.get(number)) is None or one.due > time.monotonic():
+            if (reply := self._announced.get(number)) is None or reply.due > time.monotonic():
                 continue
             if time.monotonic() >= end:
                 return
-            if (contents := link.contents(one)) is None:
-                one.due, one.pause = time.monotonic() + one.pause, min(2 * one.pause, _LONGEST_PAUSE)
+            if (contents := link.contents(reply)) is None:
+                reply.due, reply.pause = time.monotonic() + reply.pause, min(2 * reply.pause, _LONGEST_PAUSE)
                 continue
             del self._announced[number]
-            yield from _told(number, partial(link.unpacked, one, contents))
+            yield from _told(number, partial(link.unpacked, reply, contents))
 
     def _in_threads(self, wanted: list[str], end: float) -> Iterator[Message]:
         waiting = [number for number in reversed(wanted) if number not in self._running]
@@ -141,32 +142,34 @@ class Pulls:
 
 
 def pulls_replies(grid: Grid) -> bool:
-    """Return whether the replies of a round are pulled from a grid one by one: from Flower's own, which would keep them all."""
+    """Return whether replies are pulled from a grid one by one: from Flower's own, which would keep them all in memory."""
     return _flowers(grid, _PACKED | _IN_MEMORY) is not None
 
 
 def _flowers(grid: Grid, names: frozenset[str]) -> type | None:
-    """Return the class of Flower's own of one of these names that a grid is of."""
-    return next((one for one in type(grid).__mro__ if one.__name__ in names and one.__module__.startswith("flwr.")), None)
+    """Return Flower's own class with one of these names, if the grid is an instance of it; else None."""
+    classes = type(grid).__mro__
+    return next((base for base in classes if base.__name__ in names and base.__module__.startswith("flwr.")), None)
 
 
 def _told(number: str, read: Callable[[], list[Message]]) -> list[Message]:
-    """Return what the pull of a reply returns, an error reply if that can't be read or answers another message."""
-    import httpx  # noqa: PLC0415 (this grid has imported it; others have no use of it)
+    """Return the result of a pull; an error reply if the reply can't be read or answers another message."""
+    import httpx  # noqa: PLC0415 (Flower's own grid has imported it; other grids do not need it)
 
     try:
         replies = read()
-        told = all(reply.metadata.reply_to_message_id == number for reply in replies)
-    except (httpx.HTTPError, OSError):  # of the SuperLink, not of a reply
+        valid = all(reply.metadata.reply_to_message_id == number for reply in replies)
+    except (httpx.HTTPError, OSError):  # errors of the SuperLink, not of a reply
         raise
     except Exception as error:  # a forged object may raise any error
-        log.warning("a reply was refused: it can't be read (%s)", type(error).__name__)
-        told = False
-    if told:
+        log.warning("A reply was refused: it can't be read (%s)", type(error).__name__)
+        valid = False
+    if valid:
         return replies
     asked = Message(RecordDict(), 1, "train")
     vars(asked.metadata)["_message_id"] = number
-    return [Message(Error(_UNAVAILABLE, "its reply can't be read"), reply_to=asked)]  # as from the SuperLink
+    # The same code as the SuperLink's own for a message that it does not have, so that callers need no other case.
+    return [Message(Error(_UNAVAILABLE, "its reply can't be read"), reply_to=asked)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +177,9 @@ class _Link:
     """The SuperLink of Flower's own grid: the steps of the grid's `pull_messages`, one at a time.
 
     Attributes:
-        grid: Flower's own.
+        grid: Flower's own grid.
         run: id of the run.
-        flower: what the grid's module has imported for these steps.
+        flower: the grid's module, for the names that it imports for these steps.
     """
 
     grid: Any
@@ -184,39 +187,41 @@ class _Link:
     flower: Any
 
     def announced(self, ids: list[str]) -> dict[str, _Announced]:
-        """Return the replies to these messages that there are, by the ids of these."""
+        """Return the announced replies to these messages, by the ids of the messages."""
         asked = set(ids)
         answer = self.grid._runtime_client.PullMessages(self.flower.PullAppMessagesRequest(message_ids=ids))
         return {
             packed.metadata.reply_to_message_id: _Announced(
-                number=packed.metadata.message_id, objects=[one.object_id for one in self.flower.iterate_object_tree(tree)]
+                number=packed.metadata.message_id, objects=[part.object_id for part in self.flower.iterate_object_tree(tree)]
             )
             for packed, tree in zip(answer.messages_list, answer.message_object_trees, strict=True)
             if packed.metadata.reply_to_message_id in asked
         }
 
-    def contents(self, one: _Announced) -> dict[str, bytes] | None:
-        """Return what a reply consists of; None if it is not uploaded yet."""
+    def contents(self, reply: _Announced) -> dict[str, bytes] | None:
+        """Return the objects of a reply; None if it is not uploaded yet."""
         pull = self.flower.make_pull_object_fn_protobuf(
             pull_object_protobuf=self.grid._runtime_client.PullObject, node=self.grid.node, run_id=self.run
         )
         try:
-            contents: dict[str, bytes] = self.flower.pull_objects(one.objects, pull, max_tries_per_object=1)
+            contents: dict[str, bytes] = self.flower.pull_objects(reply.objects, pull, max_tries_per_object=1)
         except self.flower.ObjectPullError:
             return None
-        confirmed = self.flower.ConfirmMessageReceivedRequest(node=self.grid.node, run_id=self.run, message_object_id=one.number)
+        confirmed = self.flower.ConfirmMessageReceivedRequest(
+            node=self.grid.node, run_id=self.run, message_object_id=reply.number
+        )
         self.grid._runtime_client.ConfirmMessageReceived(confirmed)
         return contents
 
-    def unpacked(self, one: _Announced, contents: dict[str, bytes]) -> list[Message]:
-        """Return a reply; a forged one raises any error."""
-        message = self.flower.inflate_object_from_contents(one.number, contents)
-        vars(message.metadata)["_message_id"] = one.number
+    def unpacked(self, reply: _Announced, contents: dict[str, bytes]) -> list[Message]:
+        """Return the message of a reply; a forged reply may raise any error."""
+        message = self.flower.inflate_object_from_contents(reply.number, contents)
+        vars(message.metadata)["_message_id"] = reply.number
         return [message]
 
 
 def _link(grid: Any, flower: Any) -> _Link | None:
-    """Return the steps of a grid of Flower's own; None if its module, in this release, has others."""
+    """Return the steps of Flower's own grid; None if this release's module has other steps."""
     if not hasattr(type(grid), "_runtime_client") or not all(hasattr(flower, name) for name in _STEPS):
         return None
     return _Link(grid=grid, run=grid.run.run_id, flower=flower)

@@ -1,4 +1,4 @@
-"""Local differential privacy: every client's message is private on its own, and every client has terms of its own."""
+"""Local DP: every client adds its full noise under its own terms, and has its own charges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flower_dp.privacy.worst_client import MaxClientEpsilon
 
 AGGREGATIONS = ("data-size", "uniform")
 PerClient = Sequence[float] | Mapping[str, float]
-# Grid of the accountant for a statement: a coarser one would overstate a small budget.
+# Grid of the accountant for a statement; a coarser one would overstate a small epsilon.
 _GRID = 1e-5
 
 
@@ -40,18 +40,18 @@ TermsOf = Callable[[ClientFacts], ClientTerms]
 class Population:
     """The clients of a method with local noise, and the public facts about them.
 
-    Of a fact there is one number for all clients, a sequence in the order of the clients' names, or a mapping by name.
+    Give each fact as one number for all clients, a sequence in the order of their names, or a mapping by name.
 
     Attributes:
-        num_clients: how many there are.
-        num_records: public data sizes; None: those of the batches.
-        num_replies: the most replies of a client; None: as many as the method needs.
-        epsilon: budgets.
+        num_clients: number of clients.
+        num_records: public data sizes, in records; None: the batch sizes.
+        num_replies: maximum replies of a client; None: as many as the method needs.
+        epsilon: epsilon budgets; math.inf: no noise.
         batch_size: records in a mini-batch.
         aggregation: `data-size`: clients are weighted by their public data sizes; `uniform`: equally.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
     """
 
     num_clients: int
@@ -68,8 +68,8 @@ class Population:
             value = getattr(self, field)
             if isinstance(value, Sequence | Mapping) and not isinstance(value, str) and len(value) != self.num_clients:
                 raise ValueError(f"{field}: has {len(value)} values: must have one for each of the {self.num_clients} clients")
-            for one in [] if value is None or field == "epsilon" else values_in(value):
-                checks.integer(field, one, at_least=1)
+            for number in [] if value is None or field == "epsilon" else values_in(value):
+                checks.integer(field, number, at_least=1)
 
     def members(self, names: Sequence[str]) -> dict[str, ClientFacts]:
         """Return the facts about every client of these names.
@@ -83,26 +83,26 @@ class Population:
 
 
 class ClientLedgers:
-    """Terms of clients who add their own noise in full, each under its own budget, and what their charges cost them.
+    """The terms of clients that add their full noise, each under its own budget, and the costs of their charges.
 
-    The client keeps its own account, and refuses replies that the account does not cover. The statement is computed from the
-    server's charges; they do not protect the client. Replies are weighted with public numbers only.
+    Each client keeps an account and refuses to exceed it. The server's charges only produce the statement; they do not protect
+    the client. The server weights replies with public numbers only.
 
     A client that sends updates without noise, or without clipping, can't be distinguished from an honest one, since the server
-    does not know the distribution of honest messages. It gives up its own privacy. How far it can move the model is bounded by
-    the largest norm of an honest reply.
+    does not know the distribution of honest messages. It gives up its own privacy. The largest norm of an honest reply bounds how
+    far it can move the model.
 
     Attributes:
-        terms: of every client, by its name; empty before they are known.
-        num_records: the public data size of every client.
-        planned_rounds: of the run; None if nobody has said.
+        terms: terms of every client, by name; empty before they are known.
+        num_records: public data size of every client, by name.
+        planned_rounds: number of rounds of the run; None if not set.
 
     Args:
-        population: who the clients are.
+        population: the clients and their public facts.
         relation: neighboring relation of the charges.
         delta: the delta at which epsilon is stated, in [0, 1).
-        terms_of: the facts about a client -> its terms.
-        most_replies: number of rounds -> the most replies of one client, where the population has no number.
+        terms_of: function from the facts about a client to its terms.
+        most_replies: function from the number of rounds to the maximum replies of one client, if the population has no number.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ClientLedgers:
         self._worst: MaxClientEpsilon | None = None
 
     def with_clients(self, names: tuple[str, ...], num_rounds: int | None) -> ClientLedgers:
-        """Return the books of a run of these clients: each has its terms. Without names they are not known yet.
+        """Return the ledgers of a run of these clients, with the terms of each. Without names they are not known yet.
 
         Raises:
             RuntimeError: if the number of replies is not known.
@@ -140,12 +140,12 @@ class ClientLedgers:
         return books
 
     def _num_replies(self) -> Any:
-        """Return the most replies of the clients: what the population says, or what the planned rounds need."""
+        """Return the maximum replies of the clients: the population's numbers, or the number that the planned rounds need."""
         if self.population.num_replies is not None:
             return self.population.num_replies
         if self.planned_rounds is None or self._most_replies is None:
             raise RuntimeError(
-                "num_replies: the number of rounds is not known yet; call start() or plan(num_rounds), or name num_replies"
+                "num_replies: the number of rounds is not known yet; call start() or plan(num_rounds), or pass num_replies"
             )
         return max(1, self._most_replies(self.planned_rounds))
 
@@ -158,16 +158,16 @@ class ClientLedgers:
     # The cost
 
     def cost(self, ledger: History) -> PrivacyCost:
-        """Return the cost of a ledger; equal ledgers are accounted once."""
+        """Return the cost of a ledger; equal ledgers are computed once."""
         key = (ledger.relation, *ledger.lines())
         if key not in self._costs:
             self._costs[key] = accounting.epsilon(ledger.event, delta=self.delta, relation=ledger.relation, grid=_GRID)
         return self._costs[key]
 
     def total(self, ledger: History, evaluated: History) -> PrivacyCost:
-        """Return the cost of what a client was charged, for example for training, and of its private evaluations together.
+        """Return the joint cost of a client's charges, for example for training, and of its private evaluations.
 
-        It is the least bound that can be proved. The sum always holds: (e1, delta) and (e2, 0) compose to (e1 + e2, delta).
+        It is the lower of two proved upper bounds. The sum always holds: (e1, delta) and (e2, 0) compose to (e1 + e2, delta).
         """
         training = self.cost(ledger)
         if not evaluated.num_charges:
@@ -195,8 +195,8 @@ class ClientLedgers:
         """Return an upper bound of the largest cost of a client, quick to compute.
 
         Args:
-            replies: how often each client was charged for training.
-            pure: what its private evaluations have cost each client.
+            replies: number of training charges, by client.
+            pure: epsilon of private evaluations, by client.
         """
         if not self.terms:
             return 0.0

@@ -29,10 +29,10 @@ class ClippedUpdates:
     """The sum of client updates, each clipped to L2 norm `clip_norm`, with noise on the sum; `DPFedSAM` describes its arguments.
 
     Attributes:
-        masks: makes the mask that all clients of a round share; None for no mask.
+        masks: maker of the mask that all clients of a round share; None for no mask.
 
     Raises:
-        ValueError: for a value that makes no sense, naming field and value.
+        ValueError: if a value is invalid; the message names field and value.
     """
 
     clip_norm: float | AdaptiveClip
@@ -57,7 +57,7 @@ class ClippedUpdates:
         if self.min_reply_ratio is not None:
             checks.number("min_reply_ratio", self.min_reply_ratio, above=0, at_most=1)
         central = self.placement == "central"
-        unsent = "under 'central' clients send updates without noise, and what is made of them is not private"
+        unsent = "under 'central' clients send updates without noise, and a function of them is not private"
         topped = "placement='distributed' and server_completes_noise=False only; else the server adds all shares that a sum lacks"
         for name, unread, why in (
             ("quantization_levels", central, f"placement='distributed' only; {unsent}"),
@@ -72,18 +72,18 @@ class ClippedUpdates:
             raise checks.refusal(
                 "clip_norm",
                 self.clip_norm,
-                f"does not go with keep_ratio={self.keep_ratio:g} and "
+                f"does not work with keep_ratio={self.keep_ratio:g} and "
                 f"quantization_levels={self.quantization_levels} under placement='distributed': clients would drop or coarsen "
                 "the coordinate by which the clip norm moves; use placement='central', or a fixed clip norm",
             )
 
     @property
     def compresses_noised_updates(self) -> bool:
-        """Whether clients send the largest coordinates or the levels of their own noised updates."""
+        """Whether every client sends only the largest coordinates, or the quantization levels, of its own noised update."""
         return self.placement == "distributed" and (self.keep_ratio < 1 or self.quantization_levels is not None)
 
     def shared(self, noise_multiplier: float, clip_norm: float = 1.0) -> NoiseSharing:
-        """Return the release with this noise, and who draws which part of it.
+        """Return the release with this noise multiplier, and the split of its noise.
 
         Raises:
             ValueError: for a sampler that is not accounted under the neighboring relation.
@@ -110,7 +110,7 @@ class ClippedUpdates:
         )
 
     def release(self, name: str, noise_multiplier: float) -> tuple[NoisedSum, NoiseSharing]:
-        """Return the release of the method of this name on the wire with this noise, and that noise."""
+        """Return the release of the method with this name on the wire and this noise multiplier, and its noise."""
         shared, moving = self.shared(noise_multiplier), None
         if isinstance(self.clip_norm, AdaptiveClip):
             multiplier, cohort = shared.release.mechanism.noise_multiplier, shared.release.expected_cohort_size

@@ -1,4 +1,4 @@
-"""Replies that are private one by one: what is asked of every client by its own terms, and how often each was charged."""
+"""Local releases: each client's request under its own terms, and its number of charges."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,34 +19,34 @@ from flower_dp.strategies.releases.release import RoundRequest
 from flower_dp.strategies.run_state import RunState
 from flower_dp.wire import LocalRequest, Promise, ReleaseRequest
 
-# What was asked in a round -> a client's name -> a norm that its honest row all but never exceeds, before its weight.
+# Request of a round -> client's name -> a norm that its honest row practically never exceeds, before its weight.
 Longest = Callable[[RoundRequest], Callable[[str], float]]
-# What the method keeps, and the length of a row -> the vectors that are sent with the model, by their names.
+# The method's own state and the length of a row -> the vectors that are sent with the model, by name.
 VectorsOf = Callable[[Any, int], Mapping[str, np.ndarray]]
 
 
-# Clients that are looked at together: most often the first of them pay.
+# Clients that `anyone_pays` looks at together: most often one of the first has budget left, and the rest need no look.
 _AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalReleases:
-    """One reply a round of every client that is asked, each with noise by the client's own terms.
+    """One reply per round of every client in the cohort, each with noise by the client's own terms.
 
-    The server charges a client when it asks the client. It no longer asks a client that has sent as many replies as its budget
-    covers; the others go on. Its state is how often a drawn client was not asked, since its budget was spent.
+    The server charges a client with each request. It skips a client whose budget is spent; the run continues with the others.
+    The state of the release is the number of times that a drawn client was skipped.
 
     Attributes:
-        name: of the release on the wire: the method's, or that of private evaluations.
-        clip_norm: of the releases.
-        sampling: who takes part in a round.
+        name: name of the release on the wire: the method's, or that of private evaluations.
+        clip_norm: clip norm of the releases.
+        sampling: sampler of a round's cohort.
         relation: neighboring relation of the ledgers.
-        weight_of: what a client's row counts in the sum.
-        longest: how long an honest row is at most.
-        vectors_of: the vectors that are sent with the model.
-        metrics: of an evaluation; None in training.
-        terms: of every client, by its name; empty before they are known.
-        fingerprint: a digest of the terms, by which clients are charged.
+        weight_of: function that returns a client's public weight in the sum.
+        longest: function that returns the largest norm of an honest row.
+        vectors_of: function that returns the vectors that are sent with the model.
+        metrics: bounds of the metrics of an evaluation; None in training.
+        terms: terms of every client, by name; empty before they are known.
+        fingerprint: digest of the terms, by which clients are charged.
     """
 
     name: str
@@ -61,19 +61,19 @@ class LocalReleases:
     cohort_is_secret: bool = False
     accepts_new_clients: bool = False
     fingerprint: str = field(default="", init=False, repr=False)
-    # The different events of a reply, and the place of each client's.
+    # The distinct events of a reply, and the index of each client's: a million clients have few distinct events.
     _events: tuple[dp_events.DpEvent, ...] = field(default=(), init=False, repr=False)
     _kinds: Mapping[str, int] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         events: dict[dp_events.DpEvent, int] = {}
-        kinds = {name: events.setdefault(frozen(own.event), len(events)) for name, own in self.terms.items()}
+        kinds = {name: events.setdefault(frozen(terms.event), len(events)) for name, terms in self.terms.items()}
         for field_name, value in {"fingerprint": _digest(self.terms), "_events": tuple(events), "_kinds": kinds}.items():
             object.__setattr__(self, field_name, value)
 
     @property
     def scope(self) -> CostScope:
-        """What its charges add up for."""
+        """The unit and relation under which its charges compose."""
         return CostScope(unit=next(iter(self.terms.values())).release.unit if self.terms else "record", relation=self.relation)
 
     def replies(self, charges: Charges, names: Sequence[str]) -> np.ndarray:
@@ -85,15 +85,15 @@ class LocalReleases:
         return dict(zip(self.terms, self.replies(charges, tuple(self.terms)).tolist(), strict=True))
 
     def ledger(self, charges: Charges, name: str) -> History:
-        """Return what was charged to a client."""
+        """Return the charges of a client."""
         return charges.history(self.scope, name, release=self.name)
 
     def ledgers(self, charges: Charges) -> dict[str, History]:
-        """Return what was charged to every client."""
+        """Return the charges of every client, by name."""
         return {name: self.ledger(charges, name) for name in self.terms}
 
     def paying(self, charges: Charges, names: Sequence[str]) -> np.ndarray:
-        """Return of each of these clients whether its budget covers one more reply."""
+        """Return for each of these clients whether its budget covers one more reply."""
         most = np.asarray([self.terms[name].num_replies for name in names], np.float64)
         return self.replies(charges, names) < most
 
@@ -105,16 +105,14 @@ class LocalReleases:
     # A round
 
     def cohort(self, state: RunState, names: tuple[str, ...], rng: Generator) -> tuple[np.ndarray, int]:
-        """Return the indices of the drawn clients whose budget covers one more reply, and how many others were drawn so far.
-
-        Whose turn it is follows from the number of rounds that were charged: by another number some clients might never have one.
-        """
+        """Return the indices of the drawn clients whose budget covers one more reply, and how many others were drawn so far."""
+        # Index the fixed order by the number of charged rounds. Any other index could skip some clients for ever.
         chosen = self.sampling.sample(state.charges.number(self.name) + 1, len(names), rng)
         paying = chosen[self.paying(state.charges, [names[index] for index in chosen])]
         return paying, state.releases.get(self.name, 0) + len(chosen) - len(paying)
 
     def charge(self, charges: Charges, server_round: int, names: Sequence[str]) -> Charge:
-        """Return what one reply of each of these clients costs it."""
+        """Return the charge of one reply of each of these clients."""
         kinds, which = np.unique(np.asarray([self._kinds[name] for name in names], np.int64), return_inverse=True)
         return Charge(
             owners=tuple(names),
@@ -128,12 +126,12 @@ class LocalReleases:
         )
 
     def ask(self, state: RunState, size: int, names: Sequence[str], rng: Generator) -> tuple[ReleaseRequest, Any, int]:
-        """Return what is asked of clients: by their own terms, and with the weight of each in the sum.
+        """Return the request to these clients: by the terms of each, with its weight in the sum.
 
-        It is for their next charge: the number of the reply counts it already.
+        The number of each reply counts the charge of this request, which follows.
         """
         replies = self.replies(state.charges, names).tolist()
-        own = {
+        requests = {
             name: LocalRequest(
                 weight=self.weight_of(name),
                 terms=self.terms[name].fingerprint,
@@ -142,11 +140,11 @@ class LocalReleases:
             )
             for name, number in zip(names, replies, strict=True)
         }
-        # Of all of them together; every client compares what is asked of it alone with its own terms.
-        least = min((one.noise_multiplier for one in own.values()), default=0.0)
+        # The promise is the least of all clients; each client compares its own request with its own terms.
+        least = min((request.noise_multiplier for request in requests.values()), default=0.0)
         promise = Promise(clip_norm=self.clip_norm, noise_multiplier=least)
         ask = ReleaseRequest(
-            promise=promise, placement="local", own=own, metrics=self.metrics, vectors=self.vectors_of(state.own, size)
+            promise=promise, placement="local", own=requests, metrics=self.metrics, vectors=self.vectors_of(state.own, size)
         )
         return ask, None, state.releases.get(self.name, 0)
 
@@ -161,8 +159,9 @@ class LocalReleases:
 
 
 def _digest(terms: Mapping[str, ClientTerms]) -> str:
-    """Return a digest of the clients' names and terms; noise is compared to six digits, for a calibration may change its last."""
+    """Return a digest of the clients' names and terms."""
     digest = hashlib.sha256()
-    for name, own in terms.items():
-        digest.update(f"{name!r}: {own.fingerprint}, {own.release.mechanism.noise_multiplier:.6g}\n".encode())
+    for name, client in terms.items():
+        # Six digits of the noise: a calibration on another machine may change the last ones.
+        digest.update(f"{name!r}: {client.fingerprint}, {client.release.mechanism.noise_multiplier:.6g}\n".encode())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The noise of one sum of client updates: who draws which part of it, and what that costs."""
+"""The noise of one sum of client updates: its split between server and clients, and its charges."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from flower_dp.strategies.releases.left_out import RoundDiscarded
 
 
 class Noise(Protocol):
-    """Who draws which part of a sum's noise, and what it costs.
+    """The noise of a sum: its split between server and clients, and its charges.
 
     Attributes:
         release: the noised sum.
         placement: `central` or `distributed`.
-        compresses_noised_updates: whether what a client sends is no part of the noised sum.
-        cohort_is_secret: whether the epsilon counts on nobody knowing who takes part in a round.
+        compresses_noised_updates: whether clients compress their noised updates, so that the messages do not add up to the
+            noised sum.
+        cohort_is_secret: whether the epsilon holds only if nobody knows who takes part in a round.
     """
 
     @property
@@ -43,38 +44,38 @@ class Noise(Protocol):
         """Return the std of the noise that each of a cohort's clients adds to its own update."""
 
     def events(self, number: int, cohort_size: int) -> Mapping[str, dp_events.DpEvent]:
-        """Return what a round costs, as any single client ("") and as "outsiders" see it; number 1, 2, ... of its charges.
+        """Return the event of charge `number` (from 1) by view: that of any single client (""), and of "outsiders".
 
-        Noise that is correlated over rounds may have one event of the run at number 1, and `NoOpDpEvent` later.
+        Noise that is correlated over rounds may have one event for the whole run at number 1, and `NoOpDpEvent` later.
         """
 
     def begin(self, state: Any, number: int, length: int, rng: Generator) -> tuple[Any, Any]:
-        """Return what is drawn before the replies, for this round alone, and the next state of the noise.
+        """Return the noise that is drawn before the replies, for this round alone, and the next state of the noise.
 
-        The state is None for noise that is independent from round to round. Any other is secret, and on the disk before a message
-        of the round leaves, so that no crash has noise drawn twice.
+        The state is None for noise that is independent from round to round. Any other state is secret, and is on the disk before
+        a message of the round leaves, so that no crash lets noise be drawn twice.
 
         Args:
-            state: of the noise; None before the first round.
-            number: 1, 2, ... of the release's charges.
-            length: of the noised vector.
-            rng: fresh, for this round.
+            state: state of the noise; None before the first round.
+            number: number of the release's charge, from 1.
+            length: length of the noised vector.
+            rng: new generator for this round.
         """
 
     def add(self, total: np.ndarray, begun: Any, *, step: float, num_replies: int, cohort_size: int, rng: Generator) -> None:
         """Add the server's part of the noise to the sum of the replies, in place.
 
         Raises:
-            RoundDiscarded: if too few or too many clients answered for the noise that was charged.
+            RoundDiscarded: if too few or too many clients replied for the noise that was charged.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseSharing:
-    """Who draws which part of a release's Gaussian noise, and what that protects against whom.
+    """The split of a release's Gaussian noise between server and clients, and the resulting protection by adversary.
 
     Under `central` placement the server draws all of it. Under `distributed` placement every client adds a share to its own
-    update; the shares of the clients that answer add up to the noise of the release.
+    update; the shares of the clients that reply, and any that the server adds, make up the noise of the release.
 
     Attributes:
         release: the noised sum.
@@ -116,23 +117,24 @@ class NoiseSharing:
 
     @property
     def total_shares(self) -> int:
-        """How many shares make up the noise of the sum: as many as there can ever be clients in a round.
+        """The number of shares that make up the noise of the sum: the maximum cohort size.
 
-        A public number: shares by the number of clients that were drawn would tell each of them how many there are.
+        It is a public number. Shares sized by the number of selected clients would reveal that number to each of them.
         """
         return self.release.sampler.max_cohort_size(self.release.num_units)
 
     def min_replies(self, cohort_size: int) -> int:
-        """Return how many of the drawn clients must answer where nobody adds the shares of the others.
+        """Return how many of the selected clients must reply if the server adds no shares.
 
-        Where every cohort is as large as any other, that number decides: those who are not connected are no fewer shares, which
-        would cost more than was planned.
+        If all cohorts have the same size, use that size. Disconnected clients do not reduce the number of shares: the round would
+        cost more than planned.
         """
         drawn = min(cohort_size, self.total_shares) if self.release.sampler.cohort_size_is_secret else self.total_shares
+        # `- 1e-9` undoes float rounding: 0.55 x 100 = 55.00000000000001 would demand 56 replies.
         return max(1, math.ceil(self.min_reply_ratio * drawn - 1e-9))
 
     def shares(self, cohort_size: int) -> int:
-        """Return how many shares make up the noise of a round."""
+        """Return the number of shares that make up the noise of a round."""
         return self.total_shares if self.server_completes_noise else self.min_replies(cohort_size)
 
     def share_std(self, cohort_size: int) -> float:
@@ -145,7 +147,7 @@ class NoiseSharing:
 
     @property
     def min_share_std(self) -> float:
-        """Std of the least noise that a client is ever asked to add itself: 0 where the server adds it."""
+        """The lowest std of the noise that a client adds itself in any round: 0 if the server adds all noise."""
         return self.share_std(self.total_shares)
 
     def server_std(self, num_replies: int) -> float:
@@ -155,39 +157,40 @@ class NoiseSharing:
         if self.reveals_cohort:
             return 0.0
         shares = self.total_shares
-        # `above_max_replies` refuses more replies than shares: with them the noise would grow with the cohort, and tell its size.
+        # Never the root of a negative number: `above_max_replies` refuses more replies than shares, whose noise would grow with
+        # the cohort and reveal its size.
         return self.release.noise_scale * math.sqrt((shares - num_replies) / shares)
 
     def below_min_replies(self, num_replies: int, cohort_size: int) -> bool:
-        """Return whether these replies have less noise than the release that was charged."""
+        """Return whether these replies hold less noise than the release that was charged."""
         return self.placement == "distributed" and not self.server_completes_noise and num_replies < self.min_replies(cohort_size)
 
     def above_max_replies(self, num_replies: int) -> bool:
-        """Return whether these replies have more noise than the release: its variance would tell how many clients replied."""
+        """Return whether these replies hold more noise than the release: its variance would reveal how many clients replied."""
         return self.placement == "distributed" and not self.reveals_cohort and num_replies > self.total_shares
 
     def begin(self, state: Any, number: int, length: int, rng: Generator) -> tuple[Any, Any]:
-        """Return nothing: the noise of every round is drawn afresh."""
+        """Return no noise and no state: the noise of every round is independent."""
         return None, None
 
     def add(self, total: np.ndarray, begun: Any, *, step: float, num_replies: int, cohort_size: int, rng: Generator) -> None:
-        """Add the noise that the shares in the sum lack, on the lattice, in place.
+        """Add every noise share that the sum lacks, on the lattice, in place.
 
         Raises:
-            RoundDiscarded: if too few or too many clients answered for the noise that was charged.
+            RoundDiscarded: if too few or too many clients replied for the noise that was charged.
         """
         if self.below_min_replies(num_replies, cohort_size):
             raise RoundDiscarded(f"{num_replies} of {cohort_size} clients answered, too few for the noise that was charged")
         if self.above_max_replies(num_replies):
             raise RoundDiscarded(
-                f"{num_replies} clients answered, and the noise has {self.total_shares} shares: it would tell how many"
+                f"{num_replies} clients answered, and the noise has {self.total_shares} shares: it would reveal how many"
             )
         total += noise.gaussian(total, self.server_std(num_replies), step, rng)
 
-    # What it protects
+    # The protection
 
     def events(self, number: int, cohort_size: int) -> dict[str, dp_events.DpEvent]:
-        """Return what a round costs, as any single client and as those who are no clients see it."""
+        """Return the event of a round against any single client, and against outsiders."""
         inside = self.without_own_share(self.shares(cohort_size))
         return {"": inside.event(number), "outsiders": self.release_to_outsiders.event(number)}
 
@@ -195,13 +198,13 @@ class NoiseSharing:
     def reveals_cohort(self) -> bool:
         """Whether the release reveals the cohort, which voids amplification by sampling.
 
-        It does by what each client makes of its own noised update, or by a noise that depends on how many clients answered.
+        It does if each client compresses its own noised update, or if the noise depends on how many clients replied.
         """
         return self.compresses_noised_updates or (self.placement == "distributed" and not self.server_completes_noise)
 
     @property
     def cohort_is_secret(self) -> bool:
-        """Whether the epsilon counts on nobody knowing who takes part in a round; with a sampler of a user's own it may."""
+        """Whether the epsilon holds only if nobody knows who takes part in a round; assumed for a user's own sampler."""
         sampler, num_clients = self.release.sampler, self.release.num_units
         everybody = type(sampler) is FixedSizeSampling and sampler.max_cohort_size(num_clients) == num_clients
         return not (self.reveals_cohort or everybody or type(sampler) in (FullSampling, RoundRobinSampling))
@@ -213,27 +216,27 @@ class NoiseSharing:
 
     @property
     def release_to_outsiders(self) -> Release:
-        """The release as those who are no clients see it: with all its noise."""
+        """The release as outsiders see it: with all its noise."""
         release = self.release
         if self.reveals_cohort and not isinstance(release.sampler, RoundRobinSampling):
-            # A client that is not drawn can be told from one whose update is zero: no amplification by sampling.
+            # An unselected client can be distinguished from one whose update is zero: no amplification by sampling.
             release = replace(release, sampler=FullSampling())
         if self.compresses_noised_updates:
-            # A sum of such messages is no function of the noised sum: only the client's own share of noise protects it.
+            # The sum of such messages is no function of the noised sum: only the client's own noise share protects it.
             release = replace(release, mechanism=Gaussian(noise_multiplier=self.share_std(0) / release.clip_norm))
         return release
 
     @property
     def release_to_participants(self) -> Release:
-        """The release that the ledger charges, at most: what can be proved of what any single client sees."""
-        # Two shares are the worst case: of one alone, the client who knows it is the only one in the sum.
+        """The most that the ledger charges for a round: the release as any single client sees it, as far as can be proved."""
+        # Two shares are the worst case: if there is only one share, the client who knows it is the only one in the sum.
         return self.without_own_share(2 if self.num_shares_varies else self.shares(self.total_shares))
 
     def without_own_share(self, shares: int) -> Release:
-        """Return the release as one of its own clients sees it, who knows its own share of the noise and subtracts it.
+        """Return the release against one of its own clients, which knows its own noise share and subtracts it.
 
         Args:
-            shares: how many shares make up the noise of the release.
+            shares: number of shares that make up the noise of the release.
         """
         release = self.release_to_outsiders
         if self.placement == "central" or self.compresses_noised_updates or shares <= 1:
