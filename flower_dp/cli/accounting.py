@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # In the order of a statement.
 _ADVERSARIES = ("outsiders", "participants", "the server")
-_NOT_OF_RELEASES = ("target", "setting", "as_json", "best_of", "best_of_shape")
+_NOT_OF_RELEASES = ("target", "setting", "as_json", "best_of_mean", "best_of_shape")
 # Where the number of clients isn't known: of fewer than a hundred clients nobody expects privacy at such a delta.
 _LARGE_DELTA = 0.01
 _LABELS = {
@@ -93,13 +93,13 @@ def epsilon(
     num_rounds: Annotated[int, typer.Option(help="Releases in all, one a round.")] = 1,
     delta: Delta = None,
     relation: RelationOption = None,
-    best_of: BestOf = None,
+    best_of_mean: BestOf = None,
     best_of_shape: BestOfShape = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Compute the epsilon of a whole run: the one that the statement of the run will give, or that of the options' releases."""
-    number = _number_of_runs(best_of, best_of_shape)
-    if _is_run(target, {"target", "setting", "as_json", "best_of", "best_of_shape"}):
+    number = _number_of_runs(best_of_mean, best_of_shape)
+    if _is_run(target, {"target", "setting", "as_json", "best_of_mean", "best_of_shape"}):
         _answer_of_run(target, setting or [], None, as_json=as_json, number=number)
         return
     if noise_multiplier is None:
@@ -138,18 +138,18 @@ def calibrate(
     _answer()
 
 
-def _number_of_runs(best_of: float | None, shape: float) -> "RunCountLaw | None":
+def _number_of_runs(best_of_mean: float | None, shape: float) -> "RunCountLaw | None":
     """Return the law of the number of runs among which one is chosen; None for a single run."""
-    if best_of is None:
+    if best_of_mean is None:
         if "best_of_shape" in given():
-            refuse("--best-of is missing; --best-of-shape belongs to it")
+            refuse("--best-of-mean is missing; --best-of-shape belongs to it")
         return None
     from flower_dp.privacy.selection import number_of_runs
 
     try:
-        return number_of_runs(best_of, shape)
+        return number_of_runs(best_of_mean, shape)
     except ValueError as error:
-        refuse(f"--best-of: {error}")
+        refuse(f"--best-of-mean: {error}")
 
 
 def _answer(number: "RunCountLaw | None" = None) -> None:

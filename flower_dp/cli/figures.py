@@ -25,11 +25,11 @@ def compare(
             "for each run or each curve.",
         ),
     ] = None,
-    by: Annotated[
+    group_by: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY", help="A setting: runs with one value of it have one color, or one line; may be repeated."),
     ] = None,
-    against: Annotated[
+    x_axis: Annotated[
         str,
         typer.Option(
             click_type=click.Choice(("rounds", "epsilon")),
@@ -45,8 +45,8 @@ def compare(
     pivot: Annotated[
         bool, typer.Option("--pivot", help="A table of the metric with a column for each epsilon; not for json and csv.")
     ] = False,
-    allow_unfinished: Annotated[
-        bool, typer.Option("--allow-unfinished", help="Include unfinished runs, with the rounds that they have.")
+    include_unfinished: Annotated[
+        bool, typer.Option("--include-unfinished", help="Include unfinished runs, with the rounds that they have.")
     ] = False,
 ) -> None:
     """Draw the curves of runs in one figure, and print a table of their last values.
@@ -68,12 +68,12 @@ def compare(
     with refusing():
         canvas.file(output)
         each = [one for folder in folders for one in runs_in(folder)]
-        runs = [comparing.read_run(folder, metric, allow_unfinished=allow_unfinished) for folder in each]
-        curves = comparing.curves_of(runs, metric, names=label or (), by=by or ())
-        if against == "epsilon":
+        runs = [comparing.read_run(folder, metric, include_unfinished=include_unfinished) for folder in each]
+        curves = comparing.curves_of(runs, metric, names=label or (), group_by=group_by or ())
+        if x_axis == "epsilon":
             drawn = figures.against_epsilon(curves, metric)
         else:
-            drawn = figures.figure(curves, metric, grouped=bool(by or label))
+            drawn = figures.figure(curves, metric, grouped=bool(group_by or label))
         canvas.save(drawn, output)
     notes = comparing.notes(curves)
     typer.echo(form(curves, metric, notes))

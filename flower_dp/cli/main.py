@@ -27,10 +27,10 @@ for _command in (
     accounting.calibrate,
     plans.plan,
     audits.audit,
-    ledgers.ledger,
 ):
     app.command()(_command)
 app.add_typer(figures.app, name="figure")
+app.add_typer(ledgers.app, name="ledger")
 
 
 @app.callback(invoke_without_command=True)

@@ -20,7 +20,7 @@ def sweep(
             metavar="FOLDER", help="The sweep's folder: new, or that of this sweep, which goes on. A dry run needs none."
         ),
     ] = None,
-    at_once: Annotated[
+    jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at once. Default: as many as cores, memory and GPUs allow.")
     ] = None,
     private_selection: Annotated[
@@ -53,16 +53,16 @@ def sweep(
     folder = _folder(output_dir)
     again = f"It goes on with: flower-dp sweep {shlex.quote(str(file))} --output-dir {shlex.quote(str(output_dir))}"
     left = f"the runs so far are in {folder.path}"
-    if at_once is not None:
-        again = f"{again} --at-once {at_once}"
+    if jobs is not None:
+        again = f"{again} --jobs {jobs}"
     if private_selection:
         again, left = f"{again} --private-selection", "what is in the folder may not be looked at before the choice is made"
     try:
         if private_selection:
-            _choose(file, folder, at_once)
+            _choose(file, folder, jobs)
             return
         plan = Sweep.read(file)
-        failed = plan.make(folder, echo, at_once=at_once)
+        failed = plan.make(folder, echo, jobs=jobs)
     except ValueError as error:
         refuse(str(error))
     except Interrupted as signal:
@@ -118,7 +118,7 @@ def _show_commands(file: Path, folder: "SweepFolder | None", *, private_selectio
         typer.echo(line)
 
 
-def _choose(file: Path, folder: "SweepFolder", at_once: int | None) -> None:
+def _choose(file: Path, folder: "SweepFolder", jobs: int | None) -> None:
     """Make the best of a random number of runs, and show it."""
     from flower_dp.running.run_folder import STATEMENT_TEXT
     from flower_dp.running.screen import echo
@@ -126,7 +126,7 @@ def _choose(file: Path, folder: "SweepFolder", at_once: int | None) -> None:
     from flower_dp.sweeps.private_selection import CHOSEN, PrivateSelection
 
     plan = PrivateSelection.read(file)
-    plan.make(folder, echo, at_once=at_once)
+    plan.make(folder, echo, jobs=jobs)
     typer.echo("\n" + (folder.path / STATEMENT_TEXT).read_text(encoding="utf-8"))
     chosen = folder.path / RUNS / CHOSEN
     typer.echo(f"chosen run: {chosen}" if chosen.is_dir() else "Nothing was chosen: no run was drawn, or none may be shown.")

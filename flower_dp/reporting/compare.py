@@ -90,13 +90,13 @@ class Curve:
         return format_rounded_up(self.epsilon, 4) if self.private else "not private"
 
 
-def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: bool = False) -> ComparedRun:
+def read_run(folder: str | os.PathLike[str], metric: str, *, include_unfinished: bool = False) -> ComparedRun:
     """Read a run folder.
 
     Args:
         folder: as `flower-dp run` writes it.
         metric: a key of `metrics.jsonl`.
-        allow_unfinished: accept a run without a final model, with the rounds that it has.
+        include_unfinished: accept a run without a final model, with the rounds that it has.
 
     Raises:
         ValueError: naming the folder, if it is not a run folder, was not finished or never recorded the metric.
@@ -108,9 +108,9 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
         numbers = (key for row in rows for key, value in row.items() if metric_columns.number(value))
         there = ", ".join(dict.fromkeys(key for key in numbers if key not in ("round", "num-rounds"))) or "no metric"
         raise ValueError(f"{folder}: has no {metric} in {run_folders.METRICS}, but {there}: set --metric")
-    if not past.finished and not allow_unfinished:
+    if not past.finished and not include_unfinished:
         why = f"no {run_folders.MODEL}" if not (past.folder / run_folders.MODEL).is_file() else "its model is of a checkpoint"
-        raise ValueError(f"{folder}: the run was not finished ({why}); set --allow-unfinished to use it")
+        raise ValueError(f"{folder}: the run was not finished ({why}); set --include-unfinished to use it")
     spent = past.series("epsilon", otherwise=math.inf)
     epsilon = past.epsilon if past.finished or past.statement else max(spent.values(), default=math.inf)
     return ComparedRun(
@@ -128,7 +128,9 @@ def read_run(folder: str | os.PathLike[str], metric: str, *, allow_unfinished: b
     )
 
 
-def curves_of(runs: Sequence[ComparedRun], metric: str, *, names: Sequence[str] = (), by: Sequence[str] = ()) -> list[Curve]:
+def curves_of(
+    runs: Sequence[ComparedRun], metric: str, *, names: Sequence[str] = (), group_by: Sequence[str] = ()
+) -> list[Curve]:
     """Group runs into curves, in the order in which their settings first occur; those that differ in the noise alone by epsilon.
 
     Args:
@@ -136,7 +138,7 @@ def curves_of(runs: Sequence[ComparedRun], metric: str, *, names: Sequence[str] 
         metric: of the curves.
         names: names of one's own, one for each run or one for each curve, or one with settings in braces, as "{method}", for all.
             Curves with one name are told apart by their settings.
-        by: settings by which curves are grouped.
+        group_by: settings by which curves are grouped.
 
     Raises:
         ValueError: naming the folder, if it is given twice or shares no round with the others of its curve; naming the option,
@@ -162,14 +164,14 @@ def curves_of(runs: Sequence[ComparedRun], metric: str, *, names: Sequence[str] 
             )
         own = list(names)
     configs = [group[0].config for group in groups.values()]
-    for key in by:
+    for key in group_by:
         if all(labels.find(key, config) is None for config in configs):
-            raise ValueError(f"--by {key}: no run has this setting")
-    legend = labels.legend_of(configs, by)
+            raise ValueError(f"--group-by {key}: no run has this setting")
+    legend = labels.legend_of(configs, group_by)
     texts = _with_names(own, configs) if own else legend.labels
     lines = own or _lines_of(configs)
-    if by:
-        lines = [", ".join(labels.setting(key, config) for key in by) for config in configs]
+    if group_by:
+        lines = [", ".join(labels.setting(key, config) for key in group_by) for config in configs]
     return [
         _curve(group, metric, label=label, line=line, differ=differ, left_out=() if own else tuple(legend.left_out))
         for label, line, differ, group in zip(texts, lines, legend.differ, groups.values(), strict=True)

@@ -69,7 +69,7 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
         ValueError: if no curve is private.
     """
     if not any(curve.private for curve in curves):
-        raise ValueError("--against=epsilon: no run is private")
+        raise ValueError("--x-axis=epsilon: no run is private")
     lines: dict[str, list[Curve]] = {}
     for curve in curves:
         lines.setdefault(curve.line, []).append(curve)

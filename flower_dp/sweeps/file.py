@@ -74,7 +74,7 @@ class SweepFile:
         workers: worker processes of a run; None: as many as the machine has for it.
         supernodes: that they simulate; None: as `flower-dp run`.
         gpus_per_worker: the fraction of a GPU of each.
-        at_once: runs at once, at most; None: as many as the machine has workers for.
+        jobs: runs at once, at most; None: as many as the machine has workers for.
     """
 
     points: tuple[Point, ...]
@@ -85,7 +85,7 @@ class SweepFile:
     workers: int | None = None
     supernodes: int | None = None
     gpus_per_worker: float = 0.0
-    at_once: int | None = None
+    jobs: int | None = None
 
 
 def read(path: Path) -> SweepFile:
@@ -179,7 +179,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "workers": _COUNT,
     "supernodes": _COUNT,
     "gpus-per-worker": partial(checks.number, at_least=0),
-    "at-once": _COUNT,
+    "jobs": _COUNT,
 }
 
 

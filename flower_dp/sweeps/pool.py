@@ -63,12 +63,12 @@ class _Made:
     began: float
 
 
-def how_many(runs: Sequence[SweepRun], at_once: int | None, cores: int, gpus: int | None) -> int:
+def num_jobs(runs: Sequence[SweepRun], jobs: int | None, cores: int, gpus: int | None) -> int:
     """Return how many runs are made at once.
 
     Args:
         runs: all with as many workers.
-        at_once: what was asked for; None: as many as there are cores, memory and GPUs for.
+        jobs: what was asked for; None: as many as there are cores, memory and GPUs for.
         cores: CPU cores of this machine.
         gpus: its GPUs; None if that is not known.
     """
@@ -76,12 +76,12 @@ def how_many(runs: Sequence[SweepRun], at_once: int | None, cores: int, gpus: in
     # Two runs can't write one ledger at the same time.
     if any(run.config.get("server-ledger") for run in runs):
         return 1
-    if at_once is None:
+    if jobs is None:
         memory = psutil.virtual_memory().available // (_PROCESS_BYTES * (one.workers + 1))
-        at_once = max(1, min(cores // one.workers, memory))
+        jobs = max(1, min(cores // one.workers, memory))
         if one.gpus_per_worker and gpus is not None:
-            at_once = max(1, min(at_once, int(gpus / (one.gpus_per_worker * one.workers) + 1e-9)))
-    return min(at_once, len(runs))
+            jobs = max(1, min(jobs, int(gpus / (one.gpus_per_worker * one.workers) + 1e-9)))
+    return min(jobs, len(runs))
 
 
 class Pool:
@@ -92,7 +92,7 @@ class Pool:
 
     Args:
         runs: of which each has as many workers.
-        at_once: runs at once, at most; None: as many as the machine has cores, memory and GPUs for.
+        jobs: runs at once, at most; None: as many as the machine has cores, memory and GPUs for.
         lock: a file on which each run has a shared lock as long as its process lives.
         signals: that end the runs.
 
@@ -100,10 +100,10 @@ class Pool:
         count: of runs at once.
     """
 
-    def __init__(self, runs: Sequence[SweepRun], at_once: int | None, lock: Path, signals: Signals) -> None:
+    def __init__(self, runs: Sequence[SweepRun], jobs: int | None, lock: Path, signals: Signals) -> None:
         self._one, self._lock, self._signals = runs[0].launched, lock, signals
         gpus = preflight.num_gpus() if self._one.gpus_per_worker else None
-        self.count = how_many(runs, at_once, default_workers(), gpus)
+        self.count = num_jobs(runs, jobs, default_workers(), gpus)
         self._running: dict[Any, _Made] = {}
         self._threads = ThreadPoolExecutor(1)
         self._ray: Any = None

@@ -125,7 +125,7 @@ class PrivateSelection:
             f"({self.cost.relation}), against those who see the chosen run alone; one run costs at most {format_epsilon(most)}."
         )
 
-    def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> None:
+    def make(self, folder: SweepFolder, tell: Tell, *, jobs: int | None = None) -> None:
         """Make the runs, and leave the chosen one and the statement in the folder; nothing is told of any run.
 
         A choice that was made is not made again: if that was interrupted before all of it was shown, the rest is shown. A choice
@@ -157,14 +157,14 @@ class PrivateSelection:
             tell("Nothing is shown before the choice is made.")
             if mark.is_open:
                 if left := place.left([self._run(trial) for trial in trials]):
-                    self._make(left, lock, at_once or self.file.at_once, place)
+                    self._make(left, lock, jobs or self.file.jobs, place)
                 mark.make(self._best(trials, place))
             self._show(folder, place, mark.among(trials))
             mark.show()
             self._clear(folder, place)
 
-    def _make(self, left: Sequence[tuple[SweepRun, Path, bool]], lock: Path, at_once: int | None, place: SelectionTrials) -> None:
-        with Signals() as signals, Pool([run for run, _, _ in left], at_once, lock, signals) as pool:
+    def _make(self, left: Sequence[tuple[SweepRun, Path, bool]], lock: Path, jobs: int | None, place: SelectionTrials) -> None:
+        with Signals() as signals, Pool([run for run, _, _ in left], jobs, lock, signals) as pool:
             pool.make(left, place.ended)
 
     def _run(self, trial: Trial) -> SweepRun:

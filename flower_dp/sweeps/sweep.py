@@ -70,13 +70,13 @@ class Sweep:
                 folder.check(self.runs)
         findings.raise_if_any()
 
-    def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> list[RunOutcome]:
+    def make(self, folder: SweepFolder, tell: Tell, *, jobs: int | None = None) -> list[RunOutcome]:
         """Make the runs that have not finished, and write the sweep's results and statement, also after an interruption.
 
         Args:
             folder: of the sweep.
             tell: shows a line.
-            at_once: runs at once, at most; None: as the file says.
+            jobs: runs at once, at most; None: as the file says.
 
         Returns:
             The runs that have failed.
@@ -93,7 +93,7 @@ class Sweep:
                 tell(f"{done} of {len(self.runs)} runs have finished before")
             progress = _Progress(tell, results, len(left))
             if left:
-                self._make(left, folder, lock, at_once or self.file.at_once, progress)
+                self._make(left, folder, lock, jobs or self.file.jobs, progress)
             else:
                 self._write(results)
         return progress.failed
@@ -111,12 +111,10 @@ class Sweep:
         found = ((run.told, log, flower_log.warnings_of(log)) for run in self.runs for log in [folder.of(run) / LOG])
         return [f"{told}: {flower_log.num_warnings(warnings)}, in {log}" for told, log, warnings in found if warnings]
 
-    def _make(
-        self, left: Sequence[SweepRun], folder: SweepFolder, lock: Path, at_once: int | None, progress: "_Progress"
-    ) -> None:
+    def _make(self, left: Sequence[SweepRun], folder: SweepFolder, lock: Path, jobs: int | None, progress: "_Progress") -> None:
         begun = False
         try:
-            with Signals() as signals, Pool(left, at_once, lock, signals) as pool:
+            with Signals() as signals, Pool(left, jobs, lock, signals) as pool:
                 plan.check(left)  # while they start
                 signals.check()
                 folder.keep(self.path)

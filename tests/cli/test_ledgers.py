@@ -1,4 +1,4 @@
-"""flower-dp ledger."""
+"""flower-dp ledger show | create-device | create-server."""
 
 import json
 import math
@@ -18,14 +18,19 @@ from tests.privacy.test_store import charge, local
 
 @pytest.fixture
 def says(call):
-    return lambda *arguments: call("ledger", *map(str, arguments))
+    return lambda *arguments: call("ledger", "show", *map(str, arguments))
 
 
-def test_a_ledger_is_created_and_shown(says, tmp_path):
+@pytest.fixture
+def creates(call):
+    return lambda kind, *arguments: call("ledger", f"create-{kind}", *map(str, arguments))
+
+
+def test_a_ledger_is_created_and_shown(says, creates, tmp_path):
     path = tmp_path / "device.sqlite"
     shown = "hospital-7: no reply yet, no terms\nhospital-8: no reply yet, no terms\n"
-    assert says(path, "--create", "hospital-7", "--create", "hospital-8") == (0, shown, "")
-    assert says(path, "--create", "hospital-7") == (2, "", f"error: ledger {path}: exists already\n")
+    assert creates("device", path, "hospital-7", "hospital-8") == says(path) == (0, shown, "")
+    assert creates("device", path, "hospital-7") == (2, "", f"error: ledger {path}: exists already\n")
     assert list(DeviceLedger(path).read()) == ["hospital-7", "hospital-8"]
 
 
@@ -88,28 +93,35 @@ ADAPTIVE = f"{TOGETHER}, whatever decides the settings of a run (fully adaptive)
         ((*BUDGET, "--fully-adaptive", "--renyi-order", "3.3"), {"fully_adaptive": True, "renyi_order": 3.3}, f"{ADAPTIVE}\n"),
     ],
 )
-def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(says, path, arguments, budget, told):
-    assert says(path, "--create-server", *arguments) == (0, f"no run yet\n{told}", "")
+def test_a_servers_ledger_is_created_with_a_budget_of_all_runs(says, creates, path, arguments, budget, told):
+    assert creates("server", path, *arguments) == says(path) == (0, f"no run yet\n{told}", "")
     assert Store(path).budget == (None if budget is None else LedgerBudget(epsilon=8.0, delta=1e-5, **budget))
-    assert says(path, "--create-server") == (2, "", f"error: ledger {path}: exists already\n")
+    assert creates("server", path) == (2, "", f"error: ledger {path}: exists already\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--create-server", "--budget", "8"], "--budget: means nothing without --delta"),
-        (["--budget", "8"], "--budget: means nothing without --create-server"),
-        (["--create-server", "--fully-adaptive"], "--fully-adaptive: means nothing without --budget"),
-        (["--create-server", *BUDGET, "--renyi-order", "3"], "--renyi-order: means nothing without --fully-adaptive"),
-        (["--create-server", *BUDGET, "--fully-adaptive", "--renyi-order", "1.01"], "--renyi-order=1.01: is above 1024, or"),
-        (["--create-server", "--create", "a"], "--create: is of a device's ledger"),
-        ([], "does not exist; create it with `flower-dp ledger "),
+        (["--budget", "8"], "--budget: needs --delta"),
+        (["--delta", "1e-5"], "--delta: needs --budget"),
+        (["--fully-adaptive"], "--fully-adaptive: needs --budget"),
+        ([*BUDGET, "--renyi-order", "3"], "--renyi-order: needs --fully-adaptive"),
+        ([*BUDGET, "--fully-adaptive", "--renyi-order", "1.01"], "--renyi-order=1.01: is above 1024, or"),
+        (["--budget", "8", "--delta", "0"], "--delta=0.0: must be"),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_creates_nothing(says, path, arguments, why):
-    status, out, err = says(path, *arguments)
+def test_what_makes_no_sense_is_refused_and_creates_nothing(creates, path, arguments, why):
+    status, out, err = creates("server", path, *arguments)
     assert (status, out) == (2, "")
     assert why in err
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_ledger_that_does_not_exist_and_one_without_clients_are_refused(says, creates, path):
+    for status, out, err in (says(path), creates("device", path)):
+        assert (status, out) == (2, "")
+        assert err.count("\n") == 1
+    assert f"does not exist; create it with `flower-dp ledger create-server {path}`" in says(path)[2]
     assert list(path.parent.iterdir()) == []
 
 

@@ -170,15 +170,15 @@ def test_curves_by_a_setting(write, call):
         for size, (method, z) in enumerate((("dp-fedavg", 1.0), ("dp-fedavg", 2.0), ("dp-fedsam", 2.0)))
     ]
     found = [compare.read_run(folder, "accuracy") for folder in runs]
-    grouped = compare.curves_of(found, "accuracy", by=["noise-multiplier"])
+    grouped = compare.curves_of(found, "accuracy", group_by=["noise-multiplier"])
     assert [curve.line for curve in grouped] == ["noise-multiplier=1", "noise-multiplier=2", "noise-multiplier=2"]
     assert grouped[0].label.startswith("noise-multiplier=1, ")
     drawn = figure(grouped, "accuracy", grouped=True).axes[0].containers
     colors, styles = zip(*((one.lines[0].get_color(), one.lines[0].get_linestyle()) for one in drawn), strict=True)
     assert colors[0] != colors[1] == colors[2]
     assert styles[1] != styles[2]
-    status, _, err = call("compare", *runs, "--by", "speed")
-    assert (status, err) == (2, "error: --by speed: no run has this setting\n")
+    status, _, err = call("compare", *runs, "--group-by", "speed")
+    assert (status, err) == (2, "error: --group-by speed: no run has this setting\n")
 
 
 # the table and the picture
@@ -303,9 +303,9 @@ def test_the_last_metric_against_epsilon(three, call):
         "dp-fedavg, n = 1 to 2\nnot private",
         "dp-fedavg, n = 1 to 2",
     ]
-    assert call("compare", *three, "--against", "epsilon")[0] == 0
-    status, _, err = call("compare", three[3], "--against", "epsilon")
-    assert (status, err) == (2, "error: --against=epsilon: no run is private\n")
+    assert call("compare", *three, "--x-axis", "epsilon")[0] == 0
+    status, _, err = call("compare", three[3], "--x-axis", "epsilon")
+    assert (status, err) == (2, "error: --x-axis=epsilon: no run is private\n")
 
 
 # refusals
@@ -333,11 +333,11 @@ def test_bad_folders_are_named_in_one_line(write, call, tmp_path):
 
 def test_unfinished_runs_are_taken_if_asked_for(write, call):
     folder = write("a", [0.1, 0.5], statement=None)
-    out = call("compare", folder, "--allow-unfinished")[1]
+    out = call("compare", folder, "--include-unfinished")[1]
     assert f"note: {folder}: not finished; its rounds so far are used" in out
     failed = write("c", [0.1, 0.5], finished=False)
     endless = write("b", [], lines=[line(0, 0.1, 0.0), line(1, 0.2, None)], statement=None)
-    found = [curves(one, allow_unfinished=True)[0].epsilon for one in (folder, failed, endless)]
+    found = [curves(one, include_unfinished=True)[0].epsilon for one in (folder, failed, endless)]
     assert found == [0.5, GUARANTEE["epsilon"], math.inf]
 
 

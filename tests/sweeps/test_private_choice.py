@@ -47,7 +47,7 @@ class Runs:
         self.interrupt_after = interrupt_after
         self.made = []
 
-    def __call__(self, left, lock, at_once, place):
+    def __call__(self, left, lock, jobs, place):
         for run, folder, goes_on in left:
             assert not goes_on
             if len(self.made) >= self.interrupt_after:
@@ -189,7 +189,7 @@ def test_a_run_that_fails_before_any_client_is_asked_ends_the_choice_loudly_and_
     """As where Ray can't start: else nothing was chosen, with a statement that costs nothing and an exit status of 0."""
 
     class Unstarted(Runs):
-        def __call__(self, left, lock, at_once, place):
+        def __call__(self, left, lock, jobs, place):
             run, _, _ = left[0]
             self.asked = [run.name for run, _, _ in left]
             place.ended(RunOutcome(run=run, status="lost", details="Ray could not start", seconds=1.0))

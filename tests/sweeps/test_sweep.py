@@ -75,7 +75,7 @@ def evaluate(server_round, arrays):
     return MetricRecord({"accuracy": 0.1 * config["seed"] + 0.25, "process": float(os.getpid())})
 """)
 REPAIRED = STOCK.replace("FAILS, DIES, WAITS = 0.02, 0.03", "FAILS, DIES, WAITS = 0, 0")
-FILE = "app = 'mine'\nseeds = 1\nat-once = 1\n[settings]\nnum-rounds = 12\n[grid]\nlearning-rate = [0.02, 0.03, 0.1, 0.2]\n"
+FILE = "app = 'mine'\nseeds = 1\njobs = 1\n[settings]\nnum-rounds = 12\n[grid]\nlearning-rate = [0.02, 0.03, 0.1, 0.2]\n"
 
 
 def epsilon_of(run):
