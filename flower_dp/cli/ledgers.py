@@ -1,4 +1,4 @@
-"""The privacy budgets that clients have spent, on a device or on the server: flower-dp ledger."""
+"""Command group flower-dp ledger: show or create a privacy ledger, of a device or of a server."""
 
 import json
 import math
@@ -163,7 +163,7 @@ def _spent(cost: dict[str, Any]) -> str:
 
 
 def _account(entry: "ClientAccount", delta: float) -> dict[str, Any]:
-    """Return one account: the number of replies and their cost; an epsilon of None is infinite."""
+    """Return one account: the number of replies and their cost. An epsilon of None is infinite."""
     if entry.terms is None:
         return {"replies": 0, "num_replies": None, "epsilon": 0.0, "delta": 0.0, "terms": None}
     at = 0.0 if all(isinstance(event, dp_events.LaplaceDpEvent) for event in entry.counts) else delta
@@ -178,7 +178,7 @@ def _account(entry: "ClientAccount", delta: float) -> dict[str, Any]:
 
 
 def _totals(accounts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what training and evaluations cost together, by client: the sum of their epsilons, for evaluations have delta 0."""
+    """Return the cost of training and evaluations together, by client: the sum of epsilons, since evaluations have delta 0."""
     from flower_dp.privacy.device_store import evaluation_account
 
     totals = {}
@@ -203,31 +203,31 @@ def _server(store: "Store", delta: float | None) -> tuple[dict[str, Any], list[s
     if delta is None:
         least = min((run.delta for run in runs.values() if run.delta > 0), default=_DELTA)
         delta = least if budget is None else budget.delta
-    told: dict[str, Any] = {
+    content: dict[str, Any] = {
         "budget": None if budget is None else asdict(budget),
         "delta": delta,
         "runs": {name: _run(run, store.charges[name], delta) for name, run in runs.items()},
         "clients": _clients(store.all, delta),
         "joint": [{**cost, "runs": len(store.all.runs(scope))} for scope, cost in _costs(store.all, delta)],
     }
-    lines = [_run_line(name, run) for name, run in told["runs"].items()] or ["no run yet"]
-    for one in told["joint"]:
-        lines += _client_lines(told["clients"], one)
-        together = "one run" if one["runs"] == 1 else f"all {one['runs']} runs together"
+    lines = [_run_line(name, run) for name, run in content["runs"].items()] or ["no run yet"]
+    for cost in content["joint"]:
+        lines += _client_lines(content["clients"], cost)
+        together = "one run" if cost["runs"] == 1 else f"all {cost['runs']} runs together"
         lines.append(
-            f"{together} ({one['unit']}, {one['relation']}): epsilon {_shown(one['epsilon'])} at delta {format_delta(delta)}, "
-            f"accountant {one['accountant']}, for the client who was charged most"
+            f"{together} ({cost['unit']}, {cost['relation']}): epsilon {_shown(cost['epsilon'])} at delta {format_delta(delta)}, "
+            f"accountant {cost['accountant']}, for the most-charged client"
         )
-    if len(told["joint"]) > 1:
-        lines.append("no accountant adds up costs of different units or relations: they are apart")
+    if len(content["joint"]) > 1:
+        lines.append("costs of different units or relations are apart: no accountant adds them up")
     if budget is not None:
-        holds = ", whatever decides the settings of a run (fully adaptive)" if budget.fully_adaptive else ""
+        holds = ", however the settings of a run are chosen (fully adaptive)" if budget.fully_adaptive else ""
         lines.append(f"budget of all runs together: epsilon {budget.epsilon:g} at delta {format_delta(budget.delta)}{holds}")
-    return told, lines
+    return content, lines
 
 
 def _costs(charges: "Charges", delta: float) -> "list[tuple[CostScope, dict[str, Any]]]":
-    """Return by scope what the client who was charged most has cost."""
+    """Return the cost of the most-charged client, by scope."""
     worst = [(scope, charges.cost_of_most_charged(scope, delta)) for scope in charges.scopes]
     return [(scope, {**_of(scope, cost.epsilon), "accountant": cost.accountant}) for scope, cost in worst]
 
@@ -247,37 +247,37 @@ def _run(run: "RunRow", charges: "Charges", delta: float) -> dict[str, Any]:
 
 
 def _clients(charges: "Charges", delta: float) -> dict[str, list[dict[str, Any]]]:
-    """Return what every client has cost over all runs, by name."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Return the cost of every client over all runs, by name."""
+    costs_by_client: dict[str, list[dict[str, Any]]] = {}
     for scope in charges.scopes:
-        costs: dict[Any, float] = {}  # many clients have one history
+        costs: dict[Any, float] = {}  # many clients share one history
         for name in charges.owners(scope):
             history = charges.history(scope, name)
             key = frozenset(history.counts.items())
             if key not in costs:
                 costs[key] = history.cost(delta).epsilon
-            found.setdefault(name, []).append(_of(scope, costs[key]))
-    return found
+            costs_by_client.setdefault(name, []).append(_of(scope, costs[key]))
+    return costs_by_client
 
 
 def _client_lines(clients: dict[str, list[dict[str, Any]]], of: dict[str, Any]) -> list[str]:
-    """Return a line of each client who was charged most."""
+    """Return a line for each of the most-charged clients."""
     costs = {
-        name: math.inf if one["epsilon"] is None else one["epsilon"]
+        name: math.inf if cost["epsilon"] is None else cost["epsilon"]
         for name, entries in clients.items()
-        for one in entries
-        if (one["unit"], one["relation"]) == (of["unit"], of["relation"])
+        for cost in entries
+        if (cost["unit"], cost["relation"]) == (of["unit"], of["relation"])
     }
     first = sorted(costs, key=lambda name: (-costs[name], name))
     lines = [f"  {name}: epsilon {_shown(finite_or_none(costs[name]))}" for name in first[:_LISTED]]
     if len(first) > _LISTED:
-        lines.append(f"  and {len(first) - _LISTED} others, with less: --json has all")
+        lines.append(f"  and {len(first) - _LISTED} others, with no more; --json has all")
     return lines
 
 
 def _run_line(name: str, run: dict[str, Any]) -> str:
     charges = ", ".join(f"{number} x {release}" for release, number in run["charges"].items()) or "no charge"
-    costs = "; ".join(f"epsilon {_shown(one['epsilon'])} ({one['unit']}, {one['relation']})" for one in run["epsilon"])
+    costs = "; ".join(f"epsilon {_shown(cost['epsilon'])} ({cost['unit']}, {cost['relation']})" for cost in run["epsilon"])
     seeded = "" if run["private"] else ", noise from a fixed seed"
     return f"run {name[:8]}, {run['method']}, {run['started']}{seeded}: {charges}{'; ' * bool(costs)}{costs}"
 

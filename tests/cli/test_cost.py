@@ -71,20 +71,23 @@ def test_an_app_around_ones_own_model_is_told_as_well(call, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("epsilon", "--set", "seed=1"), "--set belongs to a preset, a task, a method or an app"),
+        (("epsilon", "--set", "seed=1"), "--set: needs a preset, a task, a method or an app"),
         (("epsilon", str(STOCK)), "names no function `cost` under [tool.flower-dp]; in its place describe what"),
-        (("calibrate", "dp-fedavg", "--epsilon", "8", "--num-rounds", "9"), "--num-rounds: dp-fedavg has settings of its own"),
+        (
+            ("calibrate", "dp-fedavg", "--epsilon", "8", "--num-rounds", "9"),
+            "--num-rounds: can't be combined with dp-fedavg; change its settings with --set",
+        ),
         (
             ("calibrate", "dp-fedavg", "--epsilon", "8", "--set", "dp-fedavg.noise-multiplier=2"),
             "noise-multiplier=2.0: epsilon=8 determines it",
         ),
         (
             ("calibrate", "mnist-dp-fedpaq", "--epsilon", "8", *PAPER),
-            "--epsilon=8: with dp-fedpaq.calibration=paper it is no budget of the run",
+            "--epsilon=8: must be the epsilon of the run, and with dp-fedpaq.calibration=paper it is not",
         ),
         (
             ("epsilon", "dp-fedavg", *QUICK, "--set", "dp-fedavg.target-epsilon=0.01"),
-            "no round can be run: the first one alone would pass the target",
+            "target-epsilon: the first round alone would exceed it, so no round can run",
         ),
     ],
 )
@@ -134,7 +137,7 @@ def test_the_best_of_several_runs_is_told_against_outsiders(call):
             ("--noise-multiplier", "2", "--delta", "1e-5", "--best-of-mean", "2", "--best-of-shape", "-1"),
             "--best-of-mean: shape=-1",
         ),
-        (("--noise-multiplier", "2", "--delta", "1e-5", "--best-of-shape", "0"), "--best-of-mean is missing"),
+        (("--noise-multiplier", "2", "--delta", "1e-5", "--best-of-shape", "0"), "--best-of-shape: needs --best-of-mean"),
     ],
 )
 def test_a_choice_that_has_no_bound_is_refused(call, options, message):

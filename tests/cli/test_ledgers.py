@@ -81,7 +81,7 @@ def gaussian(*multipliers):
 
 BUDGET = ("--budget", "8", "--delta", "1e-5")
 TOGETHER = "budget of all runs together: epsilon 8 at delta 1e-05"
-ADAPTIVE = f"{TOGETHER}, whatever decides the settings of a run (fully adaptive)"
+ADAPTIVE = f"{TOGETHER}, however the settings of a run are chosen (fully adaptive)"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_all_runs_and_clients_and_their_joint_epsilon_are_shown(says, path):
     assert f"epsilon {shown[1]} (record, replace-one)" in lines[1]
     assert lines[3:6] == [f"  b: epsilon {shown[2]}", f"  a: epsilon {shown[0]}", f"  c: epsilon {shown[1]}"]
     assert lines[6].startswith(f"all 2 runs together (record, replace-one): epsilon {shown[2]} at delta 0.001, accountant")
-    assert lines[9] == "no accountant adds up costs of different units or relations: they are apart"
+    assert lines[9] == "costs of different units or relations are apart: no accountant adds them up"
     status, out, _ = says(path, "--json", "--delta", 1e-3)
     told = json.loads(out)
     joint = {"unit": "record", "relation": "replace-one", "accountant": "gaussian-exact", "runs": 2}
@@ -184,5 +184,5 @@ def test_of_many_clients_those_who_were_charged_most_are_shown(says, path):
     lines = says(path)[1].splitlines()
     assert lines[1].startswith("  c29: epsilon ")
     assert lines[2].startswith("  c00: epsilon ")
-    assert lines[21] == "  and 10 others, with less: --json has all"
+    assert lines[21] == "  and 10 others, with no more; --json has all"
     assert len(json.loads(says(path, "--json")[1])["clients"]) == 30

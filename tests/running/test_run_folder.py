@@ -92,7 +92,7 @@ def test_the_plot_has_a_panel_for_each_kind_of_metric_that_evaluate_fn_returned(
 
 def test_epsilon_has_a_panel_of_its_own_below_the_metrics_with_the_same_rounds():
     drawn = plot.figure([{"round": n, "accuracy": 0.1 * n, "loss": 1.0, "epsilon": 0.5 * n} for n in range(3)])
-    accuracy, loss, epsilon = drawn.axes
+    accuracy, _, epsilon = drawn.axes
     places = [axes.get_subplotspec().rowspan.start for axes in drawn.axes]
     assert ([len(axes.get_lines()) for axes in drawn.axes], places) == ([1, 1, 1], [0, 1, 2])
     assert accuracy.get_shared_x_axes().joined(accuracy, epsilon)
