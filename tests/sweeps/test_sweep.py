@@ -132,7 +132,7 @@ def test_a_sweep_of_which_runs_fail_and_die_is_interrupted_and_goes_on(begin, wr
     said, _ = again.communicate(timeout=900)
     # What has failed or died is made again; the other goes on, and no round of it is charged twice.
     assert again.returncode == 0, said
-    for text in ("1 of 4 runs have finished before", "3 runs to make, 1 at once", "1 of them from a checkpoint"):
+    for text in ("1 of 4 runs have already finished", "3 runs to make, 1 at once", "1 of them from a checkpoint"):
         assert text in said
     now = read_metrics(waits)
     assert now[: len(kept) - 1] == kept[:-1]  # whose evaluation may have been cut
