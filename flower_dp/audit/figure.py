@@ -1,4 +1,4 @@
-"""Error rates of an audit, against what the claim allows, drawn."""
+"""The figure of an audit: error rates, and the rates that the claim allows."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -6,12 +6,12 @@ from matplotlib.figure import Figure
 from flower_dp.audit.audit import Audit, claimed_tradeoff
 from flower_dp.reporting import canvas
 
-# Rates below this part of one trial are not seen.
+# Smallest rate on the axes, in parts of one trial.
 _LEAST = 0.3
 
 
 def figure(audits: list[Audit]) -> Figure:
-    """Return one diagram an audit: false negatives over false positives, and the curves of claim and lower bound."""
+    """Return one diagram per audit: false negatives over false positives, and the curves of claim and lower bound."""
     columns = min(3, len(audits))
     rows = -(-len(audits) // columns)
     drawn = canvas.empty(4.6 * columns, 4.0 * rows)
