@@ -170,13 +170,13 @@ def _best(absent: np.ndarray, present: np.ndarray, estimator: Estimator, miss: f
     x, y = rate_bound(wrong, len(absent), miss), rate_bound(missed, len(present), miss)
     strengths = estimator.strength(x, y)
     # Some estimators have a largest strength; among tests that reach it, the one with the fewest errors is best.
-    place = int(np.lexsort((-(x + y), strengths))[-1])
-    strength = float(strengths[place])
-    return (strength, -float(x[place] + y[place])), float(between[place]), _slope(estimator, strength, float(x[place]))
+    best = int(np.lexsort((-(x + y), strengths))[-1])
+    strength = float(strengths[best])
+    return (strength, -float(x[best] + y[best])), float(between[best]), _slope(estimator, strength, float(x[best]))
 
 
 def _slope(estimator: Estimator, strength: float, rate: float) -> float:
     """Return the steepness of the curve's fall at a rate of false positives: a line of this slope separates curves best there."""
     near = np.array([0.99, 1.01]) * min(rate, 0.99)
-    one, other = estimator.curve(max(strength, 0.0), near)
-    return float(np.clip((one - other) / (near[1] - near[0]), *_SLOPES))
+    higher, lower = estimator.curve(max(strength, 0.0), near)
+    return float(np.clip((higher - lower) / (near[1] - near[0]), *_SLOPES))

@@ -50,9 +50,9 @@ def case_of(name: str, config: Mapping[str, Any]) -> Case:
         ValueError: for an unknown method, or if the run has no privacy.
     """
     method, label = checks.one_of("method", str(config["method"]), tuple(METHODS)), f"{name}, one round"
-    own = {key.removeprefix(f"{method}."): value for key, value in config.items() if key.startswith(f"{method}.")}
+    of_method = {key.removeprefix(f"{method}."): value for key, value in config.items() if key.startswith(f"{method}.")}
     common = {key: value for key, value in config.items() if "." not in key}
-    words = {key.replace("-", "_"): value for key, value in (common | own).items()}
+    words = {key.replace("-", "_"): value for key, value in (common | of_method).items()}
     if not math.isfinite(words["epsilon"] or words.get("paper_epsilon", 0.0)):
         raise ValueError(f"{label}: is not private, so there is nothing to audit")
     case: Case = METHODS[method].load("audit")(label, **words)
@@ -88,8 +88,8 @@ def noised_sum(
     """
     words = {**_DEFAULTS, "epsilon": 0.0, "noise_multiplier": 0.4, "sampling": "full", **words}
     make: Callable[..., DPStrategy] = METHODS[method].load("strategy") if isinstance(method, str) else method
-    own = {key: words[key] for key in _PASSED if words.get(key)}
-    common = {"delta": words["delta"] or words["num_clients"] ** -1.1, **own}
+    passed = {key: words[key] for key in _PASSED if words.get(key)}
+    common = {"delta": words["delta"] or words["num_clients"] ** -1.1, **passed}
     # A user's strategy may have another default placement than DP-FedAvg, or no such argument, so read it from an instance.
     probe: Any = make(clip_norm=CLIP_NORM, noise_multiplier=1.0, sampling=FullSampling(), num_clients=2, **common)
     central = probe.rules.noise.placement == "central"
@@ -111,7 +111,7 @@ def noised_sum(
     common |= {"clip_norm": clip if words.get("clip_quantile") else clip_norm, "noise_multiplier": noise_multiplier}
     training = BLURS if words.get("blur_strength") or words.get("lus_keep_ratio", 1.0) < 1 else TRAINING
     full = isinstance(sampling, FullSampling)
-    replaced = own.get("relation") == "replace-one" or (not own.get("relation") and isinstance(sampling, FixedSizeSampling))
+    replaced = passed.get("relation") == "replace-one" or (not passed.get("relation") and isinstance(sampling, FixedSizeSampling))
     without = -1.0 if replaced else 0.0
     others = (-1.0, *(num_clients - 2) * (0.0,)) if full else (num_clients - 1) * (without,)
 

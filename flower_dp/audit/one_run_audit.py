@@ -105,8 +105,8 @@ def _records(run: Any, strategy: DPStrategy, clients: Any, choices: np.ndarray, 
     labels, clip_norm = sorted(set(run.task().train_labels.tolist())), run.own.clip_norm
     canaries = planted(clients, choices, labels=labels, clip_norm=clip_norm, rng=rng)
     sizes = {name: len(records) for name, records in clients.items()}
-    own = {name: {name: canaries[name].records if name in canaries else records} for name, records in clients.items()}
-    hosts = [run.client(run.model(), hosted, lambda: sizes) for hosted in own.values()]
+    records_by_node = {name: {name: canaries[name].records if name in canaries else records} for name, records in clients.items()}
+    hosts = [run.client(run.model(), hosted, lambda: sizes) for hosted in records_by_node.values()]
     grid = LocalGrid(client_app(lambda context: hosts[int(context.node_config["partition-id"])]), len(hosts))
     model, recipe = FlatModel(run.model()), hosts[0].recipe
     names, drift = dict(zip(grid.get_node_ids(), clients, strict=True)), isinstance(recipe, ScaffoldRecipe)

@@ -71,17 +71,17 @@ def planted(
     owners = [name for _, name in places[: len(choices)]]
     dealt = {name: np.array([coin for coin, owner in enumerate(owners) if owner == name]) for name in dict.fromkeys(owners)}
 
-    def among(records: TensorRecords, own: np.ndarray) -> RecordCanaries:
+    def among(records: TensorRecords, coins: np.ndarray) -> RecordCanaries:
         inputs, targets = (tensor.clone() for tensor in records.batch(torch.arange(len(records)), torch.device("cpu")))
-        signs = torch.from_numpy(2 * rng.integers(0, 2, (len(own), *inputs.shape[1:])) - 1).to(inputs.dtype)
-        made = signs * (_LENGTH * clip_norm / math.sqrt(signs[0].numel()))
-        under = torch.from_numpy(rng.choice(np.asarray(labels), len(own))).to(targets.dtype)
-        places = torch.from_numpy(rng.permutation(len(records))[: len(own)])
-        coin = torch.from_numpy(choices[own]).to(inputs.dtype).view(-1, *[1] * (inputs.ndim - 1))
-        inputs[places], targets[places] = coin * made, under
-        return RecordCanaries(coins=own, records=TensorRecords(inputs=inputs, targets=targets), inputs=made, labels=under)
+        signs = torch.from_numpy(2 * rng.integers(0, 2, (len(coins), *inputs.shape[1:])) - 1).to(inputs.dtype)
+        x = signs * (_LENGTH * clip_norm / math.sqrt(signs[0].numel()))
+        new_labels = torch.from_numpy(rng.choice(np.asarray(labels), len(coins))).to(targets.dtype)
+        places = torch.from_numpy(rng.permutation(len(records))[: len(coins)])
+        values = torch.from_numpy(choices[coins]).to(inputs.dtype).view(-1, *[1] * (inputs.ndim - 1))
+        inputs[places], targets[places] = values * x, new_labels
+        return RecordCanaries(coins=coins, records=TensorRecords(inputs=inputs, targets=targets), inputs=x, labels=new_labels)
 
-    return {name: among(clients[name], own) for name, own in dealt.items()}
+    return {name: among(clients[name], coins) for name, coins in dealt.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

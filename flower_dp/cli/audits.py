@@ -148,25 +148,25 @@ def _audited(cases: "list[Case]", trials: int, confidence: float) -> "Iterator[A
             ended += trials
 
 
-def _table(one: "Audit") -> dict[str, Any]:
+def _table(result: "Audit") -> dict[str, Any]:
     return {
-        "case": one.label,
-        "unit": one.claim.unit,
-        "relation": one.claim.relation,
-        "delta": one.claim.delta,
-        "claimed": one.claim.epsilon,
-        "audited": one.lower,
-        "largest": one.largest,
-        "ratio": one.ratio if one.claim.epsilon else None,
-        "violation": one.violation,
-        "estimator": one.estimator.name,
-        "statistic": one.errors.statistic,
-        "confidence": one.confidence,
-        "trials": one.trials,
-        "tested": one.errors.trials,
-        "false_positives": one.errors.false_positives,
-        "false_negatives": one.errors.false_negatives,
-        "seconds": round(one.seconds, 2),
+        "case": result.label,
+        "unit": result.claim.unit,
+        "relation": result.claim.relation,
+        "delta": result.claim.delta,
+        "claimed": result.claim.epsilon,
+        "audited": result.lower,
+        "largest": result.largest,
+        "ratio": result.ratio if result.claim.epsilon else None,
+        "violation": result.violation,
+        "estimator": result.estimator.name,
+        "statistic": result.errors.statistic,
+        "confidence": result.confidence,
+        "trials": result.trials,
+        "tested": result.errors.trials,
+        "false_positives": result.errors.false_positives,
+        "false_negatives": result.errors.false_negatives,
+        "seconds": round(result.seconds, 2),
     }
 
 
@@ -189,17 +189,17 @@ def _text(audits: "list[Audit]") -> str:
     return "\n".join(lines)
 
 
-def _row(one: "Audit") -> tuple[str, ...]:
-    errors = one.errors
+def _row(result: "Audit") -> tuple[str, ...]:
+    errors = result.errors
     return (
-        one.label,
-        f"{one.claim.delta:g}",
-        f"{one.claim.epsilon:.3f}",
-        f"{one.lower:.3f}",
-        f"{one.ratio:.0%}",
+        result.label,
+        f"{result.claim.delta:g}",
+        f"{result.claim.epsilon:.3f}",
+        f"{result.lower:.3f}",
+        f"{result.ratio:.0%}",
         f"{errors.false_positives} of {errors.trials}",
         f"{errors.false_negatives} of {errors.trials}",
-        f"{one.estimator.name}, {errors.statistic}",
+        f"{result.estimator.name}, {errors.statistic}",
     )
 
 

@@ -30,10 +30,10 @@ def empty(width: float, height: float) -> Figure:
     return figure
 
 
-def look(place: int, style: int | None = None) -> dict[str, Any]:
-    """Return color and style of the line at a place among many; `style` is its place among the lines of its color."""
-    style = place // len(COLORS) if style is None else style
-    return {"color": COLORS[place % len(COLORS)], "linestyle": STYLES[style % len(STYLES)]}
+def look(index: int, style: int | None = None) -> dict[str, Any]:
+    """Return color and style of the line with an index; `style` is its index among the lines of its color."""
+    style = index // len(COLORS) if style is None else style
+    return {"color": COLORS[index % len(COLORS)], "linestyle": STYLES[style % len(STYLES)]}
 
 
 def entry(lines: Sequence[str]) -> str:

@@ -200,10 +200,10 @@ def _with_names(names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> l
     """Return names. To names that several curves share, add the settings that tell these curves apart."""
     texts = list(names)
     for name in set(names):
-        places = [place for place, other in enumerate(names) if other == name]
-        if len(places) > 1:
-            for place, label in zip(places, labels.labels_of([configs[place] for place in places]), strict=True):
-                texts[place] = f"{name}, {label}"
+        indices = [index for index, other in enumerate(names) if other == name]
+        if len(indices) > 1:
+            for index, label in zip(indices, labels.labels_of([configs[index] for index in indices]), strict=True):
+                texts[index] = f"{name}, {label}"
     return texts
 
 
@@ -214,8 +214,8 @@ def _lines_of(configs: Sequence[Mapping[str, Any]]) -> list[str]:
         for config in configs
     ]
     kinds = [sorted(labels.setting(key, config) for key in config) for config in rest]
-    first = {str(kind): place for place, kind in reversed(list(enumerate(kinds)))}
-    named = dict(zip(first, labels.labels_of([rest[place] for place in first.values()]), strict=True))
+    first = {str(kind): index for index, kind in reversed(list(enumerate(kinds)))}
+    named = dict(zip(first, labels.labels_of([rest[index] for index in first.values()]), strict=True))
     return [named[str(kind)] for kind in kinds]
 
 

@@ -32,7 +32,7 @@ def figure(curves: Sequence[Curve], metric: str, *, grouped: bool = False) -> Fi
     """
     looks = _looks(curves, grouped=grouped)
     panels = 2 if any(curve.private for curve in curves) else 1
-    moving = [place for place, curve in enumerate(curves) if np.isfinite(curve.clip_norms).any()]
+    moving = [index for index, curve in enumerate(curves) if np.isfinite(curve.clip_norms).any()]
     entries = [_entry(curve, curves) for curve in curves]
     result = canvas.empty(5.5 * (panels + bool(moving)) + 0.5, 4.6 + 0.2 * sum(map(len, entries)) / panels)
     axes = result.subplots(1, panels + bool(moving), squeeze=False)[0]
@@ -40,18 +40,18 @@ def figure(curves: Sequence[Curve], metric: str, *, grouped: bool = False) -> Fi
     for panel in every[1:]:
         panel.sharey(every[0])
         panel.tick_params(labelleft=False)
-    for place, curve in enumerate(curves):
-        label = canvas.entry(entries[place])
-        _plot(every[0], curve.rounds.astype(float), curve, label, place, looks)
+    for index, curve in enumerate(curves):
+        label = canvas.entry(entries[index])
+        _plot(every[0], curve.rounds.astype(float), curve, label, index, looks)
         if curve.private:
-            _plot(every[-1], curve.spent, curve, label, place, looks)
+            _plot(every[-1], curve.spent, curve, label, index, looks)
     every[0].set_xlabel("round")
     every[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     _metric_axis(every[0], metric)
     if panels > 1:
         _epsilon_axis(every[-1], curves)
     if moving:
-        _clip_norms(axes[-1], [(looks[place], curves[place]) for place in moving])
+        _clip_norms(axes[-1], [(looks[index], curves[index]) for index in moving])
     for panel in axes:
         panel.grid(alpha=0.3)
     result.suptitle(_title(curves, metric, "curve"))
@@ -78,15 +78,15 @@ def against_epsilon(curves: Sequence[Curve], metric: str) -> Figure:
     inches = sum(0.18 * len(label) + 0.06 for label in labels)  # approximate height of the legend, with letters of 10 points
     result = canvas.empty(6.5, 4.6 + inches / columns)
     axes = result.subplots()
-    for place, points in enumerate(lines.values()):
-        look, label = canvas.look(place), canvas.entry(labels[place])
+    for index, points in enumerate(lines.values()):
+        look, label = canvas.look(index), canvas.entry(labels[index])
         private = sorted((curve for curve in points if curve.private), key=lambda curve: curve.epsilon)
         if private:
             axes.errorbar(
                 [curve.epsilon for curve in private],
                 [curve.mean[-1] for curve in private],
                 yerr=[curve.std[-1] if len(curve.runs) > 1 else np.nan for curve in private],
-                marker=_MARKERS[place % len(_MARKERS)],
+                marker=_MARKERS[index % len(_MARKERS)],
                 label=label,
                 **look,
                 **_POINTS,
@@ -121,10 +121,10 @@ def _counted(part: Sequence[Curve], curves: Sequence[Curve]) -> str:
 def _looks(curves: Sequence[Curve], *, grouped: bool) -> list[Mapping[str, Any]]:
     """Return the color and style of every curve."""
     if not grouped:
-        return [canvas.look(place) for place in range(len(curves))]
+        return [canvas.look(index) for index in range(len(curves))]
     lines = [curve.line for curve in curves]
-    colors = {line: place for place, line in enumerate(dict.fromkeys(lines))}
-    return [canvas.look(colors[line], lines[:place].count(line)) for place, line in enumerate(lines)]
+    colors = {line: index for index, line in enumerate(dict.fromkeys(lines))}
+    return [canvas.look(colors[line], lines[:index].count(line)) for index, line in enumerate(lines)]
 
 
 def _title(curves: Sequence[Curve], metric: str, mark: str) -> str:
@@ -147,19 +147,19 @@ def _metric_axis(axes: Axes, metric: str) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, symbol=""))
 
 
-def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, label: str, place: int, looks: Sequence[Mapping[str, Any]]) -> None:
+def _plot(axes: Axes, x: NDArray[np.float64], curve: Curve, label: str, index: int, looks: Sequence[Mapping[str, Any]]) -> None:
     step = max(1, round(len(x) / _BARS))
     # Bars of different curves are at different rounds, so that they don't overlap; the first curve has one at the last round.
-    first = (len(x) - 1 - place * step // len(looks)) % step
+    first = (len(x) - 1 - index * step // len(looks)) % step
     axes.errorbar(
         x,
         curve.mean,
         yerr=curve.std if len(curve.runs) > 1 else None,
         errorevery=(first, step),
-        marker=_MARKERS[place % len(_MARKERS)],
+        marker=_MARKERS[index % len(_MARKERS)],
         markevery=(first, step),
         label=label,
-        **looks[place],
+        **looks[index],
         **_POINTS,
     )
 

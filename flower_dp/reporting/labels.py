@@ -72,8 +72,8 @@ def legend_of(configs: Sequence[Config], first: Sequence[str] = ()) -> Legend:
     shown = [*first, *(key for key in shown if key not in named)]
     return Legend(
         labels=[
-            ", ".join(setting(key, one) for key in shown if find(key, one) is not None or _table(key) not in tables)
-            for one in configs
+            ", ".join(setting(key, config) for key in shown if find(key, config) is not None or _table(key) not in tables)
+            for config in configs
         ],
         differ=[{key: config[key] for key in differing if key in config} for config in configs],
         left_out=[key for key in differing if key not in shown and key not in named],

@@ -54,8 +54,8 @@ def figure(landscapes: Sequence[Landscape]) -> Figure:
 
 
 def _draw_lines(axes: Axes, landscapes: Sequence[Landscape], levels: NDArray[np.float64], *, log: bool) -> None:
-    for place, landscape in enumerate(landscapes):
-        axes.plot(landscape.offsets, landscape.line, label=canvas.entry(_entry(landscape)), **canvas.look(place))
+    for index, landscape in enumerate(landscapes):
+        axes.plot(landscape.offsets, landscape.line, label=canvas.entry(_entry(landscape)), **canvas.look(index))
     if log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:.3g}")

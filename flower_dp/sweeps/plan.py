@@ -160,7 +160,6 @@ def _run(file: SweepFile, point: Point, seed: int, label: str, workers: int) -> 
         raise ValueError("output-dir: the sweep gives each run its folder; remove it")
     target = resolve(point.app or None, [*texts, f"seed={seed}"])
     nodes = preflight.nodes_of(target, file.supernodes, workers)
-    own = target.app.own
     words = ["flower-dp", "run", *([point.app] if point.app else [])]
     words += [word for text in [*texts, f"seed={seed}"] for word in ("--set", text)]
     words += ["--workers", str(workers), "--supernodes", str(nodes)]
@@ -172,7 +171,7 @@ def _run(file: SweepFile, point: Point, seed: int, label: str, workers: int) -> 
         name=f"{_name(plain)}-seed-{seed}",
         target=target,
         launched=LaunchRecord(
-            app="" if own else str(target.app.folder),
+            app="" if target.app.own else str(target.app.folder),
             name=target.name,
             overrides=dict(target.overrides),
             workers=workers,

@@ -72,15 +72,15 @@ def num_jobs(runs: Sequence[SweepRun], jobs: int | None, cores: int, gpus: int |
         cores: CPU cores of this machine.
         gpus: GPUs of this machine; None if unknown.
     """
-    one = runs[0].launched
+    launched = runs[0].launched
     # Two runs can't write one ledger at the same time.
     if any(run.config.get("server-ledger") for run in runs):
         return 1
     if jobs is None:
-        memory = psutil.virtual_memory().available // (_PROCESS_BYTES * (one.workers + 1))
-        jobs = max(1, min(cores // one.workers, memory))
-        if one.gpus_per_worker and gpus is not None:
-            jobs = max(1, min(jobs, int(gpus / (one.gpus_per_worker * one.workers) + 1e-9)))
+        memory = psutil.virtual_memory().available // (_PROCESS_BYTES * (launched.workers + 1))
+        jobs = max(1, min(cores // launched.workers, memory))
+        if launched.gpus_per_worker and gpus is not None:
+            jobs = max(1, min(jobs, int(gpus / (launched.gpus_per_worker * launched.workers) + 1e-9)))
     return min(jobs, len(runs))
 
 
@@ -101,8 +101,8 @@ class Pool:
     """
 
     def __init__(self, runs: Sequence[SweepRun], jobs: int | None, lock: Path, signals: Signals) -> None:
-        self._one, self._lock, self._signals = runs[0].launched, lock, signals
-        gpus = preflight.num_gpus() if self._one.gpus_per_worker else None
+        self._launched, self._lock, self._signals = runs[0].launched, lock, signals
+        gpus = preflight.num_gpus() if self._launched.gpus_per_worker else None
         self.count = num_jobs(runs, jobs, default_workers(), gpus)
         self._running: dict[Any, _Made] = {}
         self._threads = ThreadPoolExecutor(1)
@@ -110,7 +110,7 @@ class Pool:
 
     def __enter__(self) -> Self:
         importlib.import_module("ray")  # in this thread first: two threads that import it would wait for each other
-        num_cpus = max(default_workers(), self.count * self._one.workers)
+        num_cpus = max(default_workers(), self.count * self._launched.workers)
         # Output of workers before and between runs belongs to no run, and may reveal how many runs a private selection makes.
         self._starts = self._threads.submit(start_ray, num_cpus, to_screen=False)
         return self
@@ -163,7 +163,7 @@ class Pool:
             meanwhile([made.run for made in self._running.values()])
 
     def _workers(self) -> Workers:
-        return Workers(num_workers=self._one.workers, gpus=self._one.gpus_per_worker)
+        return Workers(num_workers=self._launched.workers, gpus=self._launched.gpus_per_worker)
 
     def _begin(self, run: SweepRun, folder: Path, resumed: bool, workers: Workers) -> None:
         task = self._ray.remote(_make).options(num_cpus=0, max_retries=0)

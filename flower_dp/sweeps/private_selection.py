@@ -106,9 +106,11 @@ class PrivateSelection:
         errors.refuse()
         first = candidates[0].statement
         for key in ("unit", "relation", "delta"):
-            if len({getattr(one.statement, key) for one in candidates}) > 1:
+            if len({getattr(candidate.statement, key) for candidate in candidates}) > 1:
                 raise ValueError(f"points: differ in {key}; give all points one {key}, since a choice has one epsilon")
-        cost = selection.epsilon([one.event for one in candidates], number, delta=first.delta, relation=first.relation)
+        cost = selection.epsilon(
+            [candidate.event for candidate in candidates], number, delta=first.delta, relation=first.relation
+        )
         if not math.isfinite(cost.epsilon):
             raise ValueError("points: one of them is not private, so no choice among them is; leave it out")
         return cls(path=path, file=file, candidates=tuple(candidates), choice=choice, number=number, cost=cost)
@@ -136,68 +138,68 @@ class PrivateSelection:
         """
         with folder.locked() as lock:
             content, kept = self.path.read_bytes(), folder.path / FILE
-            place, mark = SelectionTrials(folder.path / PRIVATE), SelectionMark(folder.path / MARK)
+            hidden, mark = SelectionTrials(folder.path / PRIVATE), SelectionMark(folder.path / MARK)
             if kept.is_file() and kept.read_bytes() != content:
                 raise ValueError(f"{folder.path}: was made with another {FILE}; put that file back, or take another folder")
             if mark.is_shown:
-                self._clear(folder, place)
+                self._clear(folder, hidden)
                 tell("The choice was made before; it is not made again.")
                 return
-            begun = folder.runs() or (not place.exists and any((place.path / RUNS).glob("*")))
+            begun = folder.runs() or (not hidden.exists and any((hidden.path / RUNS).glob("*")))
             if mark.is_open and (begun or (folder.path / STATEMENT_JSON).exists()):
                 raise ValueError(f"{folder.path}: holds runs that may have been looked at; take another folder")
-            if not mark.is_open and not place.exists:
+            if not mark.is_open and not hidden.exists:
                 raise ValueError(f"{folder.path}: the choice was made, and {PRIVATE} with its runs is gone; take another folder")
-            plan.check([one.run for one in self.candidates])
+            plan.check([candidate.run for candidate in self.candidates])
             write_whole(kept, content)
-            trials = place.trials() if place.exists else place.draw(self.number, len(self.candidates))
+            trials = hidden.trials() if hidden.exists else hidden.draw(self.number, len(self.candidates))
             tell(self.told)
             tell("Nothing is shown before the choice is made.")
             if mark.is_open:
-                if left := place.left([self._run(trial) for trial in trials]):
-                    self._make(left, lock, jobs or self.file.jobs, place)
-                mark.make(self._best(trials, place))
-            self._show(folder, place, mark.among(trials))
+                if left := hidden.left([self._run(trial) for trial in trials]):
+                    self._make(left, lock, jobs or self.file.jobs, hidden)
+                mark.make(self._best(trials, hidden))
+            self._show(folder, hidden, mark.among(trials))
             mark.show()
-            self._clear(folder, place)
+            self._clear(folder, hidden)
 
-    def _make(self, left: Sequence[tuple[SweepRun, Path, bool]], lock: Path, jobs: int | None, place: SelectionTrials) -> None:
+    def _make(self, left: Sequence[tuple[SweepRun, Path, bool]], lock: Path, jobs: int | None, hidden: SelectionTrials) -> None:
         with Signals() as signals, Pool([run for run, _, _ in left], jobs, lock, signals) as pool:
-            pool.make(left, place.ended)
+            pool.make(left, hidden.ended)
 
     def _run(self, trial: Trial) -> SweepRun:
-        one = replace(self.file, points=(self.candidates[trial.point].run.point,), seeds=(trial.seed,))
-        return replace(plan.planned(one, 1)[0], name=trial.name)
+        file = replace(self.file, points=(self.candidates[trial.point].run.point,), seeds=(trial.seed,))
+        return replace(plan.planned(file, 1)[0], name=trial.name)
 
-    def _best(self, trials: Sequence[Trial], place: SelectionTrials) -> str | None:
+    def _best(self, trials: Sequence[Trial], hidden: SelectionTrials) -> str | None:
         """Return the name of the run with the best score; None if no run may be shown."""
-        scores = {trial.name: self.score(place.path / RUNS / trial.name, trial, place) for trial in trials}
+        scores = {trial.name: self.score(hidden.path / RUNS / trial.name, trial, hidden) for trial in trials}
         best = max(scores, key=lambda name: scores[name], default=None)
         return None if best is None or scores[best] == -math.inf else best
 
-    def _show(self, folder: SweepFolder, place: SelectionTrials, best: Trial | None) -> None:
+    def _show(self, folder: SweepFolder, hidden: SelectionTrials, best: Trial | None) -> None:
         """Write the chosen run and its statement. After an interruption, write the same ones again."""
         shutil.rmtree(folder.path / RUNS, ignore_errors=True)
         if best is None:
             statement = self._statement(self.candidates[0], {}, chosen=False)
             (folder.path / RUNS).mkdir(mode=0o700)
         else:
-            run = read_past_run(place.path / RUNS / best.name)
+            run = read_past_run(hidden.path / RUNS / best.name)
             statement = self._statement(self.candidates[best.point], run.statement, chosen=True)
             publish(run, statement, folder.path / RUNS / CHOSEN)
         RunFolder(folder.path).state(statement.to_dict(), str(statement))
 
-    def _clear(self, folder: SweepFolder, place: SelectionTrials) -> None:
+    def _clear(self, folder: SweepFolder, hidden: SelectionTrials) -> None:
         """Delete every run that was not chosen, and every trace of when the chosen run was made."""
         # Before the deletion, so that a crash in between shows no times; and after it, since it changes the folder's own time.
         equalize_mtimes(folder.path, PRIVATE)
-        if place.path.exists():
-            shutil.rmtree(place.path)
+        if hidden.path.exists():
+            shutil.rmtree(hidden.path)
         equalize_mtimes(folder.path, PRIVATE)
 
-    def score(self, folder: Path, trial: Trial, place: SelectionTrials) -> float:
+    def score(self, folder: Path, trial: Trial, hidden: SelectionTrials) -> float:
         """Return a run's score; higher is better. -inf: the run must not be shown."""
-        if place.failed(trial.name) or not is_finished(folder):
+        if hidden.failed(trial.name) or not is_finished(folder):
             return -math.inf
         run = read_past_run(folder)
         series = run.series(self.choice.metric)
@@ -210,7 +212,7 @@ class PrivateSelection:
         """Return whether a run has cost no more than its plan, for the same unit, relation and delta."""
         guarantee, most = run.guarantee, candidate.outsiders.epsilon * (1 + _ROUNDING)
         adversaries = run.statement.get("adversaries", ())
-        epsilon = next((one["epsilon"] for one in adversaries if one["name"] == "outsiders"), None)
+        epsilon = next((adversary["epsilon"] for adversary in adversaries if adversary["name"] == "outsiders"), None)
         same = all(guarantee.get(key) == getattr(candidate.statement, key) for key in ("unit", "relation", "delta"))
         return same and guarantee.get("private") is True and epsilon is not None and epsilon <= most
 

@@ -117,8 +117,8 @@ class Results:
     def unknown(self, metrics: Iterable[str]) -> list[str]:
         """Return a line for each metric that no finished run has; no line if no run has finished."""
         past = [past for run in self.runs if (past := self.past(run)) is not None and past.finished]
-        known = ", ".join(dict.fromkeys(name for one in past for name in last_metrics(one, self.metric))) or "no metric"
-        missing = [metric for metric in dict.fromkeys(metrics) if not any(one.series(metric) for one in past)]
+        known = ", ".join(dict.fromkeys(name for run in past for name in last_metrics(run, self.metric))) or "no metric"
+        missing = [metric for metric in dict.fromkeys(metrics) if not any(run.series(metric) for run in past)]
         return [f"metric={metric!r}: must be in a finished run; they have {known}" for metric in missing] if past else []
 
     def draw(self, curves: Sequence[Curve]) -> Path | None:
