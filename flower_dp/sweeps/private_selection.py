@@ -190,7 +190,7 @@ class PrivateSelection:
         RunFolder(folder.path).state(statement.to_dict(), str(statement))
 
     def _clear(self, folder: SweepFolder, hidden: SelectionTrials) -> None:
-        """Delete every run that was not chosen, and every trace of when the chosen run was made."""
+        """Delete everything that was not chosen, and equalize the file times that tell when the chosen run was made."""
         # Before the deletion, so that a crash in between shows no times; and after it, since it changes the folder's own time.
         equalize_mtimes(folder.path, PRIVATE)
         if hidden.path.exists():
