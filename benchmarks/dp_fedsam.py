@@ -98,7 +98,7 @@ def tuning(
     norms: Sequence[float] = (),
     radius: float | None = None,
     epsilon: float | None = None,
-    at_once: int = 0,
+    jobs: int = 0,
 ) -> dict[str, Any]:
     """Return the sweep that tunes: the grid's file with other settings of all runs, and what is given in place of the file's.
 
@@ -110,7 +110,7 @@ def tuning(
         norms: fixed clip norms to choose from.
         radius: SAM's.
         epsilon: to calibrate the noise for, in place of the grid's noise multiplier.
-        at_once: runs at the same time; 0: those of the file.
+        jobs: runs at the same time; 0: those of the file.
     """
     content = tomllib.loads(GRID.read_text(encoding="utf-8"))
     content["settings"] |= settings
@@ -132,8 +132,8 @@ def tuning(
     if epsilon is not None:
         del content["grid"]["METHOD.noise-multiplier"]
         content["grid"]["METHOD.epsilon"] = epsilon
-    if at_once:
-        content["at-once"] = at_once
+    if jobs:
+        content["jobs"] = jobs
     if gpus:
         content["gpus-per-worker"] = gpus
     return content
@@ -181,7 +181,7 @@ def chosen_runs(
             same = {key.replace(own, "dp-fedsam."): value for key, value in settings.items()}
             own_radii = {"dp-fedsam.keep-ratio": 1.0, "dp-fedsam.sam-radius": list(SAM_RADII)}
             points.append(same | {"method": "dp-fedsam", "report-client-metrics": True} | own_radii)
-    kept = {key: tune[key] for key in ("workers", "at-once", "gpus-per-worker") if key in tune}
+    kept = {key: tune[key] for key in ("workers", "jobs", "gpus-per-worker") if key in tune}
     return {"seeds": 1 if stage == NORMS else seeds, "metric": SHOWN, **kept, "points": points}
 
 
@@ -416,7 +416,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="the sweeps to make")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long, with status 3")
     parser.add_argument("--gpus-per-worker", type=float, default=0.0)
-    parser.add_argument("--at-once", type=int, default=0, help="runs at the same time, without --in-process")
+    parser.add_argument("--jobs", type=int, default=0, help="runs at the same time, without --in-process")
     parser.add_argument("--in-process", action="store_true", help="make runs in this process, without Ray")
     options = parser.parse_args()
     deadline, place = time.monotonic() + 60 * options.minutes, options.output_dir.expanduser().absolute()
@@ -449,7 +449,7 @@ def make_all(options: argparse.Namespace, place: Path, deadline: float) -> None:
     """
     settings, done = dict(resolve(None, options.set).overrides), True
     chosen_from = (options.clips, options.learning_rates, options.clip_norms, options.sam_radius, options.epsilon)
-    tune = tuning(settings, options.gpus_per_worker, *chosen_from, options.at_once)
+    tune = tuning(settings, options.gpus_per_worker, *chosen_from, options.jobs)
     for stage in (one for one in STAGES if one in options.stages):
         file, content = place / f"{stage}.toml", tune
         if stage != TUNE:

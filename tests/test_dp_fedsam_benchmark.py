@@ -18,7 +18,7 @@ SMALL = """
 seeds = [100]
 metric = "validation-accuracy"
 workers = 1
-at-once = 1
+jobs = 1
 [settings]
 data-dir = ""
 num-clients = 20

@@ -446,7 +446,7 @@ def test_no_statement_without_a_checkpoint_says_that_nothing_was_charged(tmp_pat
     monkeypatch.setenv("FLOWER_DP_RUN_FOLDER", str(tmp_path / "run"))
     monkeypatch.setenv("FLOWER_DP_RESUME", "statement")
     case = stock_case(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no checkpoint for a statement; `flower-dp ledger .*sqlite` says what was"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint for a statement; `flower-dp ledger show .*sqlite` says what was"):
         record_run(case.make(), case.grid, arrays(), num_rounds=1, config={})
 
 

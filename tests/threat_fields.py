@@ -300,7 +300,7 @@ def checkpoints() -> set[str]:
 
 
 def ledger_told() -> set[str]:
-    """What `flower-dp ledger --json` tells of a server's ledger: keys, those of the lists by their list."""
+    """What `flower-dp ledger show --json` tells of a server's ledger: keys, those of the lists by their list."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.sqlite"
         Store.create(path)
@@ -310,7 +310,7 @@ def ledger_told() -> set[str]:
             for name in ("a", ALL_CLIENTS):
                 run = ledger.begin(method="m", delta=1e-5)
                 ledger.append(run, Charge(owners=(name,), events=(event,), scope=scope, **words))
-        told, _ = ledgers._read(str(path), None, None)
+        told, _ = ledgers._read(path)
     runs, clients = list(told["runs"].values()), [one for entries in told["clients"].values() for one in entries]
     inner = {"runs": runs, "clients": clients, "joint": told["joint"]}
     return {*told} | {f"{name}.{key}" for name, entries in inner.items() for entry in entries for key in entry}

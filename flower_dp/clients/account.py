@@ -199,7 +199,9 @@ def ledger_files(ledger: object, names: Iterable[str]) -> dict[str, DeviceLedger
     for name in names:
         path = value_of("ledger", ledger, name)
         if not isinstance(path, str | os.PathLike) or not str(path):
-            raise ValueError(f"ledger={path!r}: must be the path of a file; create it with `flower-dp ledger FILE --create NAME`")
+            raise ValueError(
+                f"ledger={path!r}: must be the path of a file; create it with `flower-dp ledger create-device FILE NAME`"
+            )
         files[name] = DeviceLedger(path)
     return files
 

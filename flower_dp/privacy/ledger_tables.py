@@ -214,7 +214,7 @@ def naming(path: Path) -> Iterator[None]:
     except LedgerError as error:
         raise LedgerError(f"ledger {path}: {error}") from None
     except FileNotFoundError as error:
-        command = f"`flower-dp ledger {path} --create-server`, that of a device with --create NAME"
-        raise LedgerError(f"ledger {path}: does not exist; create it with {command}") from error
+        how = f"`flower-dp ledger create-server {path}`, that of a device with `flower-dp ledger create-device {path} NAME`"
+        raise LedgerError(f"ledger {path}: does not exist; create it with {how}") from error
     except (OSError, sqlite3.Error) as error:
         raise LedgerError(f"ledger {path}: {getattr(error, 'strerror', '') or error}") from error

@@ -1,4 +1,4 @@
-"""A run of the past, read back from its folder, which may be somebody else's: its texts go to terminals and figures."""
+"""The contents of a recorded run's folder, which may be somebody else's: its texts go to terminals and figures."""
 
 import math
 import os
@@ -17,8 +17,8 @@ from flower_dp.privacy.statement import FORMAT
 from flower_dp.running import run_folder
 from flower_dp.running.trained_model import load_arrays
 
-# Unicode's categories of what is no part of a text, or no character: a half of one, which JSON can hold, can't be shown.
-# `checks.one_line` leaves no space but the ASCII one, which paths among the settings may have.
+# Unicode's categories of controls, separators and halves of characters, which JSON can hold but no terminal can show.
+# `checks.one_line` would also change non-ASCII spaces, which paths among the settings may have.
 _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
@@ -27,12 +27,12 @@ class RunContents:
     """The contents of a run folder.
 
     Attributes:
-        folder: where it is.
-        config: its settings, by run-config key; what no run-config can hold is there as text.
-        rows: the lines of its metrics, oldest first.
-        statement: its privacy statement as JSON has it; empty while there is none. In texts of all three, what controls a
-            terminal, or the direction of text, is a space.
-        finished: whether it has ended, with a final model.
+        folder: path of the folder.
+        config: settings by run-config key; values that no run-config can hold are texts.
+        rows: lines of `metrics.jsonl`, oldest first.
+        statement: privacy statement as in its JSON file; empty if there is none. In the texts of all three, a space replaces
+            every character that controls a terminal or the direction of text.
+        finished: whether the run has ended with a final model.
     """
 
     folder: Path
@@ -43,33 +43,33 @@ class RunContents:
 
     @property
     def guarantee(self) -> Mapping[str, Any]:
-        """The statement's group of this name; empty while there is no statement."""
+        """The statement's group of this name; empty if there is no statement."""
         guarantee: Mapping[str, Any] = self.statement.get("guarantee", {})
         return guarantee
 
     @property
     def epsilon(self) -> float:
-        """The statement's epsilon; infinite: not private."""
+        """The statement's epsilon; infinite if not private."""
         return _number(self.guarantee.get("epsilon"), math.inf) if self.guarantee.get("private") is True else math.inf
 
     @property
     def delta(self) -> float | None:
-        """The delta at which epsilon holds, of the statement or else of the last line; None for none."""
+        """The delta of epsilon, from the statement or else the last line; None if neither has one."""
         delta = self.guarantee.get("delta", self.rows[-1].get("delta") if self.rows else None)
         return delta if metric_columns.number(delta) and math.isfinite(delta) else None
 
     def series(self, metric: str, *, otherwise: float = math.nan) -> dict[int, float]:
-        """Return a metric by round, where it was recorded; `otherwise` where it was not finite."""
+        """Return a metric by round, if recorded; `otherwise` stands for a value that was not finite."""
         return {int(row["round"]): _number(row[metric], otherwise) for row in self.rows if "round" in row and metric in row}
 
     def model(self) -> dict[str, NDArray[np.generic]]:
         """Return the named arrays of the final model.
 
         Raises:
-            ValueError: naming the folder, if there is none.
+            ValueError: naming the folder, if there is no final model.
         """
         if not self.finished:
-            raise ValueError(f"{self.folder}: the run was not finished: it has no final {run_folder.MODEL}")
+            raise ValueError(f"{self.folder}: the run was not finished; it has no final {run_folder.MODEL}")
         file = self.folder / run_folder.MODEL
         return load_arrays(file, file.read_bytes())
 
@@ -82,20 +82,20 @@ def check_each_once(folders: Iterable[Path]) -> None:
     """
     seen: set[Path] = set()
     for folder in folders:
-        if (place := folder.resolve()) in seen:
+        if (path := folder.resolve()) in seen:
             raise ValueError(f"{folder}: is given twice")
-        seen.add(place)
+        seen.add(path)
 
 
 def read_past_run(folder: str | os.PathLike[str]) -> RunContents:
-    """Read a run folder, as `flower-dp run` and `record_run` write it.
+    """Read a run folder of `flower-dp run` or `record_run`.
 
     Raises:
         ValueError: naming the folder, if it is not a run folder.
     """
     path = Path(folder).expanduser()
     if not (path / run_folder.CONFIG).is_file():
-        raise ValueError(f"{folder}: is not a run folder: it has no {run_folder.CONFIG}")
+        raise ValueError(f"{folder}: must be a run folder; it has no {run_folder.CONFIG}")
     try:
         stated, config = path / run_folder.STATEMENT_JSON, tomllib.loads((path / run_folder.CONFIG).read_text(encoding="utf-8"))
         flat = {key: value if isinstance(value, str | int | float) else str(value) for key, value in config.items()}
@@ -123,16 +123,16 @@ def _statement(file: Path) -> dict[str, Any]:
 
 
 def _harmless(value: Any) -> Any:
-    """Return what JSON can hold, with spaces for what controls terminals, the direction of text or the end of a line."""
+    """Return a JSON value; spaces replace characters that control terminals, the direction of text or the end of a line."""
     if isinstance(value, str):
-        return "".join(" " if unicodedata.category(one) in _CONTROLS else one for one in value)
+        return "".join(" " if unicodedata.category(letter) in _CONTROLS else letter for letter in value)
     if isinstance(value, list):
-        return [_harmless(one) for one in value]
+        return [_harmless(item) for item in value]
     if isinstance(value, dict):
-        return {_harmless(key): _harmless(one) for key, one in value.items()}
+        return {_harmless(key): _harmless(item) for key, item in value.items()}
     return value
 
 
 def _number(value: Any, otherwise: float) -> float:
-    """Return a recorded number; null stands for what is not finite."""
+    """Return a recorded number; `otherwise` replaces null, which stands for a number that is not finite."""
     return float(value) if metric_columns.number(value) and math.isfinite(value) else otherwise

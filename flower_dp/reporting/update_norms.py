@@ -1,4 +1,4 @@
-"""The norms of client updates before the clip, by round: what clients tell, without noise, if they are asked for metrics."""
+"""The norms of client updates before the clip, by round, which clients report without noise if asked for metrics."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ from flower_dp.reporting import canvas
 from flower_dp.reporting.past_run import RunContents
 
 _MEAN, _SQUARE, _CLIP = "client-update-norm", "client-update-norm-squared", "clip-norm"
-# A clip norm that moves by more than this factor is drawn on a logarithmic scale.
+# A clip norm that changes by more than this factor is drawn on a logarithmic scale.
 _WIDE = 20.0
-# One that is larger than all norms by more than this factor is not drawn.
+# A clip norm that exceeds all norms by more than this factor is not drawn.
 _BEYOND = 5.0
 
 Series = NDArray[np.float64]
@@ -26,11 +26,11 @@ class UpdateNorms:
     """The norms of one run's updates.
 
     Attributes:
-        rounds: [n], those whose clients told their norms; empty where only the clip norm is known.
-        mean: [n], over the clients of a round.
-        std: [n], standard deviation over the clients of a round.
-        clip_rounds: [m].
-        clip_norms: [m], the clip norm of these rounds.
+        rounds: rounds [n] whose clients reported their norms; empty if only the clip norm is known.
+        mean: mean norm [n] over the clients of a round.
+        std: standard deviation [n] over the clients of a round.
+        clip_rounds: rounds [m] whose clip norm is known.
+        clip_norms: clip norm [m] of these rounds.
     """
 
     rounds: Series
@@ -43,8 +43,7 @@ class UpdateNorms:
 def read_update_norms(run: RunContents) -> UpdateNorms:
     """Return the norms that a run has recorded, and its clip norm.
 
-    The clip norm of a round is public where it changes from round to round, and then in the round's metrics; else it is that of
-    the statement.
+    If the clip norm changes from round to round, it is public, and in the round's metrics; else it is in the statement.
 
     Raises:
         ValueError: naming the folder and the setting, if there are no norms.
@@ -52,8 +51,8 @@ def read_update_norms(run: RunContents) -> UpdateNorms:
     means, squares, clips = (run.series(key) for key in (_MEAN, _SQUARE, _CLIP))
     if not means and not clips:
         raise ValueError(
-            f"{run.folder}: has no norms of updates. Run it again with --set report-client-metrics=true and a method that clips "
-            "updates (dp-fedavg, dp-fedsam, fed-smp): clients then tell the norms, without noise, and the statement says so"
+            f"{run.folder}: has no norms of updates; run it again with --set report-client-metrics=true and a method that clips "
+            "updates (dp-fedavg, dp-fedsam, fed-smp): clients then report the norms, without noise, and the statement says so"
         )
     rounds = sorted(means)
     mean = np.asarray([means[at] for at in rounds])
@@ -82,13 +81,13 @@ def figure(norms: UpdateNorms, label: str) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    source = "told without noise: NOT PRIVATE" if norms.rounds.size else "the clip norm alone, which is public"
+    source = "reported without noise: NOT PRIVATE" if norms.rounds.size else "the clip norm alone, which is public"
     axes.set_title(f"Client updates of {label}; {source}", fontsize="medium")
     return result
 
 
 def _draw_clip_norm(axes: Axes, norms: UpdateNorms) -> None:
-    """Draw the clip norm, or name it where the axis would have to be much longer for it."""
+    """Draw the clip norm; if it is far above all norms, name it in the legend instead."""
     axes.set_ylim(bottom=0.0)
     if not norms.clip_norms.size:
         return

@@ -100,7 +100,7 @@ class Writer:
         elif place.statement_only:
             ledger = place.folder / LEDGER
             raise CheckpointError(
-                f"{place.folder}: has no checkpoint for a statement; `flower-dp ledger {ledger}` says what was charged"
+                f"{place.folder}: has no checkpoint for a statement; `flower-dp ledger show {ledger}` says what was charged"
             )
         elif place.resume:
             log.info("A new run starts: %s has no checkpoint", place.folder)

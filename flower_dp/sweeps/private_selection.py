@@ -1,8 +1,8 @@
-"""One run chosen by private results: K is drawn, K runs are made in private, and the best one alone is shown.
+"""Private selection of one run: K is drawn, K runs are made in secret, and only the best one is shown.
 
-What is drawn is kept from the start, so that an interruption can't change it: it is neither drawn again nor shown. A run that
-fails, has no score, or has charged more than was planned for it counts as worse than all others, and is never shown. One that
-fails before any client is asked to train, as where Ray can't start, ends the choice with an error; it goes on with the same runs.
+The draw is stored before the first run and never shown, so an interruption can't redraw it. A run that fails, has no score, or
+has charged more than its plan counts as worse than all others, and is never shown. A run that fails before any client is asked to
+train (for example, if Ray can't start) ends the selection with an error; the repeated command resumes with the same runs.
 """
 
 import math
@@ -31,28 +31,27 @@ from flower_dp.sweeps.pool import Pool
 from flower_dp.sweeps.sweep import Tell
 from flower_dp.sweeps.trials import MARK, SelectionMark, SelectionTrials, Trial, equalize_mtimes, publish
 
-# Runs that are not to be seen, and the run that is shown.
+# Folders of the runs that must not be seen, and of the run that is shown.
 PRIVATE, CHOSEN = "private", "chosen"
-# More than the rounding between a plan's epsilon and that of a run with the same charges.
+# Exceeds the rounding between a plan's epsilon and that of a run with the same charges.
 _ROUNDING = 1e-9
-# In what no statement of one run covers.
+# In the `not_covered` of one run's statement; the statement of a choice covers this choice, and no other.
 _ANY = "the choice of settings"
 _NOT_COVERED = (
-    "participants and the server: they see every run, so what all runs cost together adds up against them, and in the ledgers of "
-    "their devices",
-    "how long the choice took, the load of the machine meanwhile, and whatever was looked at in its folder before it was made",
-    "another choice: to delete the folder and to choose again costs again, whatever is done with the results",
+    "Participants and the server: they see every run, so against them, and in device ledgers, the costs of all runs add up.",
+    "The duration of the choice, the machine's load meanwhile, and whatever was looked at in its folder before it was made.",
+    "Another choice: to delete the folder and choose again costs again, whatever is done with the results.",
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Settings that each run may have.
+    """Settings that each run may draw.
 
     Attributes:
-        run: with the settings; its seed is not used.
-        event: what a run costs at most, against those who are no clients.
-        statement: of such a run.
+        run: run with the settings; its seed is not used.
+        event: the most that such a run may be charged, against outsiders.
+        statement: forecast of such a run's statement.
     """
 
     run: SweepRun
@@ -61,21 +60,21 @@ class Candidate:
 
     @property
     def outsiders(self) -> Adversary:
-        """What one run costs against those who are no clients."""
-        return next(one for one in self.statement.adversaries if one.name == "outsiders")
+        """The cost of one run against outsiders."""
+        return next(adversary for adversary in self.statement.adversaries if adversary.name == "outsiders")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivateSelection:
-    """A choice among the points of a sweep's file.
+    """A private choice among the points of a sweep's file.
 
     Attributes:
-        path: of the file.
-        file: its content.
-        candidates: one a point.
-        choice: by what runs are compared.
-        number: the law of the number of runs.
-        cost: of the choice.
+        path: path of the file.
+        file: content of the file.
+        candidates: candidates, one for each point.
+        choice: rule that compares runs.
+        number: law of K, the number of runs.
+        cost: cost of the choice against outsiders.
     """
 
     path: Path
@@ -87,118 +86,120 @@ class PrivateSelection:
 
     @classmethod
     def read(cls, path: Path) -> "PrivateSelection":
-        """Read a sweep's file, and account the choice.
+        """Read a sweep's file, and account for the choice.
 
         Raises:
-            ValueError: with all that is wrong, a line each; or if the choice has no finite epsilon.
+            ValueError: with one line for each error; or if the choice has no finite epsilon.
         """
         file = read(path)
         choice, number = _checked(file)
         workers = file.workers or max(1, default_workers() // math.ceil(number.mean))
-        # Neither workers nor anything else that a run shows depends on K.
+        # Workers are fixed by K's mean, not by K: a run must show nothing that depends on K.
         file = replace(file, workers=workers)
-        candidates, findings = [], plan.PointErrors(len(file.points))
+        candidates, errors = [], plan.PointErrors(len(file.points))
         for run in plan.planned(file, workers):
-            with findings.of(run.label):
+            with errors.of(run.label):
                 if run.config.get("server-ledger"):
-                    raise ValueError("server-ledger: would tell how many runs there were; leave it out")
+                    raise ValueError("server-ledger: would reveal the number of runs; leave it out")
                 event, statement = event_against_outsiders(run.target)
                 candidates.append(Candidate(run=run, event=event, statement=statement))
-        findings.refuse()
+        errors.refuse()
         first = candidates[0].statement
         for key in ("unit", "relation", "delta"):
-            if len({getattr(one.statement, key) for one in candidates}) > 1:
-                raise ValueError(f"points: differ in {key}; a choice has one epsilon, for one {key}")
-        cost = selection.epsilon([one.event for one in candidates], number, delta=first.delta, relation=first.relation)
+            if len({getattr(candidate.statement, key) for candidate in candidates}) > 1:
+                raise ValueError(f"points: differ in {key}; give all points one {key}, since a choice has one epsilon")
+        cost = selection.epsilon(
+            [candidate.event for candidate in candidates], number, delta=first.delta, relation=first.relation
+        )
         if not math.isfinite(cost.epsilon):
-            raise ValueError("points: one of them is not private, so no choice among them is")
+            raise ValueError("points: one of them is not private, so no choice among them is; leave it out")
         return cls(path=path, file=file, candidates=tuple(candidates), choice=choice, number=number, cost=cost)
 
     @property
     def told(self) -> str:
-        """What is known before the first run, in words."""
+        """The rule and the cost of the choice, as text."""
         points = f"{len(self.candidates)} points" if len(self.candidates) > 1 else "1 point"
-        most = max(one.outsiders.epsilon for one in self.candidates)
+        most = max(candidate.outsiders.epsilon for candidate in self.candidates)
         return (
             f"The best of K runs by {self.choice.metric} ({self.choice.mode}), each with one of {points}, drawn anew; K is "
             f"{law_in_words(self.number)}. It costs {format_epsilon_at_delta(self.cost.epsilon, self.cost.delta)} "
             f"({self.cost.relation}), against those who see the chosen run alone; one run costs at most {format_epsilon(most)}."
         )
 
-    def make(self, folder: SweepFolder, tell: Tell, *, at_once: int | None = None) -> None:
-        """Make the runs, and leave the chosen one and the statement in the folder; nothing is told of any run.
+    def make(self, folder: SweepFolder, tell: Tell, *, jobs: int | None = None) -> None:
+        """Make the runs, and leave the chosen one and the statement in the folder. Report nothing of any run.
 
-        A choice that was made is not made again: if that was interrupted before all of it was shown, the rest is shown. A choice
-        that was not made goes on.
+        A choice is made once: if it was made but not fully shown, show the rest. If it was not made, resume it.
 
         Raises:
-            ValueError: if settings are refused, or the folder is that of something else; nothing was started then.
-            LaunchError: a run failed before any client was asked to train.
-            Interrupted: a signal came; no process is left.
+            ValueError: if settings are refused, or the folder holds something else; then nothing was started.
+            LaunchError: if a run failed before any client was asked to train.
+            Interrupted: if a signal came; no process is left.
         """
         with folder.locked() as lock:
             content, kept = self.path.read_bytes(), folder.path / FILE
-            place, mark = SelectionTrials(folder.path / PRIVATE), SelectionMark(folder.path / MARK)
+            hidden, mark = SelectionTrials(folder.path / PRIVATE), SelectionMark(folder.path / MARK)
             if kept.is_file() and kept.read_bytes() != content:
-                raise ValueError(f"{folder.path}: was made with another {FILE}; put that back, or take another folder")
+                raise ValueError(f"{folder.path}: was made with another {FILE}; put that file back, or take another folder")
             if mark.is_shown:
-                self._clear(folder, place)
+                self._clear(folder, hidden)
                 tell("The choice was made before; it is not made again.")
                 return
-            begun = folder.runs() or (not place.exists and any((place.path / RUNS).glob("*")))
+            begun = folder.runs() or (not hidden.exists and any((hidden.path / RUNS).glob("*")))
             if mark.is_open and (begun or (folder.path / STATEMENT_JSON).exists()):
                 raise ValueError(f"{folder.path}: holds runs that may have been looked at; take another folder")
-            if not mark.is_open and not place.exists:
+            if not mark.is_open and not hidden.exists:
                 raise ValueError(f"{folder.path}: the choice was made, and {PRIVATE} with its runs is gone; take another folder")
-            plan.check([one.run for one in self.candidates])
+            plan.check([candidate.run for candidate in self.candidates])
             write_whole(kept, content)
-            trials = place.trials() if place.exists else place.draw(self.number, len(self.candidates))
+            trials = hidden.trials() if hidden.exists else hidden.draw(self.number, len(self.candidates))
             tell(self.told)
             tell("Nothing is shown before the choice is made.")
             if mark.is_open:
-                if left := place.left([self._run(trial) for trial in trials]):
-                    self._make(left, lock, at_once or self.file.at_once, place)
-                mark.make(self._best(trials, place))
-            self._show(folder, place, mark.among(trials))
+                if left := hidden.left([self._run(trial) for trial in trials]):
+                    self._make(left, lock, jobs or self.file.jobs, hidden)
+                mark.make(self._best(trials, hidden))
+            self._show(folder, hidden, mark.among(trials))
             mark.show()
-            self._clear(folder, place)
+            self._clear(folder, hidden)
 
-    def _make(self, left: Sequence[tuple[SweepRun, Path, bool]], lock: Path, at_once: int | None, place: SelectionTrials) -> None:
-        with Signals() as signals, Pool([run for run, _, _ in left], at_once, lock, signals) as pool:
-            pool.make(left, place.ended)
+    def _make(self, left: Sequence[tuple[SweepRun, Path, bool]], lock: Path, jobs: int | None, hidden: SelectionTrials) -> None:
+        with Signals() as signals, Pool([run for run, _, _ in left], jobs, lock, signals) as pool:
+            pool.make(left, hidden.ended)
 
     def _run(self, trial: Trial) -> SweepRun:
-        one = replace(self.file, points=(self.candidates[trial.point].run.point,), seeds=(trial.seed,))
-        return replace(plan.planned(one, 1)[0], name=trial.name)
+        file = replace(self.file, points=(self.candidates[trial.point].run.point,), seeds=(trial.seed,))
+        return replace(plan.planned(file, 1)[0], name=trial.name)
 
-    def _best(self, trials: Sequence[Trial], place: SelectionTrials) -> str | None:
-        """Return the name of the run with the best score; None if none may be shown."""
-        scores = {trial.name: self.score(place.path / RUNS / trial.name, trial, place) for trial in trials}
+    def _best(self, trials: Sequence[Trial], hidden: SelectionTrials) -> str | None:
+        """Return the name of the run with the best score; None if no run may be shown."""
+        scores = {trial.name: self.score(hidden.path / RUNS / trial.name, trial, hidden) for trial in trials}
         best = max(scores, key=lambda name: scores[name], default=None)
         return None if best is None or scores[best] == -math.inf else best
 
-    def _show(self, folder: SweepFolder, place: SelectionTrials, best: Trial | None) -> None:
-        """Leave the chosen run and its statement; after an interruption the same ones again."""
+    def _show(self, folder: SweepFolder, hidden: SelectionTrials, best: Trial | None) -> None:
+        """Write the chosen run and its statement. After an interruption, write the same ones again."""
         shutil.rmtree(folder.path / RUNS, ignore_errors=True)
         if best is None:
             statement = self._statement(self.candidates[0], {}, chosen=False)
             (folder.path / RUNS).mkdir(mode=0o700)
         else:
-            run = read_past_run(place.path / RUNS / best.name)
+            run = read_past_run(hidden.path / RUNS / best.name)
             statement = self._statement(self.candidates[best.point], run.statement, chosen=True)
             publish(run, statement, folder.path / RUNS / CHOSEN)
         RunFolder(folder.path).state(statement.to_dict(), str(statement))
 
-    def _clear(self, folder: SweepFolder, place: SelectionTrials) -> None:
-        """Delete all that was not chosen, and what tells when it was made."""
+    def _clear(self, folder: SweepFolder, hidden: SelectionTrials) -> None:
+        """Delete everything that was not chosen, and equalize the file times that tell when the chosen run was made."""
+        # Before the deletion, so that a crash in between shows no times; and after it, since it changes the folder's own time.
         equalize_mtimes(folder.path, PRIVATE)
-        if place.path.exists():
-            shutil.rmtree(place.path)
+        if hidden.path.exists():
+            shutil.rmtree(hidden.path)
         equalize_mtimes(folder.path, PRIVATE)
 
-    def score(self, folder: Path, trial: Trial, place: SelectionTrials) -> float:
-        """Return a run's score, the more the better; -inf: it must not be shown."""
-        if place.failed(trial.name) or not is_finished(folder):
+    def score(self, folder: Path, trial: Trial, hidden: SelectionTrials) -> float:
+        """Return a run's score; higher is better. -inf: the run must not be shown."""
+        if hidden.failed(trial.name) or not is_finished(folder):
             return -math.inf
         run = read_past_run(folder)
         series = run.series(self.choice.metric)
@@ -209,16 +210,16 @@ class PrivateSelection:
 
     def _as_planned(self, run: RunContents, candidate: Candidate) -> bool:
         """Return whether a run has cost no more than its plan, for the same unit, relation and delta."""
-        told, most = run.guarantee, candidate.outsiders.epsilon * (1 + _ROUNDING)
+        guarantee, most = run.guarantee, candidate.outsiders.epsilon * (1 + _ROUNDING)
         adversaries = run.statement.get("adversaries", ())
-        epsilon = next((one["epsilon"] for one in adversaries if one["name"] == "outsiders"), None)
-        same = all(told.get(key) == getattr(candidate.statement, key) for key in ("unit", "relation", "delta"))
-        return same and told.get("private") is True and epsilon is not None and epsilon <= most
+        epsilon = next((adversary["epsilon"] for adversary in adversaries if adversary["name"] == "outsiders"), None)
+        same = all(guarantee.get(key) == getattr(candidate.statement, key) for key in ("unit", "relation", "delta"))
+        return same and guarantee.get("private") is True and epsilon is not None and epsilon <= most
 
     def _statement(self, candidate: Candidate, run: Mapping[str, Any], *, chosen: bool) -> PrivacyStatement:
-        """Return the statement of the choice: of the run's plan, with what happened in the run."""
+        """Return the statement of the choice: the plan of the chosen run, with the incidents of that run."""
         planned, outsiders = candidate.statement, candidate.outsiders
-        view = f"of the chosen run {outsiders.view}; nothing of any other run, nor how many there were"
+        view = f"of the chosen run: {outsiders.view}; nothing of any other run, nor the number of runs"
         return replace(
             planned,
             method=f"{planned.method}, the best of K runs" if chosen else "The best of K runs: nothing was released",
@@ -229,14 +230,14 @@ class PrivateSelection:
             num_charged_rounds=run.get("guarantee", {}).get("num_charged_rounds", 0),
             assumptions=(
                 *planned.assumptions,
-                f"K is {law_in_words(self.number)}, drawn in secret; every run draws one of {len(self.candidates)} points "
-                "uniformly, its own seed and its own noise",
-                f"runs are compared by {self.choice.metric} ({self.choice.mode}), "
-                + ("on test records that are public" if not columns_private(self.choice.metric) else "which each run releases"),
-                "a run that fails counts as the worst and is not shown",
+                f"K is {law_in_words(self.number)}, drawn in secret. Every run draws one of {len(self.candidates)} points "
+                "uniformly, its own seed and its own noise.",
+                f"Runs are compared by {self.choice.metric} ({self.choice.mode}), "
+                + ("on test records that are public." if not columns_private(self.choice.metric) else "which each run releases."),
+                "A run that fails counts as the worst and is not shown.",
             ),
             not_covered=(
-                *(one.replace(_ANY, "another choice of settings") for one in run.get("not_covered", planned.not_covered)),
+                *(text.replace(_ANY, "another choice of settings") for text in run.get("not_covered", planned.not_covered)),
                 *_NOT_COVERED,
             ),
             incidents=tuple(run.get("incidents", ())),
@@ -250,7 +251,7 @@ class PrivateSelection:
 
 
 def law_in_words(number: RunCountLaw) -> str:
-    """Return the law of K in words."""
+    """Return the law of K as text."""
     if isinstance(number, PoissonRunCount):
         return f"Poisson with mean {number.mean:g}"
     if number.shape in (0, 1):
@@ -259,15 +260,15 @@ def law_in_words(number: RunCountLaw) -> str:
 
 
 def columns_private(metric: str) -> bool:
-    """Return whether a metric is one of private evaluations, which a run's ledger is charged with."""
+    """Return whether a metric comes from private evaluations, for which the run's ledger is charged."""
     return metric.startswith("private-")
 
 
 def _checked(file: SweepFile) -> tuple[SelectionRule, RunCountLaw]:
-    """Return how the choice is made, and the law of the number of runs.
+    """Return the rule of the choice, and the law of the number of runs.
 
     Raises:
-        ValueError: if the file does not say it, or by something that no epsilon covers.
+        ValueError: if the file lacks them, or its metric is covered by no epsilon.
     """
     choice, private = file.select, file.private_selection
     if private is None:
@@ -275,12 +276,13 @@ def _checked(file: SweepFile) -> tuple[SelectionRule, RunCountLaw]:
     if choice is None:
         raise ValueError("select: is missing; --private-selection needs the metric by which a run is chosen")
     if len(file.seeds) > 1:
-        raise ValueError("seeds: with --private-selection every run has a seed of its own; leave them out")
+        raise ValueError("seeds: must not be set with --private-selection, which draws a seed for every run; leave them out")
     private_metric = columns_private(choice.metric)
     if metric_columns.is_reserved(choice.metric) and not private_metric:
-        raise ValueError(f"select.metric={choice.metric}: is no result that a run may be chosen by")
+        raise ValueError(f"select.metric={choice.metric}: must be a result of a run, such as private-accuracy")
     if not (private_metric or private.public_test_data):
         public = "say private-selection.public-test-data = true if these records are public"
-        why = f"is on test records; choose by a private evaluation (private-accuracy), or {public}"
-        raise ValueError(f"select.metric={choice.metric}: {why}")
+        raise ValueError(
+            f"select.metric={choice.metric}: is on test records; choose by a private evaluation (private-accuracy), or {public}"
+        )
     return choice, private.number

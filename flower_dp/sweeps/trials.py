@@ -1,6 +1,6 @@
-"""The runs that were drawn for a choice by private results, the mark of the choice, and what is shown of the chosen run.
+"""The drawn runs of a private selection, the mark of the choice, and the files of the chosen run that are shown.
 
-No interruption changes what was drawn, nor the mark.
+No interruption changes the draw or the mark.
 """
 
 import json
@@ -27,13 +27,13 @@ from flower_dp.sweeps.pool import LaunchError, RunOutcome
 
 _FILE = "drawn.json"
 MARK = "choice.json"
-# A run's own epsilons, which don't count the choice, and its times.
+# Columns that are not shown: a run's own epsilons, which do not cover the choice, and its times.
 _HIDDEN = ("epsilon", "seconds", "elapsed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A run that was drawn: a candidate and a seed, and a name that says neither."""
+    """A drawn run: a candidate and a seed, under a random name that reveals neither."""
 
     name: str
     point: int
@@ -42,13 +42,13 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class SelectionMark:
-    """The mark of a choice, one file: the choice is open, then made, and in the end shown.
+    """The mark of a choice, one file: the choice is open, then made, and finally shown.
 
-    From the moment it is made nothing is drawn, run or compared again. Only this file says so: a statement, a folder that is
-    there, or one that was deleted says nothing.
+    Once the choice is made, nothing is drawn, run or compared again. Only this file decides that, not a statement, nor a folder
+    that exists or was deleted.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
     """
 
     path: Path
@@ -64,23 +64,23 @@ class SelectionMark:
         return not self.is_open and self._content.get("shown") is True
 
     def among(self, trials: Sequence[Trial]) -> Trial | None:
-        """Return the run that was chosen and is not yet shown; None: no run may be shown.
+        """Return the chosen run that is not yet shown; None if no run may be shown.
 
         Raises:
             ValueError: if the file is damaged.
         """
         best = self._content.get("best", "")
-        found = [trial for trial in trials if trial.name == best]
-        if best is not None and not found:
-            raise ValueError(f"{self.path}: is damaged; the choice was made, and is not made again: take another folder")
-        return found[0] if found else None
+        chosen = [trial for trial in trials if trial.name == best]
+        if best is not None and not chosen:
+            raise ValueError(f"{self.path}: is damaged; the choice was made, and is not made again; take another folder")
+        return chosen[0] if chosen else None
 
     def make(self, best: str | None) -> None:
-        """Write that the choice was made; it is on the disk when this returns."""
+        """Write that the choice was made; the mark is on disk when this returns."""
         self._write({"best": best})
 
     def show(self) -> None:
-        """Write that the choice was shown; nothing in the file depends on the runs."""
+        """Write that the choice was shown; the file's content does not depend on the runs."""
         self._write({"shown": True})
 
     @property
@@ -94,10 +94,10 @@ class SelectionMark:
 
 @dataclass(frozen=True, slots=True)
 class SelectionTrials:
-    """The folder of a choice that is not made yet: the runs that were drawn, and which of them have failed.
+    """The folder of a choice that is not made yet: the drawn runs, and the marks of those that failed.
 
     Attributes:
-        path: of the folder.
+        path: path of the folder.
     """
 
     path: Path
@@ -108,7 +108,7 @@ class SelectionTrials:
         return (self.path / _FILE).is_file()
 
     def draw(self, number: RunCountLaw, num_points: int) -> list[Trial]:
-        """Draw the number of runs, and a point and a seed of each, with fresh entropy, and keep them before a run is made."""
+        """Draw the number of runs, and a point and a seed for each, with fresh entropy; store the draw before any run is made."""
         rng = noise_generator()
         trials = [
             Trial(name=secrets.token_hex(8), point=int(rng.integers(num_points)), seed=int(rng.integers(2**31)))
@@ -116,35 +116,36 @@ class SelectionTrials:
         ]
         (self.path / RUNS).mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.chmod(0o700)
-        drawn = [{"name": one.name, "point": one.point, "seed": one.seed} for one in trials]
+        drawn = [{"name": trial.name, "point": trial.point, "seed": trial.seed} for trial in trials]
         write_whole(self.path / _FILE, json.dumps(drawn).encode())
         return trials
 
     def trials(self) -> list[Trial]:
-        """Return what was drawn."""
-        return [Trial(**one) for one in json.loads((self.path / _FILE).read_text(encoding="utf-8"))]
+        """Return the drawn runs."""
+        return [Trial(**fields) for fields in json.loads((self.path / _FILE).read_text(encoding="utf-8"))]
 
     def left(self, runs: Sequence[SweepRun]) -> list[tuple[SweepRun, Path, bool]]:
         """Return the runs that have neither finished nor failed, as `SweepFolder.left` does; all of them begin anew.
 
-        A run that went on would show that it was interrupted, and so which one of them it was. Nobody sees what it has released.
+        A resumed run would show that it was interrupted, and so which one of the runs it is. Nobody sees what the deleted run has
+        released.
         """
         left = [run for run in runs if not (self.failed(run.name) or is_finished(self.path / RUNS / run.name))]
         for run in left:
             shutil.rmtree(self.path / RUNS / run.name, ignore_errors=True)
         return SweepFolder(self.path).left(left)
 
-    def ended(self, ended: RunOutcome) -> None:
-        """Keep it if a run has failed: it is not tried again. Nobody is told.
+    def ended(self, outcome: RunOutcome) -> None:
+        """Mark a failed run, without a report: it is not tried again.
 
         Raises:
-            LaunchError: it has failed before any client was asked to train: all runs end, and the same ones are made later.
+            LaunchError: if it failed before any client was asked to train: all runs end, and the same runs are made later.
         """
-        folder = self.path / RUNS / ended.run.name
-        if ended.status != "completed" and not has_charges(folder):
-            raise LaunchError(f"a run failed before any client was asked to train: {ended.details}")
-        if ended.status != "completed" or not is_finished(folder):
-            write_whole(self.path / f"{ended.run.name}.failed", b"")
+        folder = self.path / RUNS / outcome.run.name
+        if outcome.status != "completed" and not has_charges(folder):
+            raise LaunchError(f"a run failed before any client was asked to train: {outcome.details}")
+        if outcome.status != "completed" or not is_finished(folder):
+            write_whole(self.path / f"{outcome.run.name}.failed", b"")
 
     def failed(self, name: str) -> bool:
         """Return whether a run has failed."""
@@ -152,7 +153,7 @@ class SelectionTrials:
 
 
 def publish(run: RunContents, statement: PrivacyStatement, folder: Path) -> None:
-    """Copy what a run may show: neither its log nor its ledger, which have times; nor its own epsilons, which are too small."""
+    """Copy what a run may show: not its log and its ledger, which have times, nor its own epsilons, which are too small."""
     folder.mkdir(mode=0o700, parents=True)
     for name in (MODEL, MODEL_JSON):
         if (run.folder / name).is_file():
@@ -165,8 +166,8 @@ def publish(run: RunContents, statement: PrivacyStatement, folder: Path) -> None
 
 
 def equalize_mtimes(folder: Path, but: str) -> None:
-    """Give all in a folder one time, except what is in `but`: when a run was made tells how many came before and after it."""
+    """Give everything in a folder, except `but`, one time: the time of a run reveals how many runs came before and after it."""
     now = time.time()
-    for place in [*folder.rglob("*"), folder]:
-        if but not in place.relative_to(folder).parts[:1]:
-            os.utime(place, (now, now))
+    for path in [*folder.rglob("*"), folder]:
+        if but not in path.relative_to(folder).parts[:1]:
+            os.utime(path, (now, now))

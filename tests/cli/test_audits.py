@@ -49,16 +49,16 @@ def test_a_violation_is_status_1(call, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "--all: or a method, case or preset is missing"),
-        (("dp-fedavg", "--all"), "--all: belongs to no case"),
-        (("nonsense",), "nonsense: is no method (dp-fedavg, "),
+        ((), "--all: is missing; or name a method, a case or a preset"),
+        (("dp-fedavg", "--all"), "--all: can't be combined with dp-fedavg"),
+        (("nonsense",), "nonsense: is not a method that has cases, nor a case; "),
         (("dp-fedavg", "--trials", "5"), "'--trials'"),
         (("dp-fedavg", "--confidence", "1"), "--confidence=1"),
-        (("dp-fedavg", "--set", "num-rounds=3"), "--set: belongs to a preset"),
+        (("dp-fedavg", "--set", "num-rounds=3"), "--set: needs a preset"),
         (("dp-fedavg", "--plot", "it.mp3"), "--plot=it.mp3: must end in"),
         (("mnist-fedavg-not-private",), "is not private"),
-        (("mnist-dp-fedavg", "--canary-seed", "1"), "--canary-seed: belongs to --canaries"),
-        (("mnist-dp-fedavg", "--canaries", "10", "--plot", "a.png"), "--plot: does not go with --canaries"),
+        (("mnist-dp-fedavg", "--canary-seed", "1"), "--canary-seed: needs --canaries"),
+        (("mnist-dp-fedavg", "--canaries", "10", "--plot", "a.png"), "--plot: can't be combined with --canaries"),
         (("no-such-preset", "--canaries", "10"), "no-such-preset"),
     ],
 )

@@ -112,7 +112,7 @@ Z = ["--noise-multiplier", "1"]
         (["swep"], "No such command 'swep'. Did you mean 'sweep'?"),
         (["plan", "nbafll", "--estimate-from", "quick"], "method='nbafll': has no planner; did you mean nbafl?"),
         (["plan", "nbafl", "--problem", "nowhere.toml"], "problem='nowhere.toml': can't be read"),
-        (["plan", "nbafl", "--problem", "p.toml", "--l2", "0.1"], "--l2=0.1: belongs to --estimate-from"),
+        (["plan", "nbafl", "--problem", "p.toml", "--l2", "0.1"], "--l2=0.1: needs --estimate-from"),
     ],
 )
 def test_bad_options_get_status_2_and_one_line(call, arguments, named):
@@ -174,7 +174,7 @@ def test_a_preset_changes_settings_and_set_wins(tmp_path, call, monkeypatch):
         (["--set", "seed"], "--set seed: must be key=value"),
         (["--set", "output-dir=a", "--output-dir", "b"], "output-dir"),
         (["--output-dir", "."], "already holds a"),
-        (["mnist", "--resume", "x"], "[PRESET | TASK | APP_DIR]: a run that goes on keeps its app"),
+        (["mnist", "--resume", "x"], "[PRESET | TASK | APP_DIR]: can't be used with --resume; a resumed run keeps its app"),
         (["--resume", "x", "--workers", "2", "--ray-address", "auto"], "x: holds no run that `flower-dp run` has begun"),
     ],
 )
@@ -313,8 +313,8 @@ def test_bad_settings_are_found_before_the_server_app_begins(tmp_path, call, lau
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ({"method": "DP-FedAvg"}, "It goes on with: flower-dp run --resume FOLDER"),
-        (None, "It can't go on: FOLDER/checkpoint: checkpoint.state is damaged: its SHA-256 is not the one in it"),
+        ({"method": "DP-FedAvg"}, "Resume it with: flower-dp run --resume FOLDER"),
+        (None, "The run can't be resumed: FOLDER/checkpoint: checkpoint.state is damaged: its SHA-256 is not the one in it"),
     ],
 )
 @pytest.mark.parametrize("how", ["failed", "interrupted"])
@@ -331,10 +331,10 @@ def test_how_a_run_goes_on_is_said_only_if_it_can(foreign, tmp_path, call, launc
     launched(act)
     folder = tmp_path / "run"
     if how == "failed":  # with the same settings it may fail again
-        told = told.replace("It goes on", "Unless its settings are why it failed, it goes on")
+        told = told.replace("Resume it", "If its settings did not cause the failure, resume it")
     status, _, err = call("run", str(foreign), "--output-dir", str(folder))
     assert status == (130 if how == "interrupted" else 1)
-    assert f"What it released before is in {folder}/statement.txt\n{told.replace('FOLDER', str(folder))}" in err
+    assert f"The statement of everything released so far is {folder}/statement.txt\n{told.replace('FOLDER', str(folder))}" in err
     assert err.count("\n") == (3 if how == "interrupted" else 4)
     assert how == "interrupted" or err.startswith("error: the run failed: ValueError: no data\n")
 
@@ -350,7 +350,7 @@ def test_a_run_that_has_ended_is_told_and_not_started_again(foreign, tmp_path, c
     assert call("run", str(foreign), "--output-dir", str(folder))[0] == 0
     launched(lambda **_: pytest.fail("started"))
     status, out, _ = call("run", "--resume", str(folder))
-    assert (status, out) == (0, f"the run has ended, and is not run again\n\nsaid\nresults: {folder}\n")
+    assert (status, out) == (0, f"The run has ended; there is nothing to resume.\n\nsaid\nresults: {folder}\n")
 
 
 def test_a_run_whose_process_has_died_is_told_from_its_folder(tmp_path, capsys):
@@ -359,11 +359,18 @@ def test_a_run_whose_process_has_died_is_told_from_its_folder(tmp_path, capsys):
     assert launch.tell_died(str(tmp_path), 0) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: the run failed: the process that ran the app ended before the run did\nOSError: full\n")
-    assert f"Flower's log is {tmp_path}/flower.log\nWhat it released before is in {tmp_path}/statement.txt\n" in err
+    assert (
+        f"Flower's log is {tmp_path}/flower.log\nThe statement of everything released so far is {tmp_path}/statement.txt\n" in err
+    )
     assert launch.tell_died(str(tmp_path), signal.SIGINT) == 130
-    assert f"error: interrupted by SIGINT; nothing is left running; its folder is {tmp_path}\nWhat it" in capsys.readouterr().err
+    assert (
+        f"error: interrupted by SIGINT; nothing is left running; its folder is {tmp_path}\nThe statement of everything"
+        in capsys.readouterr().err
+    )
     assert launch.tell_died("", 0) == 1
-    assert capsys.readouterr().err == "error: the process of the command has died; the same command begins anew, or goes on\n"
+    assert (
+        capsys.readouterr().err == "error: the process of the command has died; repeat the command to begin anew or to resume\n"
+    )
 
 
 # progress

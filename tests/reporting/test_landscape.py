@@ -139,7 +139,7 @@ def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
     made.write_results({"weight": WEIGHTS, "bias": BIAS})
     with pytest.raises(
         ValueError,
-        match=r"\(its run-config\.toml has no adult.*nor of an app that is known: .* holds no run that `flower-dp run` has begun",
+        match=r"\(its run-config\.toml has no adult.*nor of a known app: .* holds no run that `flower-dp run` has begun",
     ):
         landscapes([read_past_run(made.path)])
     more = recorded(tmp_path / "more", {"weight": WEIGHTS}, **{"model-fn": "own:model"})
@@ -147,7 +147,7 @@ def test_an_app_of_ones_own_may_say_what_its_runs_are_tested_with(tmp_path):
         landscapes([more])
     words = {"name": "mine", "overrides": {}, "workers": 1, "supernodes": 1, "gpus_per_worker": 0.0}
     LaunchRecord(app=str(app), **words).write(made.path)
-    with pytest.raises(ValueError, match=r"mine does not say what it is tested with: add public-test"):
+    with pytest.raises(ValueError, match=r"mine names no public test; add public-test"):
         landscapes([read_past_run(made.path)])
     write_app(app, "rows = 12", tool='[tool.flower-dp]\npublic-test = "landscape_app:test"')
     (found,) = landscapes([read_past_run(made.path)], resolution=3)

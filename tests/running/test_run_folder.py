@@ -90,6 +90,19 @@ def test_the_plot_has_a_panel_for_each_kind_of_metric_that_evaluate_fn_returned(
     assert drawn == {"rmse": {"rmse": [9.0, 7.0]}, "loss": {"test loss": [4.0], "validation-loss": [3.0]}}
 
 
+def test_epsilon_has_a_panel_of_its_own_below_the_metrics_with_the_same_rounds():
+    drawn = plot.figure([{"round": n, "accuracy": 0.1 * n, "loss": 1.0, "epsilon": 0.5 * n} for n in range(3)])
+    accuracy, _, epsilon = drawn.axes
+    places = [axes.get_subplotspec().rowspan.start for axes in drawn.axes]
+    assert ([len(axes.get_lines()) for axes in drawn.axes], places) == ([1, 1, 1], [0, 1, 2])
+    assert accuracy.get_shared_x_axes().joined(accuracy, epsilon)
+    assert [axes.get_xlabel() for axes in drawn.axes] == ["", "", "round"]
+    assert epsilon.get_ylim()[0] == 0.0
+    many = plot.figure([{"round": 1, "epsilon": 0.5, **{f"m-{name}": 1.0 for name in "abcdefghijklmno"}}])
+    assert many.get_suptitle().endswith("(4 more in metrics.jsonl)")
+    assert [axes.get_ylabel() for axes in many.axes if axes.get_xlabel()] == ["m-j", "m-k", "epsilon spent"]
+
+
 def test_the_runs_own_columns_are_those_of_every_report():
     assert {one.name.replace("_", "-") for one in fields(RoundReport)} <= metric_columns.OWN
     row = dict.fromkeys(metric_columns.OWN, 1.0) | {

@@ -75,7 +75,7 @@ def test_runs_without_privacy_are_told_apart(run):
 def test_units_and_relations_are_apart(run):
     pure = [charge(number, ("c1",), (LaplaceDpEvent(4.0),), RECORD) for number in (1, 2)]
     statement = statement_of([run("a", charge(1)), run("b", *pure, delta=0.0), run("c", *pure, delta=0.0)])
-    assert "Apart: no accountant adds up costs of different units or relations" in str(statement)
+    assert "Costs of different units or relations are apart: no accountant adds them up" in str(statement)
     first, second = statement.together
     assert (first.scope, second.scope) == (CLIENT, RECORD)
     # Sensitivity under replace-one is twice the clip norm: 4 charges of 2 / 4 each.
@@ -86,7 +86,7 @@ def test_runs_without_a_ledger_are_named(run, tmp_path):
     (tmp_path / "b").mkdir()
     statement = statement_of([run("a", charge(1)), tmp_path / "b"])
     assert statement.num_runs == 1
-    assert "Without account: b: no ledger in its folder" in str(statement)
+    assert "Not accounted: b: no ledger in its folder" in str(statement)
     assert "Not covered: choosing among the runs" in str(statement)
 
 

@@ -47,7 +47,7 @@ class Runs:
         self.interrupt_after = interrupt_after
         self.made = []
 
-    def __call__(self, left, lock, at_once, place):
+    def __call__(self, left, lock, jobs, place):
         for run, folder, goes_on in left:
             assert not goes_on
             if len(self.made) >= self.interrupt_after:
@@ -160,7 +160,9 @@ def test_the_statement_is_that_of_the_choice(made):
         assert (guarantee["epsilon"], guarantee["accountant"]) == (cost.epsilon, cost.accountant)
         assert guarantee["epsilon"] > 1.2 * statement.epsilon
         assert [(one["name"], one["epsilon"]) for one in told["adversaries"]] == [("outsiders", cost.epsilon)]
-        assert any("participants and the server: they see every run" in line for line in told["not_covered"])
+        assert any("Participants and the server: they see every run" in line for line in told["not_covered"])
+        assert "another choice of settings" in " ".join(told["not_covered"])
+        assert "the another" not in " ".join(told["not_covered"])
         assert told["incidents"] == ["round 1 was left out"]
         assert guarantee["num_charged_rounds"] == 2
         assert (guarantee["epsilon_by_release"], told["mechanism"]["paper_epsilon"]) == ({}, None)
@@ -189,7 +191,7 @@ def test_a_run_that_fails_before_any_client_is_asked_ends_the_choice_loudly_and_
     """As where Ray can't start: else nothing was chosen, with a statement that costs nothing and an exit status of 0."""
 
     class Unstarted(Runs):
-        def __call__(self, left, lock, at_once, place):
+        def __call__(self, left, lock, jobs, place):
             run, _, _ = left[0]
             self.asked = [run.name for run, _, _ in left]
             place.ended(RunOutcome(run=run, status="lost", details="Ray could not start", seconds=1.0))
@@ -317,13 +319,13 @@ PRIVATE = "[private-selection]\nmean = 4"
         (PRIVATE, "", "private-selection: is missing"),
         ("mean = 4", "shape = 1", "private-selection.mean: is missing"),
         ("mean = 4", "mean = 0.5", "private-selection.mean=0.5"),
-        ("mean = 4", "mean = 4\nk = 2", "private-selection.k: is no key"),
+        ("mean = 4", "mean = 4\nk = 2", "private-selection.k: is not a key"),
         ("mean = 4", 'mean = 4\npublic-test-data = "yes"', "must be True or False"),
         ('select = {metric = "private-accuracy", mode = "max"}', "", "select: is missing"),
         ("private-accuracy", "accuracy", "is on test records"),
-        ("private-accuracy", "client-train-loss", "is no result"),
-        ('app = "', 'seeds = 2\napp = "', "every run has a seed of its own"),
-        ("num-rounds = 2", 'num-rounds = 2\nserver-ledger = "/tmp/ledger.sqlite"', "would tell how many runs"),
+        ("private-accuracy", "client-train-loss", "must be a result of a run"),
+        ('app = "', 'seeds = 2\napp = "', "which draws a seed for every run"),
+        ("num-rounds = 2", 'num-rounds = 2\nserver-ledger = "/tmp/ledger.sqlite"', "would reveal the number of runs"),
         ("learning-rate = [0.1, 0.2, 0.3]", "dp-fedavg.relation = ['replace-one', 'add-or-remove-one']", "differ in relation"),
         ("learning-rate = [0.1, 0.2, 0.3]", "dp-fedavg.delta = [1e-4, 1e-3]", "differ in delta"),
         ("learning-rate = [0.1, 0.2, 0.3]", "dp-fedavg.noise-multiplier = [1.0, 0.0]", "is not private"),
@@ -352,6 +354,6 @@ def test_a_dry_run_tells_the_cost_and_starts_nothing(write, tmp_path):
     assert result.exit_code == 0
     assert result.stdout.startswith("The best of K runs by private-accuracy (max), each with one of 3 points")
     assert result.stdout.count("flower-dp run mnist-dp-fedavg") == 3
-    with pytest.raises(ValueError, match="shows one run alone"):
+    with pytest.raises(ValueError, match="shows one run alone; add --private-selection"):
         Sweep.read(tmp_path / "sweep.toml")
     assert not (tmp_path / "out").exists()

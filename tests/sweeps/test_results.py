@@ -67,7 +67,7 @@ def test_the_table_has_mean_and_spread(made):
     guarantee = "0.001 | client, add-or-remove-one | outsiders"
     assert f"| dp-fedsam.epsilon=1 | 2 | 55.00 ± 7.07 | 1.000 | {guarantee} | 1 |" in text  # 0.1 / sqrt(2)
     assert "epsilon <= 4" not in text  # one row would be no pivot
-    assert "Not in the table, since not finished or without accuracy: dp-fedsam.epsilon=4.0, seed 1." in text
+    assert "Not in the table (unfinished, or without accuracy): dp-fedsam.epsilon=4.0, seed 1." in text
     assert "Not covered: choosing among the runs" in text
     assert (made.runs[1].command in text, made.runs[2].command in text) == (True, False)
     assert made.draw(curves).read_bytes().startswith(b"\x89PNG")
@@ -79,7 +79,7 @@ def test_a_metric_that_no_run_has_is_named(made, write):
     wrong = replace(made, metric="acuracy")
     assert wrong.curves() == []
     wrong.write_table([], "")
-    line = "metric 'acuracy': is in no finished run; they have accuracy, validation-accuracy, private-loss"
+    line = "metric='acuracy': must be in a finished run; they have accuracy, validation-accuracy, private-loss"
     assert (made.folder.path / "table.md").read_text().startswith(f"{line}\n")
     sweep = Sweep.read(write(f"metric = 'acuracy'\nselect = {{metric = 'los', mode = 'max'}}\n{GRID}"))
     assert sweep.best(wrong) == f"select.{line}".replace("acuracy", "los")
@@ -101,6 +101,6 @@ def test_what_choosing_costs_is_said(made, write, metric):
     said = sweep.best(made)
     assert said.startswith(f"Best by {metric} (max), 0.55 on the mean of 2 seeds: dp-fedsam.epsilon=1.0.\n{made.runs[0].command}")
     assert "Not covered: choosing among the runs" in said
-    assert ("is of the test records" in said) is (metric == "accuracy")
+    assert ("is on the test records" in said) is (metric == "accuracy")
     assert re.match(rf"Best by {metric} \(max\), 0\.\d+ of its one seed: ", sweep.best(replace(made, runs=made.runs[:1])))
     assert Sweep.read(write(GRID)).best(made) == ""
