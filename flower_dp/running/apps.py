@@ -219,7 +219,7 @@ def _default(app: App, known: Mapping[str, Value], key: str, method: str) -> Val
     if key in known:
         return known[key]
     where = f"they are in {app.folder / 'pyproject.toml'}" if known else f"{app.name} has no settings"
-    hint = values.hint(key, known, method, otherwise=f"{values.SETTINGS_PAGE if app.own else where}.")
+    hint = values.suggestion_for(key, known, method, otherwise=f"{values.SETTINGS_PAGE if app.own else where}.")
     if not (app.own or app.built):
         hint += " Flower passes only settings that are listed under [tool.flwr.app.config] of its pyproject.toml."
     raise ValueError(f"{key}: unknown setting of {app.name}; {hint.rstrip('.')}")

@@ -64,8 +64,8 @@ def suggestions(key: str, known: Mapping[str, Any], method: str) -> list[str]:
     Example:
         >>> from flower_dp.running.values import suggestions
         >>> known = dict.fromkeys(["num-rounds", "dp-fedavg.target-epsilon", "dp-fedavg.clip-norm", "nbafl.epsilon"])
-        >>> suggestions("epsilon", known, "dp-fedavg"), suggestions("nbafl.clip", known, "dp-fedavg"), suggestions("foo", known, "")
-        (['dp-fedavg.target-epsilon'], ['dp-fedavg.clip-norm'], [])
+        >>> [suggestions(key, known, "dp-fedavg") for key in ("epsilon", "nbafl.clip", "foo")]
+        [['dp-fedavg.target-epsilon'], ['dp-fedavg.clip-norm'], []]
     """
     name = key.rpartition(".")[2]
     readable = [one for one in known if "." not in one or (method and one.startswith(f"{method}."))]
@@ -81,7 +81,7 @@ def suggestions(key: str, known: Mapping[str, Any], method: str) -> list[str]:
     return []
 
 
-def hint(key: str, known: Mapping[str, Any], method: str, *, otherwise: str) -> str:
+def suggestion_for(key: str, known: Mapping[str, Any], method: str, *, otherwise: str) -> str:
     """Return the end of an error about an unknown key: its suggestions, or else where the settings are listed."""
     *first, last = suggestions(key, known, method) or [""]
     return f"did you mean {', '.join(first)}{' or ' if first else ''}{last}?" if last else otherwise
