@@ -121,8 +121,8 @@ ON = {"private-evaluation.every": 1}
     [
         ({**LAPLACE, "sampling": "fixed-size"}, "sampling='fixed-size': must be round-robin"),
         ({**LAPLACE, "client-epsilons": "1,2"}, "client-epsilons: has 2 numbers"),
-        ({**LAPLACE, "client-epsilons": "1,two"}, "client-epsilons='1,two': must be numbers with commas"),
-        ({**PASGD, "client-batch-sizes": "8,x"}, "client-batch-sizes='8,x': must be whole numbers with commas"),
+        ({**LAPLACE, "client-epsilons": "1,two"}, "client-epsilons='1,two': must be comma-separated numbers"),
+        ({**PASGD, "client-batch-sizes": "8,x"}, "client-batch-sizes='8,x': must be comma-separated whole numbers"),
         ({**PASGD, "num-steps": 85}, "num_steps=85: must be a multiple of num_local_steps=10"),
         ({**LAPLACE, "strong-convexity": 1.0}, "smoothness=0.0"),
         ({**LAPLACE, "local-epochs": 5}, "local-epochs=5: is not read by method='fedsgd-dpc'"),
@@ -133,7 +133,7 @@ ON = {"private-evaluation.every": 1}
             "server_completes_noise=False: is read with placement='distributed' only",
         ),
         ({"cohort-size": 5}, "cohort-size=5: is not read with sampling='poisson', but with fixed-size or round-robin"),
-        ({"num-clients": 3}, "delta: num-clients=3 gives 0.299 by default, which is no guarantee"),
+        ({"num-clients": 3}, "delta: num-clients=3 gives 0.299 by default, which is not a guarantee"),
         ({"method": "fed-smp", "random-ratio": 0.5}, "random_ratio=0.5: is read with mask='top-k' only"),
         ({"blur-bound": 0.5}, "blur-bound=0.5: is read with blur-strength above 0 only"),
         ({"blur-strength": 1.0}, "blur-bound=0.0: must be above 0 with blur-strength"),
@@ -154,7 +154,7 @@ ON = {"private-evaluation.every": 1}
             ON | {"private-evaluation.epsilon": 1.0},
             "private-evaluation.epsilon=1.0: .* method='dp-fedsam' has private-evaluation.noise-multiplier",
         ),
-        ({**LAPLACE} | ON, "private-evaluation.epsilon=0.0: method='fedsgd-dpc' needs every client's budget"),
+        ({**LAPLACE} | ON, "private-evaluation.epsilon=0.0: must be above 0 for method='fedsgd-dpc'"),
         (
             {**LAPLACE, "private-evaluation.epsilon": 1.0, "private-evaluation.noise-multiplier": 2.0} | ON,
             "is not read by method='fedsgd-dpc'",

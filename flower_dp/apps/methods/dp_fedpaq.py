@@ -3,7 +3,7 @@
 from typing import Any
 
 from flower_dp.apps.settings import Settings
-from flower_dp.apps.strategy_arguments import Sizes, cohort_size_of, local_words, sampler_of
+from flower_dp.apps.strategy_arguments import Sizes, cohort_size_of, local_arguments, sampler_of
 from flower_dp.core import checks
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies
 
@@ -29,4 +29,4 @@ def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
         smoothness=own.smoothness or None,
         decay_iterations=own.decay_iterations or None,
     )
-    return {**local_words(settings, sizes), "steps": steps, "sampling": sampler_of(settings), "num_replies": replies}
+    return {**local_arguments(settings, sizes), "steps": steps, "sampling": sampler_of(settings), "num_replies": replies}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flower_dp.apps.settings import Settings
-from flower_dp.apps.strategy_arguments import Sizes, local_words, per_client
+from flower_dp.apps.strategy_arguments import Sizes, local_arguments, per_client
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
 
@@ -13,7 +13,7 @@ def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
     """Return the arguments of strategy and recipe that several settings decide."""
     checks.number("max-resource-cost", own.max_resource_cost, at_least=0)
     return {
-        **local_words(settings, sizes),
+        **local_arguments(settings, sizes),
         **_shared(settings, own),
         "learning_rate": settings.learning_rate,
         "learning_rate_decay": settings.learning_rate_decay,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flower_dp.apps.settings import Settings
-from flower_dp.apps.strategy_arguments import Sizes, cohort_size_of, local_words, per_client
+from flower_dp.apps.strategy_arguments import Sizes, cohort_size_of, local_arguments, per_client
 from flower_dp.core import checks
 from flower_dp.planning.planner import Data, Inputs
 from flower_dp.privacy.accounting import parse_relation
@@ -16,7 +16,7 @@ def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
     size = cohort_size_of(settings)
     theory = bool(own.strong_convexity or own.smoothness)
     return {
-        **local_words(settings, sizes),
+        **local_arguments(settings, sizes),
         "cohort_size": size,
         "relation": parse_relation(own.relation),
         "num_replies": own.num_replies or max(1, -(-settings.num_rounds * size // settings.num_clients)),

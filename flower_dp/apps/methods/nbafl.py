@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flower_dp.apps.settings import Settings, default_of
-from flower_dp.apps.strategy_arguments import Sizes, cohort_size_of, local_words
+from flower_dp.apps.strategy_arguments import Sizes, cohort_size_of, local_arguments
 from flower_dp.core import checks
 from flower_dp.planning.nbafl import best_proximal
 from flower_dp.planning.planner import Data, Inputs
@@ -14,7 +14,7 @@ from flower_dp.planning.planner import Data, Inputs
 def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
     """Return the arguments of strategy and recipe that several settings decide."""
     return {
-        **local_words(settings, sizes),
+        **local_arguments(settings, sizes),
         "cohort_size": None if settings.sampling == "full" else cohort_size_of(settings),
         **_budget(settings, own),
     }
