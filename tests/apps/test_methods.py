@@ -110,7 +110,7 @@ def test_a_preset_of_dp_pasgd_says_its_planning_problem():
     inputs = run.planning(None, {})
     wanted = {"epsilon": 2.0, "delta": 1e-4, "learning_rate": 0.1, "clip_norm": 1.0, "batch_size": 64}
     assert inputs.values == wanted | {"cost_per_aggregation": 100.0, "cost_per_step": 1.0, "max_resource_cost": 1000.0}
-    assert inputs.notes == ("epsilon is that of the client with the smallest",)
+    assert inputs.notes == ("epsilon is the smallest of the clients' budgets",)
 
 
 ON = {"private-evaluation.every": 1}
@@ -137,7 +137,7 @@ ON = {"private-evaluation.every": 1}
         ({"method": "fed-smp", "random-ratio": 0.5}, "random_ratio=0.5: is read with mask='top-k' only"),
         ({"blur-bound": 0.5}, "blur-bound=0.5: is read with blur-strength above 0 only"),
         ({"blur-strength": 1.0}, "blur-bound=0.0: must be above 0 with blur-strength"),
-        ({"adult.features": "all"}, "adult.features='all': is not read by task='mnist'; settings of that are under mnist"),
+        ({"adult.features": "all"}, "adult.features='all': is not read by task='mnist', whose settings begin with 'mnist.'"),
         ({"task": "adult", "adult.features": "some"}, "adult.features='some': must be one of categorical, all"),
         ({"task": "adult", "model": "cnn"}, "model='cnn': does not fit task='adult'; must be one of logistic, mlp"),
         ({"validation-ratio": 0.5, "test-ratio": 0.5}, "validation-ratio=0.5: with test-ratio=0.5 leaves no record to train on"),

@@ -131,7 +131,7 @@ def test_evaluate_fn_is_told_round_and_epsilon_where_it_takes_them(tmp_path, pri
     ],
 )
 def test_what_evaluate_fn_takes_is_read_from_its_signature(evaluate_fn, taken):
-    assert user_app._taken(evaluate_fn) == taken
+    assert user_app._keywords_of(evaluate_fn) == taken
 
 
 PRIVATE = {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3}

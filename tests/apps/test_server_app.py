@@ -19,4 +19,4 @@ def test_a_model_that_is_no_better_than_its_largest_class_is_warned_of(accuracie
     """The initial model, round 0, has learned nothing anyway; one round that is better is enough."""
     _warn_of_one_class({number: MetricRecord({"accuracy": one}) for number, one in enumerate(accuracies)}, RECORDS)
     assert ("The model learned nothing: its accuracy was at most" in caplog.text) == warned
-    assert not warned or "75.0 % of the records" in caplog.text
+    assert not warned or "75.0 % of the test records" in caplog.text

@@ -1,4 +1,4 @@
-"""DP-FedPAQ and SCAFFOLD."""
+"""DP-FedPAQ and SCAFFOLD: arguments from the settings."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from flower_dp.privacy.dp_fedpaq import FedPAQSteps, expected_replies
 
 
 def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
-    """Return the arguments of strategy and recipe that several settings decide."""
+    """Return the arguments of strategy and recipe that several settings decide together."""
     checks.integer("num-replies", own.num_replies, at_least=0)
     if settings.is_set("learning_rate_decay"):
         why = f"is not read by method={settings.method!r}; set {settings.method}.decay-iterations"

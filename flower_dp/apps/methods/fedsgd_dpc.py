@@ -1,4 +1,4 @@
-"""FedSGD-DPC, Laplace and Gaussian."""
+"""FedSGD-DPC, Laplace and Gaussian: arguments from the settings, and the planning problem."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from flower_dp.privacy.accounting import parse_relation
 
 
 def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
-    """Return the arguments of strategy and recipe that several settings decide."""
+    """Return the arguments of strategy and recipe that several settings decide together."""
     checks.integer("num-replies", own.num_replies, at_least=0)
     size = cohort_size_of(settings)
     theory = bool(own.strong_convexity or own.smoothness)
@@ -29,7 +29,7 @@ def arguments(settings: Settings, own: Any, sizes: Sizes) -> dict[str, Any]:
 
 
 def planning(settings: Settings, own: Any, data: Data, given: Mapping[str, object]) -> Inputs:
-    """Return what a preset says of its planning problem."""
+    """Return the keys of the planning problem that a preset gives."""
     epsilons = per_client(settings, "client-epsilons", own.client_epsilons, own.epsilon)
     values: dict[str, object] = {
         "mechanism": own.mechanism,
