@@ -74,9 +74,8 @@ def _users(path: Path) -> list[tuple[str, Any, Any]]:
             raise ValueError(f"{path}: must be a JSON object with the {kind.__name__} {key!r}")
     users, counts, data = (content[key] for key in wanted)
     if not users or len(users) != len(counts) or sorted(map(str, users)) != sorted(data):
-        raise ValueError(
-            f"{path}: has {len(users)} users, {len(counts)} num_samples, {len(data)} user_data; must have equally many, with the same names"
-        )
+        sizes = f"{len(users)} users, {len(counts)} num_samples, {len(data)} user_data"
+        raise ValueError(f"{path}: has {sizes}; must have equally many, with the same names")
     return [(user, data[user], count) for user, count in zip(users, counts, strict=True)]
 
 
