@@ -33,8 +33,8 @@ def run(
         err: stream for errors, by default standard error.
 
     Returns:
-        0; or 2 with one line on `err` that names the invalid key. If no point is feasible under the bound, the status is 2, and the
-        answer is written with its reasons.
+        0; or 2 with one line on `err` that names the invalid key. If no point is feasible under the bound, the status is 2 too,
+        and the answer is written with its reasons.
     """
     out, err = out or sys.stdout, err or sys.stderr
     try:

@@ -5,7 +5,7 @@ weights per class. The joint loss F weighs clients by their numbers of records. 
 trust regions, from theta_0 = 0.
 
 "Exact" means computed from the data, not guessed. If a paper needs a supremum over points that depend on the run (gradient norms),
-the estimate is the maximum along the pilot: the iterates of the joint fit, start and end included.
+it is the maximum along the pilot: the iterates of the joint fit, start and end included.
 """
 
 import math
@@ -240,7 +240,7 @@ def _fit(part: _Part, start: Floats) -> list[Floats]:
 
 
 def _gradient_statistics(part: _Part, theta: Floats) -> tuple[float, float, float, float]:
-    """Return the per-record gradients' mean squared L2 norm, largest L2 norm, largest L1 norm, and their mean's squared L2 norm."""
+    """Return the per-record gradients' mean squared L2 norm, largest L2 and L1 norm, and their mean's squared L2 norm."""
     residuals = part.residuals(theta)
     crossed = np.sum(residuals * (part.features @ theta.T), axis=1)
     squares = np.sum(part.features**2, axis=1) * np.sum(residuals**2, axis=1)
