@@ -4,8 +4,8 @@ Client i's loss is F_i(theta) = mean over its records of -log softmax(theta x)_y
 weights per class. The joint loss F weighs clients by their numbers of records. All fits are full-batch, by Newton's method with
 trust regions, from theta_0 = 0.
 
-"Exact" means computed from the data, not guessed. If a paper needs a supremum over points that depend on the run (gradient norms),
-it is the maximum along the pilot: the iterates of the joint fit, start and end included.
+"Exact" means computed from the data, not guessed. If a paper needs a supremum over points that depend on the run (such as
+gradient norms), the estimate is the maximum along the pilot: the iterates of the joint fit, start and end included.
 """
 
 import math

@@ -151,7 +151,7 @@ class Problem(planner.Problem):
         return low
 
     def least_steps_per_round(self, num_steps: Floats) -> Floats:
-        """Return, elementwise, the least whole tau with which the costs allow K steps; infinity if none does.
+        """Return, elementwise, a lower bound on the whole tau with which the costs allow K steps; infinity if none does.
 
         This is tau* of eq. 22 with a whole number of rounds.
         """
