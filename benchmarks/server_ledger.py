@@ -1,9 +1,9 @@
-"""What a server's ledger costs: a round of a client-level run, and a round of 1,000 clients of a million.
+"""Measure the time of a server's ledger: a round of a client-level run, and a round of 1,000 clients of a million.
 
     python benchmarks/server_ledger.py [--clients 1000000] [--cohort 1000] [--rounds 200] [--folder FOLDER]
 
-Every round is drawn from clients who were charged before, and the ledger is on the disk of FOLDER. Beside each time is that of
-one write of 4 KiB with fsync there, which no ledger can do without.
+Every cohort is drawn from clients that were charged before, and the ledger is on the disk of FOLDER. Beside each time the program
+prints the time of one write of 4 KiB with fsync there, which every ledger needs.
 """
 
 import argparse
@@ -53,28 +53,28 @@ def told(what: str, times: Times) -> None:
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds that a call takes, and those of the processor."""
+    """Return the wall seconds and the processor seconds of a call."""
     started, busy = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - started, time.process_time() - busy
 
 
 def charged(ledger: Store, run: str, cohorts: list[tuple[str, ...]], first: int) -> Times:
-    """Charge cohorts, one after the other, and return how long each took."""
+    """Charge cohorts, one after another, and return the time of each."""
     made = [charge(number, names) for number, names in enumerate(cohorts, start=first)]
     return [timed(partial(ledger.append, run, one)) for one in made]
 
 
 @contextmanager
 def begun(path: Path, budget: LedgerBudget | None) -> Iterator[tuple[Store, str]]:
-    """Create a ledger, and begin a run on it."""
+    """Create a ledger, and start a run on it."""
     Store.create(path, budget)
     with Store(path) as ledger:
         yield ledger, ledger.begin(method="benchmark", delta=1e-6)
 
 
 def fsyncs(folder: Path, count: int) -> Times:
-    """Return how long writes of 4 KiB with fsync take, over what is there already."""
+    """Return the times of writes of 4 KiB with fsync over existing content."""
     descriptor = os.open(folder / "fsync", os.O_RDWR | os.O_CREAT, 0o600)
     os.pwrite(descriptor, bytes(4096), 0)
     os.fsync(descriptor)
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1_000_000)
     parser.add_argument("--cohort", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--folder", help="on whose disk the ledger is; default: the folder of temporary files")
+    parser.add_argument("--folder", help="folder of the ledger; default: the folder of temporary files")
     words = parser.parse_args()
     rng = np.random.default_rng()
     with tempfile.TemporaryDirectory(dir=words.folder) as name:

@@ -116,7 +116,7 @@ def test_numbers_in_words(program):
 
 def test_a_second_program_in_a_folder_is_refused_before_it_writes_there(program, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["dp_fedsam.py", "--output-dir", str(tmp_path), "--in-process"])
-    with program.alone_in(tmp_path), pytest.raises(SystemExit, match="another of these programs runs there"):
+    with program.alone_in(tmp_path), pytest.raises(SystemExit, match="another process of this program uses this folder"):
         program.main()
     assert [path.name for path in tmp_path.iterdir()] == [program.LOCK]
 

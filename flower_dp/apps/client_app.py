@@ -1,4 +1,4 @@
-"""The Flower ClientApp: every node hosts the clients i with i mod num-partitions = partition-id."""
+"""The Flower ClientApp: each node hosts the clients i with i mod num-partitions = partition-id."""
 
 from flwr.app import Context
 
@@ -12,10 +12,10 @@ from flower_dp.clients.training.devices import default_device
 
 
 def client_fn(context: Context) -> HostingClient:
-    """Return the node's clients, on the device's own terms; made once a process, and kept between messages of a run.
+    """Return the node's clients, on the device's own terms; each process makes them once and keeps them during a run.
 
     Raises:
-        ValueError: for a run-config or a node-config that makes no sense, or that the device does not take part in.
+        ValueError: for an invalid run-config or node-config, or a run that the device's own settings exclude.
     """
     own = own_settings(context.run_config, context.node_config, dealt=True)
     kept, key = kept_of(context.run_config), (config_of(own), *hosted(context.node_config))

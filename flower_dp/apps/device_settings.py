@@ -1,4 +1,4 @@
-"""What a device sets itself: its node-config wins over the run-config, which the server writes."""
+"""A device's own settings: its node-config takes precedence over the run-config, which the server writes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,37 +9,37 @@ from flower_dp.apps.tasks import TASKS
 from flower_dp.core import checks
 from flower_dp.methods import METHODS
 
-# What decides how much noise a client adds itself, where clients share the noise of a sum.
+# With shared noise these settings decide how much noise a client adds itself.
 _SHARED = ("sampling", "sampling-rate", "cohort-size")
 
 
 def sets_anything(node_config: Mapping[str, Any]) -> bool:
-    """Tell whether a device's node-config has any setting of the app; it then protects itself."""
+    """Return whether a device's node-config has any setting of the app; the device then protects itself."""
     return any(map(_is_setting, node_config))
 
 
 def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], *, dealt: bool = False) -> dict[str, Any]:
-    """Return a run-config as this node's clients take it.
+    """Return the run-config that this node's clients use.
 
-    A device that sets nothing takes all of it. One that sets anything has each of its keys as it says, and besides
+    A device that sets nothing uses the server's run-config. A device that sets any key uses its own values for its keys. It also
 
-    - sends no training metrics and takes part in no private evaluation, unless it says so itself;
-    - hosts client `partition-id` of `num-partitions` clients, and no other, unless it sets `num-clients`;
-    - has the records that it says, and takes the server's word on none of `DEALT`;
-    - for a method in which clients share the noise, knows from itself who is drawn.
+    - sends no training metrics and takes part in no private evaluation, unless it sets so itself;
+    - hosts only client `partition-id` of `num-partitions` clients, unless it sets `num-clients`;
+    - decides its own records, and accepts no value of the server for any key of `DEALT`;
+    - with shared noise, accepts no value of the server for the sampling of clients.
 
-    A device that sets anything of a method sets its whole table: what it leaves out has the app's default, not the server's
-    value, for one value can undo another (a delta near 1, budgets for single clients, a weaker neighboring relation). It
-    then takes part in no method for which it has set nothing.
+    A device that sets any key of a method sets its whole table: keys that it leaves out get the app's default, not the server's
+    value. Otherwise one value could undo another: a delta near 1, budgets for single clients, a weaker neighboring relation. The
+    device then takes part in no method for which it has set nothing.
 
     Args:
-        run_config: every setting of the app.
-        node_config: may have any of them, under the same key: `fedsgd-dpc.epsilon`.
-        dealt: whether clients have records of a task that the app deals to them, and not those of somebody's own function.
+        run_config: all settings of the app.
+        node_config: any of these settings, under the same key, such as `fedsgd-dpc.epsilon`.
+        dealt: whether the app deals a task's records to clients; False if a user's own function returns them.
 
     Raises:
-        ValueError: if the run's method is none of those that the device has settings for, or if the server has set what only the
-            device may decide, naming it.
+        ValueError: if the device has settings for other methods than the run's, or the server has set a key that only the device
+            may decide, naming it.
 
     Example:
         >>> from flower_dp.apps.device_settings import own_settings
@@ -54,11 +54,11 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
     mine = sorted(table for table in METHODS if tables[table])
     method = node_config.get("method", run_config["method"])
     if mine and method not in mine:
-        raise ValueError(f"method={method!r}: this device's node-config has settings for {', '.join(mine)}, and it runs no other")
+        raise ValueError(f"method={method!r}: this device's node-config has settings for {', '.join(mine)}, and runs only these")
     table = _defaults_of(method) if mine else {}
-    # Of what sends more than noised updates, a device has what it sets itself alone.
+    # Metrics and evaluations send more than noised updates, so only the device itself can turn them on.
     config = {**run_config, **table, **_defaults_of("private-evaluation"), "report-client-metrics": False}
-    others = {key for other in mine if other != method for key in tables[other]}  # which this run does not read
+    others = {key for other in mine if other != method for key in tables[other]}  # this run does not read them
     config |= {key: value for key, value in node_config.items() if _is_setting(key) and key not in others}
     _check_records(config, node_config, DEALT if dealt else ())
     epsilon = config.get(f"{method}.epsilon")
@@ -71,14 +71,14 @@ def own_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any], 
 
 
 def hosted(node_config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return which clients a node hosts: of all clients the one at the first number, and every second-number-th after it.
+    """Return (partition-id, num-partitions): the node hosts every num-partitions-th client, from number partition-id on.
 
     Raises:
-        ValueError: if the node-config does not say, naming the key.
+        ValueError: if the node-config lacks a key or its value is out of range, naming the key.
     """
     for key in ("partition-id", "num-partitions"):
         if key not in node_config:
-            raise ValueError(f"{key}: is missing from the node-config; it says which clients this node hosts")
+            raise ValueError(f"{key}: is missing from the node-config; it decides which clients this node hosts")
     part, parts = (checks.integer(key, node_config[key]) for key in ("partition-id", "num-partitions"))
     if not 0 <= part < parts:
         raise ValueError(f"partition-id={part}: must be 0 to {parts - 1}, below num-partitions={parts}")
@@ -86,9 +86,9 @@ def hosted(node_config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _check_records(config: Mapping[str, Any], node_config: Mapping[str, Any], dealt: tuple[str, ...]) -> None:
-    """Refuse a server's word on which clients a device hosts, and on which records they have.
+    """Refuse a server's decision on which clients a device hosts, and on which records they have.
 
-    A budget is each client's. With more clients, or with other records in each, a record could be in many budgets.
+    Each client has its own budget. With more clients, or with other records in each, one record could be charged to many budgets.
     """
     parts = node_config.get("num-partitions")
     number = config.get("num-clients", parts)
@@ -101,7 +101,7 @@ def _check_records(config: Mapping[str, Any], node_config: Mapping[str, Any], de
 def _check_defaults(config: Mapping[str, Any], node_config: Mapping[str, Any], keys: tuple[str, ...], why: str) -> None:
     for key in keys:
         default = defaults()[key]
-        same = (default, SAMPLINGS[0]) if key == "sampling" else (default,)  # where noise is shared, "" is the first
+        same = (default, SAMPLINGS[0]) if key == "sampling" else (default,)  # with shared noise "" means the first
         if key not in node_config and config.get(key, default) not in same:
             raise ValueError(f"{key}={config[key]!r}: {why}; set {key} in its node-config (the app's default is {default!r})")
 

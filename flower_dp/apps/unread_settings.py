@@ -1,4 +1,4 @@
-"""Which settings of a run-config nothing reads: by its method, sampling, task, and what else is set."""
+"""Find the settings of a run-config that nothing reads, by its method, sampling, task and other settings."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,10 @@ _ADAPTIVE = ("clip-learning-rate", "clip-count-noise-std", "min-clip-norm", "max
 
 
 def by_others(method: str | None, sampling: str | None) -> Callable[[str], bool]:
-    """Return whether other methods or samplings alone read a setting; None or a name that is not known reads all."""
+    """Return a function that tells whether only other methods or samplings read a setting.
+
+    None or an unknown name reads all settings.
+    """
     keys, tables = set(), list[str]()
     if method is not None and method in METHODS:
         keys = {key_of(name) for name in TRAINING if name not in METHODS[method].reads}
@@ -24,9 +27,9 @@ def by_others(method: str | None, sampling: str | None) -> Callable[[str], bool]
 
 
 def with_method(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a preset's settings with another method: those of the task, and of the others what that method reads.
+    """Return a preset's settings with another method: those of the task, and the others that this method reads.
 
-    The sampling stays if the method can account for it, the step size if the method trains as the preset's does.
+    The sampling stays if the method can account for it. The step size stays if the method trains as the preset's method does.
 
     Example:
         >>> from flower_dp.apps.unread_settings import with_method
@@ -35,7 +38,7 @@ def with_method(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
         {'method': 'dp-fedpaq', 'task': 'mnist', 'batch-size': 8}
     """
     if name not in METHODS or preset["method"] not in METHODS:
-        return {**preset, "method": name}  # which is refused when it is read
+        return {**preset, "method": name}  # refused when it is read
     before, after = METHODS[preset["method"]], METHODS[name]
     sampling, unread_by = preset.get("sampling") or before.samplings[0], by_others(name, None)
     dropped = {*(_SAMPLING if sampling not in after.samplings else ()), *(_STEPS if before.reads != after.reads else ())}
@@ -45,9 +48,9 @@ def with_method(preset: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def made_unread(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    """Return the settings of one run-config that another one no longer reads, without those in the tables of other methods.
+    """Return the settings that `before` reads and `after` does not, without the tables of other methods.
 
-    An app's file may have the tables of several methods.
+    Those tables are left out because an app's file may have the tables of several methods.
 
     Example:
         >>> from flower_dp.apps.unread_settings import made_unread
@@ -55,14 +58,14 @@ def made_unread(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]
         >>> made_unread(before, before | {"blur-strength": 0.0})
         {'blur-bound'}
     """
-    found = unread(after) - unread(before)
-    return {key for key in found if (table := key.partition(".")[0]) not in METHODS or table == after["method"]}
+    keys = unread(after) - unread(before)
+    return {key for key in keys if (table := key.partition(".")[0]) not in METHODS or table == after["method"]}
 
 
 def unread(run_config: Mapping[str, Any]) -> set[str]:
     """Return the keys of a run-config that its method, task, sampling and partition do not read.
 
-    A key that flower-dp's app does not have is an app's own, and counts as read; so do all keys of a method that is not known.
+    Keys that flower-dp's app does not have belong to another app and count as read. So do all keys of an unknown method.
     """
     method, task = str(run_config.get("method")), run_config.get("task")
     if method not in METHODS:

@@ -1,4 +1,4 @@
-"""An app around a user's own model and data, with every method and setting of flower-dp's app, and a run folder."""
+"""An app around a user's own model and data, with all methods and settings of flower-dp's app, and a run folder."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -46,37 +46,37 @@ class Apps:
     """The two apps that a pyproject.toml names under [tool.flwr.app.components].
 
     Attributes:
-        server: runs the strategy and writes the run's folder.
-        client: hosts clients.
+        server: ServerApp that runs the strategy and writes the run folder.
+        client: ClientApp that hosts clients.
     """
 
     server: ServerApp
     client: ClientApp
 
     def num_clients(self, run_config: Mapping[str, Any]) -> Any:
-        """Return the number of clients of a run with these settings, of which each node hosts at least one."""
+        """Return the number of clients of a run with these settings; each node hosts at least one of them."""
         return {**defaults(), **run_config}["num-clients"]
 
 
-def _found(
+def _functions(
     given: Mapping[str, Callable[..., Any] | None], run_config: Mapping[str, Any], node_config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the functions of a run by key: what was given, or else what its settings name as "module:function".
+    """Return the functions of a run by key: those given, else those that its settings name as "module:function".
 
-    A device that has settings of its own takes of the run-config no function but those that the app names itself.
+    A device with settings of its own accepts from the run-config only functions that the app itself names.
 
     Raises:
-        ValueError: one is missing, can't be imported, or is not the app's own, naming the key.
+        ValueError: if a function is missing, can't be imported, or is not the app's own, naming the key.
     """
     alone = sets_anything(node_config)
-    found = {
+    functions = {
         key: function or named(key, str(run_config.get(key, "")), trusted=key in node_config, default_alone=alone)
         for key, function in given.items()
     }
     for key in FUNCTIONS[:2]:
-        if found[key] is None:
+        if functions[key] is None:
             raise ValueError(f"{key}: is missing; give {key.replace('-', '_')}, or set {key}='module:function'")
-    return found
+    return functions
 
 
 def app(
@@ -89,25 +89,27 @@ def app(
 ) -> Apps:
     """Return a ServerApp and a ClientApp around your own model and data.
 
-    The run-config may have the settings of flower-dp's own app; missing ones have its defaults: `method`, `num-clients`,
-    `num-rounds`, `sampling`, `dp-fedavg.clip-norm` ... A node hosts the clients i with i mod num-partitions = partition-id.
+    The run-config may have the settings of flower-dp's own app, such as `method`, `num-rounds` and `dp-fedavg.clip-norm`. Missing
+    settings get its defaults. A node hosts the clients i with i mod num-partitions = partition-id.
+
+    If `model_fn`, `data_fn` or `evaluate_fn` is None, the app takes the function that the run-config names under `model-fn`,
+    `data-fn` or `evaluate-fn`, as "module:function".
 
     Args:
-        model_fn: makes the model; called after torch is seeded with the run's `seed`. Without BatchNorm
-            (`flower_dp.clients.fix_batchnorm`). By default the function that the run-config names under `model-fn`, as
-            "module:function"; the next two alike.
-        data_fn: client (0, 1, ...), number of clients -> that client's data: a pair of inputs and targets (tensors or NumPy
-            arrays; inputs may be a dict of them by the names of the model's arguments), a map-style torch data set of such pairs,
-            or `flower_dp.clients.Records`. Methods with local placement (such as fedsgd-dpc and nbafl) treat the number of
-            records as public, and call it for all clients, on the server too.
-        evaluate_fn: global model -> metrics, on public data; for the initial model and after the rounds that `test-every`
-            says. A parameter `round` gets the round's number, and `epsilon` the epsilon spent so far, infinite without privacy.
-            None for no metrics.
-        loss: model outputs, targets -> mean loss of a batch.
-        on_round: called on the server with the public numbers of every round, as the strategies' argument of this name.
+        model_fn: function that makes the model, called after torch is seeded with the run's `seed`. The model must not have
+            BatchNorm layers (`flower_dp.clients.fix_batchnorm` replaces them).
+        data_fn: function from a client (0, 1, ...) and the number of clients to that client's data. The data are a pair of inputs
+            and targets (tensors or NumPy arrays; inputs may be a dict of them by the names of the model's arguments), a map-style
+            torch data set of such pairs, or `flower_dp.clients.Records`. Methods with local placement (such as fedsgd-dpc and
+            nbafl) treat the number of records as public, and call the function for all clients, on the server too.
+        evaluate_fn: function from the global model to metrics on public data, called for the initial model and after the rounds
+            that `test-every` sets. A parameter `round` receives the round's number. A parameter `epsilon` receives the epsilon
+            spent so far, infinite without privacy. Without a function there are no metrics.
+        loss: function from model outputs and targets to the mean loss of a batch.
+        on_round: function called on the server with the public numbers of every round, as the strategies' argument of this name.
 
     Raises:
-        ValueError: when a run starts, for invalid settings, naming them.
+        ValueError: for invalid settings, naming them, when a run starts.
 
     Example:
         >>> import flower_dp, torch
@@ -127,12 +129,12 @@ def app(
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        run, functions = ParsedRunConfig.of(context.run_config, own_model=True), _found(given, context.run_config, {})
+        run, functions = ParsedRunConfig.of(context.run_config, own_model=True), _functions(given, context.run_config, {})
         settings = run.settings
         training_of(settings)
         clients = _Clients(functions["data-fn"], settings.client_names(), settings.client_names())
         strategy = run.strategy(clients.sizes)
-        model = FlatModel(_model(functions["model-fn"], settings.seed)).module  # which refuses what no client could train
+        model = FlatModel(_model(functions["model-fn"], settings.seed)).module  # refuses a model that no client can train
         record_run(
             strategy,
             grid,
@@ -152,10 +154,10 @@ def app(
 
 
 def client_of(model_fn: ModelFn | None, data_fn: DataFn | None, loss: Loss, context: Context) -> HostingClient:
-    """Return a node's client; made once a process, and kept between messages of a run.
+    """Return a node's client; each process makes it once and keeps it during a run.
 
     Raises:
-        ValueError: the node's configuration does not say which clients the node hosts, or as `app`.
+        ValueError: if the node-config does not say which clients the node hosts; or as `app`.
     """
     hosted(context.node_config)
     kept = kept_of(context.run_config, model_fn, data_fn, loss)
@@ -167,10 +169,12 @@ def _client(kept: Kept, model_fn: ModelFn | None, data_fn: DataFn | None, loss: 
     part, parts = hosted(node)
     config = own_settings({**defaults(), **context.run_config}, node)
     run = ParsedRunConfig.of(config, own_model=True)
-    functions = _found({"model-fn": model_fn, "data-fn": data_fn}, config, node)  # the evaluation is the server's alone
+    functions = _functions(
+        {"model-fn": model_fn, "data-fn": data_fn}, config, node
+    )  # only the server evaluates with `evaluate_fn`
     names = run.settings.client_names()
     if part >= len(names):
-        raise ValueError(f"num-clients={len(names)}: leaves no client to partition-id={part} of num-partitions={parts}")
+        raise ValueError(f"num-clients={len(names)}: leaves partition-id={part} of num-partitions={parts} without a client")
     clients = _Clients(functions["data-fn"], names, names[part::parts], default_device())
     everyone = _Clients(functions["data-fn"], names, names)
     seed = run.settings.seed
@@ -180,7 +184,7 @@ def _client(kept: Kept, model_fn: ModelFn | None, data_fn: DataFn | None, loss: 
 
 
 class _Clients(Mapping[str, Records]):
-    """Clients by name, whose data is read when it is first asked for."""
+    """The clients' records by name; `data_fn` reads a client's data at the first access."""
 
     def __init__(self, data_fn: DataFn, names: list[str], hosted: list[str], device: torch.device = _CPU) -> None:
         self._data_fn, self._on_device = data_fn, OnDevice(device)
@@ -207,7 +211,7 @@ class _Clients(Mapping[str, Records]):
 
 
 def _model(model_fn: ModelFn, seed: int) -> nn.Module:
-    """Return the model, the same for every call; torch's global random state is as it was before."""
+    """Return the model, the same for every call; torch's global random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model: Any = model_fn()
@@ -221,23 +225,23 @@ def _evaluation(
 ) -> Callable[[int, ArrayRecord], MetricRecord | None] | None:
     if evaluate_fn is None:
         return None
-    taken, every = _taken(evaluate_fn), settings.test_every
+    keywords, every = _keywords_of(evaluate_fn), settings.test_every
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if server_round != settings.num_rounds and not (every and server_round % every == 0):
             return None
         numbers = {"round": server_round, "epsilon": strategy.line_of(server_round)["epsilon"]}
-        # What is frozen or a buffer is not in the arrays.
+        # Not strict: frozen parameters and buffers are not in the arrays.
         model.load_state_dict(arrays.to_torch_state_dict(), strict=False)
         with evaluating(model), torch.inference_mode():
-            metrics = evaluate_fn(model, **{name: numbers[name] for name in taken})
+            metrics = evaluate_fn(model, **{name: numbers[name] for name in keywords})
         return MetricRecord({**_numbers(metrics)})
 
     return evaluate
 
 
 def _numbers(metrics: Any) -> dict[str, float]:
-    """Return what an `evaluate_fn` has returned, as plain numbers by name."""
+    """Return the metrics of an `evaluate_fn` as plain numbers by name."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -248,17 +252,19 @@ def _numbers(metrics: Any) -> dict[str, float]:
             raise ValueError(f"its metric {name!r}: the name must be a string")
         try:
             numbers[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # torch's, of a tensor with several numbers
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: torch's, for a tensor with several numbers
             raise ValueError(f"its metric {name!r} is a {type(value).__name__}: must be one number") from None
     return numbers
 
 
-def _taken(evaluate_fn: EvaluateFn) -> list[str]:
-    """Return which of `round` and `epsilon` a function takes by keyword, besides the model, its first argument."""
+def _keywords_of(evaluate_fn: EvaluateFn) -> list[str]:
+    """Return the names among `round` and `epsilon` that a function takes by keyword, after the model."""
     try:
         _model, *others = inspect.signature(evaluate_fn).parameters.values()
-    except ValueError:  # no signature, as some functions in C, or no parameter, which the call will say
+    except ValueError:  # no signature (some functions in C), or no parameter, which the call will report
         return []
-    named = {one.name for one in others if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
-    every = any(one.kind is one.VAR_KEYWORD for one in others)
-    return [name for name in ("round", "epsilon") if every or name in named]
+    keywords = {
+        parameter.name for parameter in others if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    }
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in others)
+    return [name for name in ("round", "epsilon") if takes_all or name in keywords]

@@ -1,4 +1,4 @@
-"""What a process keeps of a run between messages: each node's clients, and what all its nodes share."""
+"""Objects that a process keeps between messages of a run: each node's clients, and the model that all its nodes share."""
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 class Kept:
-    """The clients of the nodes that a process has served, however many, and one model for all: what is traced for it is kept."""
+    """The clients of all nodes that a process has served, and one model for all, so that its traced programs are kept."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what belongs to a key, made when it is first asked for."""
+        """Return a key's object; `make` makes it at the first call."""
         if key not in self._made:
             self._made[key] = make()
         made: T = self._made[key]
@@ -24,7 +24,7 @@ class Kept:
 
 
 def kept_of(run_config: Mapping[str, Any], *functions: Hashable) -> Kept:
-    """Return what is kept of a run with these settings and functions; another run makes it be forgotten."""
+    """Return the store of a run with these settings and functions; a call for another run drops it."""
     return _kept(config_of(run_config), functions)
 
 

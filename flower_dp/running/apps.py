@@ -233,12 +233,10 @@ def _preset(target: str) -> dict[str, Any]:
 def _default(app: App, known: Mapping[str, Value], key: str, method: str) -> Value:
     if key in known:
         return known[key]
-    close = values.suggested(key, known, method)
     where = f"they are in {app.folder / 'pyproject.toml'}" if known else f"{app.name} has no settings"
-    where = "docs/settings.md lists them" if app.own else where
-    hint = f"did you mean {close}?" if close else f"{where}."
+    hint = values.suggestion_for(key, known, method, otherwise=f"{values.SETTINGS_PAGE if app.own else where}.")
     if not (app.own or app.built):
-        hint += " Flower passes only those listed under [tool.flwr.app.config] of its pyproject.toml."
+        hint += " Flower passes only settings that are listed under [tool.flwr.app.config] of its pyproject.toml."
     raise ValueError(f"{key}: unknown setting of {app.name}; {hint.rstrip('.')}")
 
 

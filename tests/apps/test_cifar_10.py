@@ -73,7 +73,7 @@ def test_files_that_are_not_the_published_ones_are_not_unpickled(small_cifar):
             return open, (str(ran), "w")
 
     (folder / "cifar-10-batches-py" / "data_batch_3").write_bytes(pickle.dumps(Payload()))
-    why = r"has no whole cifar-10-batches-py in .*not found or corrupted.*https://www\.cs\.toronto"
+    why = r"found no complete cifar-10-batches-py in .*not found or corrupted.*https://www\.cs\.toronto"
     with pytest.raises(ValueError, match=why):
         load(str(folder), Own())
     assert not ran.exists()
@@ -89,7 +89,7 @@ def test_resnet18_has_group_normalization():
     # Its output of a record depends on no other record.
     inputs = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model(inputs)[:1], model(inputs[:1]))
-    with pytest.raises(ValueError, match="model='resnet18': is for 3 x 32 x 32 pixels, not for 784 features"):
+    with pytest.raises(ValueError, match="model='resnet18': needs 3 x 32 x 32 pixels, not 784 features"):
         models.make("resnet18", seed=0)
     with pytest.raises(ValueError, match="model-bias=False: must be True for model='resnet18'"):
         models.make("resnet18", seed=0, num_features=3072, bias=False)

@@ -76,7 +76,7 @@ def test_a_method_for_which_the_device_has_set_nothing_is_refused():
 def test_nonsense_in_a_node_config_is_refused_naming_the_key():
     with pytest.raises(ValueError, match="num-partitions: is missing from the node-config"):
         hosted({"partition-id": 0})
-    with pytest.raises(ValueError, match=r"fedsgd-dpc\.epsilom=1\.0: unknown key"):
+    with pytest.raises(ValueError, match=r"fedsgd-dpc\.epsilom=1\.0: unknown setting; did you mean fedsgd-dpc.epsilon"):
         client_of(LAPLACE, **{"fedsgd-dpc.epsilom": 1.0})
     with pytest.raises(ValueError, match=r"fedsgd-dpc\.epsilon='1': must be of type float"):
         client_of(LAPLACE, **{"fedsgd-dpc.epsilon": "1"})

@@ -110,7 +110,7 @@ def test_a_preset_of_dp_pasgd_says_its_planning_problem():
     inputs = run.planning(None, {})
     wanted = {"epsilon": 2.0, "delta": 1e-4, "learning_rate": 0.1, "clip_norm": 1.0, "batch_size": 64}
     assert inputs.values == wanted | {"cost_per_aggregation": 100.0, "cost_per_step": 1.0, "max_resource_cost": 1000.0}
-    assert inputs.notes == ("epsilon is that of the client with the smallest",)
+    assert inputs.notes == ("epsilon is the smallest of the clients' budgets",)
 
 
 ON = {"private-evaluation.every": 1}
@@ -121,40 +121,40 @@ ON = {"private-evaluation.every": 1}
     [
         ({**LAPLACE, "sampling": "fixed-size"}, "sampling='fixed-size': must be round-robin"),
         ({**LAPLACE, "client-epsilons": "1,2"}, "client-epsilons: has 2 numbers"),
-        ({**LAPLACE, "client-epsilons": "1,two"}, "client-epsilons='1,two': must be numbers with commas"),
-        ({**PASGD, "client-batch-sizes": "8,x"}, "client-batch-sizes='8,x': must be whole numbers with commas"),
+        ({**LAPLACE, "client-epsilons": "1,two"}, "client-epsilons='1,two': must be comma-separated numbers"),
+        ({**PASGD, "client-batch-sizes": "8,x"}, "client-batch-sizes='8,x': must be comma-separated whole numbers"),
         ({**PASGD, "num-steps": 85}, "num_steps=85: must be a multiple of num_local_steps=10"),
         ({**LAPLACE, "strong-convexity": 1.0}, "smoothness=0.0"),
         ({**LAPLACE, "local-epochs": 5}, "local-epochs=5: is not read by method='fedsgd-dpc'"),
-        ({**NBAFL, "placement": "distributed"}, "placement='distributed': unknown key"),
+        ({**NBAFL, "placement": "distributed"}, "placement='distributed': unknown setting"),
         ({**NBAFL, "lus-keep-ratio": 0.5}, "is not read by method='nbafl', but by dp-fedavg, dp-fedsam, fed-smp$"),
         (
             {"method": "dp-fedavg", "server-completes-noise": False},
             "server_completes_noise=False: is read with placement='distributed' only",
         ),
         ({"cohort-size": 5}, "cohort-size=5: is not read with sampling='poisson', but with fixed-size or round-robin"),
-        ({"num-clients": 3}, "delta: num-clients=3 gives 0.299 by default, which is no guarantee"),
+        ({"num-clients": 3}, "delta: num-clients=3 gives 0.299 by default, which is not a guarantee"),
         ({"method": "fed-smp", "random-ratio": 0.5}, "random_ratio=0.5: is read with mask='top-k' only"),
         ({"blur-bound": 0.5}, "blur-bound=0.5: is read with blur-strength above 0 only"),
         ({"blur-strength": 1.0}, "blur-bound=0.0: must be above 0 with blur-strength"),
-        ({"adult.features": "all"}, "adult.features='all': is not read by task='mnist'; settings of that are under mnist"),
+        ({"adult.features": "all"}, "adult.features='all': is not read by task='mnist', whose settings begin with 'mnist.'"),
         ({"task": "adult", "adult.features": "some"}, "adult.features='some': must be one of categorical, all"),
-        ({"task": "adult", "model": "cnn"}, "model='cnn': does not fit task='adult', which has logistic, mlp"),
-        ({"validation-ratio": 0.5, "test-ratio": 0.5}, "validation-ratio=0.5: with test-ratio=0.5 leaves nothing to train on"),
+        ({"task": "adult", "model": "cnn"}, "model='cnn': does not fit task='adult'; must be one of logistic, mlp"),
+        ({"validation-ratio": 0.5, "test-ratio": 0.5}, "validation-ratio=0.5: with test-ratio=0.5 leaves no record to train on"),
         ({"partition": "sample", "records-per-client": 9, "test-ratio": 0.1}, "partition='sample': clients share records"),
         ({"private-evaluation.every": 1.5}, "private-evaluation.every=1.5: must be of type int"),
-        ({"private-evaluation.every": 5, "num-rounds": 4}, "private-evaluation.every=5: num-rounds=4 has no such round"),
+        ({"private-evaluation.every": 5, "num-rounds": 4}, "private-evaluation.every=5: must be at most num-rounds=4"),
         (
             {"private-evaluation.noise-multiplier": 2.0},
             "private-evaluation.noise-multiplier=2.0: is read with private-evaluation.every above 0 only",
         ),
-        ({"private-evaluation.metrics": "f1=1"}, "private-evaluation.metrics='f1=1'.* there are loss, accuracy"),
-        ({"private-evaluation.often": 1}, "private-evaluation.often=1: unknown key; known are epsilon, every, metrics"),
+        ({"private-evaluation.metrics": "f1=1"}, "private-evaluation.metrics='f1=1'.* the metrics are loss, accuracy"),
+        ({"private-evaluation.often": 1}, "private-evaluation.often=1: unknown setting; docs/settings.md lists all settings"),
         (
             ON | {"private-evaluation.epsilon": 1.0},
             "private-evaluation.epsilon=1.0: .* method='dp-fedsam' has private-evaluation.noise-multiplier",
         ),
-        ({**LAPLACE} | ON, "private-evaluation.epsilon=0.0: method='fedsgd-dpc' needs every client's budget"),
+        ({**LAPLACE} | ON, "private-evaluation.epsilon=0.0: must be above 0 for method='fedsgd-dpc'"),
         (
             {**LAPLACE, "private-evaluation.epsilon": 1.0, "private-evaluation.noise-multiplier": 2.0} | ON,
             "is not read by method='fedsgd-dpc'",

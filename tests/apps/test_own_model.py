@@ -131,7 +131,7 @@ def test_evaluate_fn_is_told_round_and_epsilon_where_it_takes_them(tmp_path, pri
     ],
 )
 def test_what_evaluate_fn_takes_is_read_from_its_signature(evaluate_fn, taken):
-    assert user_app._taken(evaluate_fn) == taken
+    assert user_app._keywords_of(evaluate_fn) == taken
 
 
 PRIVATE = {"method": "dp-fedavg", "dp-fedavg.noise-multiplier": 2.0, "dp-fedavg.delta": 1e-3}
@@ -245,13 +245,13 @@ def test_a_bundle_may_hold_flower_dp_and_its_functions_are_not_the_apps_own(fold
     for name, why in (
         ("flower_dp.fake", "module 'flower_dp' is not the app's own"),
         ("inner", "is not directly in the app's folder"),
-        ("pack.theirs", r"module 'pack\.theirs' is in .*, and not in the app's folder"),
+        ("pack.theirs", r"module 'pack\.theirs' is in .*, not in the app's folder"),
         ("my_functions", "module 'my_functions' is loaded already, from"),
     ):
         with pytest.raises(ValueError, match=rf"data-fn='{name}:load_records': .*{why}"):
             app_functions.named("data-fn", f"{name}:load_records", trusted=False)
     monkeypatch.setattr(app_functions, "_PREFIXES", (folder,))  # a package among the installed ones is no app
-    with pytest.raises(ValueError, match="is in no folder of a Flower app"):
+    with pytest.raises(ValueError, match="is not in the folder of a Flower app"):
         app_functions.named("data-fn", "my_functions:load_records", trusted=False)
 
 

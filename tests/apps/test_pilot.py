@@ -78,7 +78,7 @@ def test_the_l2_coefficient_and_the_budgets_of_each_client_are_the_presets():
 def test_a_preset_of_another_method_gives_its_data_only(by_hand):
     found = pilot("fedsgd-dpc", config(SMALL))
     same(dict(found.values), by_hand.fedsgd_dpc() | {"num_records": 25})
-    assert "the preset's method is dp-fedsam: of its settings only those of the data were taken" in found.notes
+    assert "the preset's method is dp-fedsam: only its settings of the data were used" in found.notes
 
 
 # what is given already

@@ -41,7 +41,7 @@ def test_every_case_runs_with_and_without_the_unit_and_has_a_claim(case):
     assert claim.event
 
 
-SHARED = ("dp-fedavg, distributed", "dp-fedavg, distributed, replace-one", "dp-fedavg, untrusted server", "dp-fedsam")
+SHARED = ("dp-fedavg, distributed", "dp-fedavg, distributed, replace-one", "dp-fedavg, server adds no shares", "dp-fedsam")
 
 
 @pytest.mark.parametrize("label", [*SHARED, "fed-smp, rand-k"])

@@ -146,6 +146,17 @@ def test_of_a_checkout_of_flower_dp_what_differs_is_a_preset(tmp_path):
         apps.resolve(str(tmp_path), [])
 
 
+def test_unknown_settings_are_refused_together_with_at_most_five_suggestions():
+    with pytest.raises(ValueError, match="unknown") as caught:
+        apps.resolve(None, ["foo=1", "ratio=1", "num-rounds=many"])
+    foo, ratio, rounds = str(caught.value).splitlines()
+    assert "did you mean" not in foo
+    suggested = re.findall(r"[\w.-]+-ratio", ratio)
+    assert len(suggested) == 5
+    assert suggested[:3] == ["validation-ratio", "test-ratio", "lus-keep-ratio"]
+    assert rounds.startswith("num-rounds=many: ")
+
+
 def test_a_preset_changes_settings_and_set_wins(tmp_path, call, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = {"num-rounds": 4, "model": "two words", "report-client-metrics": True, "dp-fedavg.delta": 1.0, "data-dir": "x"}
@@ -170,6 +181,8 @@ def test_a_preset_changes_settings_and_set_wins(tmp_path, call, monkeypatch):
         ),
         (["mnits"], "mnits: is neither a folder of a Flower app, nor a preset, nor a task; did you mean mnist?"),
         (["--set", "num-clints=1"], "num-clints: unknown setting of flower-dp; did you mean num-clients?"),
+        (["--set", "foo=1"], "foo: unknown setting of flower-dp; docs/settings.md lists all settings, `flower-dp presets`"),
+        (["--set", "evaluation.every=1"], "unknown setting of flower-dp; did you mean private-evaluation.every?"),
         (["--set", "num-rounds=1.5"], "num-rounds=1.5: must be a whole number"),
         (["--set", "seed"], "--set seed: must be key=value"),
         (["--set", "output-dir=a", "--output-dir", "b"], "output-dir"),

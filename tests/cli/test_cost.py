@@ -65,7 +65,7 @@ def test_an_app_around_ones_own_model_is_told_as_well(call, tmp_path):
     assert json.loads(out)["num_rounds"] == 30
     status, _, err = call("epsilon", str(tmp_path / "mine"), *LOCAL)
     assert status == 2
-    assert "epsilon follows from every client's number of records" in err
+    assert "epsilon depends on each client's number of records" in err
 
 
 @pytest.mark.parametrize(

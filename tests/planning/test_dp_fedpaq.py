@@ -198,7 +198,7 @@ def test_an_answer_for_clients_of_many_sizes_leaves_epsilon_to_the_command_that_
     sizes = [100, 101, 102, 103, 104, 105, 106, 107]
     run: Any = plan(SMALL | {"num_records": sizes}).to_dict()["run"]
     assert run["epsilon"] is None
-    assert "flower-dp epsilon says it" in "\n".join(plan(SMALL | {"num_records": sizes}).lines())
+    assert "flower-dp epsilon computes it" in "\n".join(plan(SMALL | {"num_records": sizes}).lines())
     fixed = {"num_local_steps": 2, "cohort_size": 4, "quantization_levels": 3}
     both, large, small = (
         plan(SMALL | fixed | {"num_records": own}).to_dict()["run"]["epsilon"] for own in ([100] * 4 + [50] * 4, 100, 50)
