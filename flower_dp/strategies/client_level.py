@@ -350,10 +350,10 @@ def _assumptions(rules: ClientLevelRules, run: RunFacts, sampling_counts: bool) 
     else:
         lines += _of_shares(rules.noise)
     if rules.noise.reveals_cohort:
-        where, its = (" in training", "its") if evaluation is not None and evaluation.cohort_is_secret else ("", "the")
+        where, its = (" in training", "its ") if evaluation is not None and evaluation.cohort_is_secret else ("", "")
         other = "zero" if release.relation == "add-or-remove-one" else "any other"
         lines.append(
-            f"Adversaries may know who takes part{where}, so {its} epsilon claims no amplification by sampling. Neighboring runs "
+            f"Adversaries may know who takes part{where}, so {its}epsilon claims no amplification by sampling. Neighboring runs "
             f"differ in one client, whose update is replaced by {other}."
         )
     elif release.expected_cohort_size < release.num_units and sampling_counts:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from flower_dp.privacy.statement import ClientEpsilons, PaperEpsilon, PrivacyStatement
+from flower_dp.privacy.statement import Adversary, ClientEpsilons, PaperEpsilon, PrivacyStatement
 
 STATEMENT = PrivacyStatement(
     method="DP-FedSAM",
@@ -79,6 +79,19 @@ def test_an_invalid_paper_epsilon_is_flagged_and_a_missing_one_is_left_out() -> 
     none = dataclasses.replace(STATEMENT, paper_epsilon=None)
     assert "Paper" not in str(none)
     assert none.to_dict()["mechanism"]["paper_epsilon"] is None
+
+
+def test_trust_is_said_of_every_trusted_adversary_and_a_choice_is_not_its_runs() -> None:
+    seen = Adversary(name="the server", view="every message", epsilon=50.0, accountant="pld", lowest_noise_std=0.1, trusted=True)
+    blind = dataclasses.replace(seen, name="outsiders", epsilon=7.0, trusted=False)
+    text = str(dataclasses.replace(STATEMENT, adversaries=(blind, seen)))
+    assert text.count("TRUSTED") == 2
+    assert "TRUSTED not to look at single messages: no guarantee covers the server" in text
+    assert "Protected against" not in text  # the table has more
+    bare = str(dataclasses.replace(STATEMENT, adversaries=(dataclasses.replace(seen, epsilon=math.inf),)))
+    assert "TRUSTED: no protection is claimed against the server." in bare
+    choice = str(dataclasses.replace(STATEMENT, accountant="selection-pld", num_charged_rounds=1))
+    assert "for the choice among K runs; the chosen run has 1 charged round." in choice
 
 
 def _of_clients(*epsilons: float) -> list[str]:

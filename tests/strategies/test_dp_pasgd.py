@@ -328,7 +328,7 @@ def test_the_result_is_the_best_model_by_the_servers_evaluation_else_the_last(nu
         assert "was chosen" not in said
     else:
         which, many = f"of round {best}" if best else "the initial one", sum(n is not None and math.isfinite(n) for n in numbers)
-        chosen = f"The final model, {which}, was chosen out of {many} by its {name} on public data, which costs nothing."
+        chosen = f"The final model, {which}, was chosen out of {many} by its {name} on data assumed to be public: such a choice costs nothing."
         assert chosen in said
 
 

@@ -9,7 +9,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDp
 from flower_dp.core.sampling import FixedSizeSampling, FullSampling, PoissonSampling, RoundRobinSampling
 from flower_dp.privacy import accounting
 from flower_dp.privacy.dp_fedpaq import FedPAQSteps
-from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, Scaffold
+from flower_dp.strategies import DPPASGD, DPFedAvg, DPFedPAQ, DPFedSAM, FedSGDDPC, FedSMP, NbAFL, PrivateEvaluation, Scaffold
 from flower_dp.strategies.not_covered import OTHER_RUNS
 from flower_dp.strategies.releases.replies import MissingReplies
 from flower_dp.strategies.run_state import RunFacts
@@ -107,8 +107,8 @@ def test_a_secret_cohort_is_assumed_where_a_cost_counts_it(sampling, relied):
     statement = stated(strategy, names=MANY)
     assert bool(relies(statement, "No outsider or participant learns a round's cohort")) == relied
     fixed = isinstance(sampling, FixedSizeSampling)
-    unaccounted = "NOT ACCOUNTED FOR in training: epsilon uses the sampling rate 40/400. A client that knows it was not selected "
-    assert bool(relies(statement, f"{unaccounted}faces 40/399 in that round")) == fixed
+    unaccounted = "NOT ACCOUNTED FOR in training: epsilon uses the sampling rate 40/400. Against a client that knows it was not "
+    assert bool(relies(statement, f"{unaccounted}selected, the rate is 40/399 in that round")) == fixed
     outsiders = next(one for one in statement.adversaries if one.name == "outsiders")
     assert outsiders.view.endswith("; not which clients took part") == fixed
     assert outsiders.view.endswith(", and who took part") == (not relied)
@@ -138,7 +138,8 @@ NONE = "No noise is added to updates: training is not private."
 def test_who_is_trusted_with_the_noise_is_said(arguments, assumed):
     statement = stated(DPFedSAM(**LEVEL | arguments, sampling=FullSampling()))
     assert (
-        statement.assumptions[0] == "Every client clips its update as instructed. Whether it replies does not depend on its data."
+        statement.assumptions[0]
+        == "Every client clips what it sends as instructed. Whether it replies does not depend on its data."
     )
     assert tuple(line for line in statement.assumptions if line in (CENTRAL, SHARES, TOPPED, APART, NONE)) == assumed
 
@@ -148,8 +149,51 @@ def test_a_release_that_tells_the_cohort_says_that_sampling_lowers_no_cost():
     arguments = "Adversaries may know who takes part, so epsilon claims no amplification by sampling."
     strategy = DPFedSAM(**sampled, sampling=PoissonSampling(sampling_rate=0.1), server_completes_noise=False)
     strategy.plan(3)
-    assert relies(strategy.statement, arguments)
+    assert relies(strategy.statement, arguments + " Neighboring runs differ in one client, whose update is replaced by zero.")
     assert not relies(stated(METHODS["dp-fedsam"]()), arguments)
+    fixed = DPFedSAM(**sampled, sampling=FixedSizeSampling(cohort_size=40), server_completes_noise=False)
+    fixed.plan(3)
+    assert relies(fixed.statement, arguments + " Neighboring runs differ in one client, whose update is replaced by any other.")
+
+
+def test_a_statement_separates_training_that_tells_its_cohort_from_evaluations_that_do_not():
+    """Compressed messages rest on each client's own share; metrics on the sum of shares, whose assumptions must be there too."""
+    evaluation = PrivateEvaluation(sampling=PoissonSampling(sampling_rate=0.1), noise_multiplier=4.0, metrics={"accuracy": 1.0})
+    sampled = LEVEL | {"num_clients": 400, "delta": 1e-4}
+    strategy = DPFedSAM(**sampled, sampling=PoissonSampling(sampling_rate=0.1), keep_ratio=0.5, evaluation=evaluation)
+    strategy.plan(3)
+    statement = strategy.statement
+    assert relies(statement, "In training, only a client's own noise share protects it: its message is top-k")
+    assert [line for line in statement.assumptions if line.startswith("In evaluations: ")] == [
+        f"In evaluations: {line}" for line in (SHARES, TOPPED, APART)
+    ]
+    assert relies(
+        statement, "Adversaries may know who takes part in training, so its epsilon claims no amplification by sampling."
+    )
+    assert relies(statement, "No outsider or participant learns who evaluates or how many do")
+    assert statement.unlisted_incidents.startswith("missing or rejected replies to evaluations and reports of single devices")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "evaluates", "unlisted"),
+    [
+        (FullSampling(), None, ""),
+        (PoissonSampling(sampling_rate=0.1), None, "missing or rejected updates and reports of single devices"),
+        (FullSampling(), FullSampling(), "missing or rejected replies to evaluations."),
+        (
+            FullSampling(),
+            PoissonSampling(sampling_rate=0.1),
+            "missing or rejected replies to evaluations and reports of single devices",
+        ),
+    ],
+)
+def test_no_incident_means_none_only_where_all_are_listed(sampling, evaluates, unlisted):
+    evaluation = evaluates and PrivateEvaluation(sampling=evaluates, noise_multiplier=4.0, metrics={"accuracy": 1.0})
+    strategy = DPFedAvg(**LEVEL | {"num_clients": 400, "delta": 1e-4}, sampling=sampling, evaluation=evaluation)
+    statement = strategy.statement
+    assert statement.unlisted_incidents.startswith(unlisted)
+    assert bool(statement.unlisted_incidents) == bool(unlisted)
+    assert ("INCIDENTS      None. Not listed: " in str(statement)) == bool(unlisted)
 
 
 def test_a_local_statement_says_what_is_public_and_whom_nobody_can_check():
