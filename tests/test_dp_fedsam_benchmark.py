@@ -133,7 +133,7 @@ def test_all_of_it_in_small_in_slices(program, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*arguments, "--minutes", "0"])
     with pytest.raises(SystemExit, match=str(program.UNFINISHED)):
         program.main()
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "repeat the command to resume" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", [*arguments, "--stages", "tune", "tables"])
     program.main()
     assert sorted(path.name for path in place.glob("*.toml")) == ["tables.toml", "tune.toml"]

@@ -178,8 +178,9 @@ class Reader:
         self.witness.say("line", round=line["round"])
 
     def end(self, statement: PrivacyStatement, result: Result | None) -> None:
-        said = statement.to_dict()
-        self.witness.say("stated", **{name: said[name] for name in ("epsilon", "delta", "num_rounds", "incidents")})
+        told = statement.to_dict()
+        guarantee = {name: told["guarantee"][name] for name in ("epsilon", "delta", "num_charged_rounds")}
+        self.witness.say("stated", **guarantee, incidents=told["incidents"])
 
 
 def digest(arrays: ArrayRecord) -> str:
@@ -296,7 +297,8 @@ def check_now(setup: Setup, folder: Path, holes: Holes) -> None:
             rounds.add(line["round"])
         if line["what"] == "stated":
             holes.unless(
-                line["num_rounds"] >= len(rounds), f"{line['num_rounds']} rounds are stated, and {sorted(rounds)} were asked"
+                line["num_charged_rounds"] >= len(rounds),
+                f"{line['num_charged_rounds']} rounds are stated, and {sorted(rounds)} were asked",
             )
     noised = Counter(line["round"] for line in heard.all("noised"))
     holes.unless(all(count == 1 for count in noised.values()), f"noise was added twice in a round: {dict(noised)}")
@@ -338,7 +340,9 @@ def check_end(setup: Setup, folder: Path, holes: Holes) -> None:
     trained = {number for number, charge in charges if charge.release != EVALUATION}
     evaluated = {number for number, charge in charges if charge.release == EVALUATION}
     holes.unless(trained == set(range(1, NUM_ROUNDS + 1)), f"rounds {sorted(trained)} were charged")
-    holes.unless(ended["num_rounds"] == len(trained), f"the statement has {ended['num_rounds']} rounds of {len(trained)}")
+    holes.unless(
+        ended["num_charged_rounds"] == len(trained), f"the statement has {ended['num_charged_rounds']} rounds of {len(trained)}"
+    )
     for what, of, finished in (("", trained, ended["reported"]), ("the evaluation of ", evaluated, ended["evaluated"])):
         told = unfinished(ended["incidents"], what)
         holes.unless(

@@ -60,7 +60,7 @@ def test_a_run_of_the_app_tells_them_on_request_alone(tmp_path, call):
     keywords |= {f"{method}.delta": 1e-3, f"{method}.target-epsilon": 0.0, "test-every": 0, "training-engine": "one-by-one"}
     silent = play(tmp_path / "silent", keywords)
     status, _, err = call("figure", "update-norms", str(silent))
-    assert (status, "silent: has no norms of updates. Run it again with --set report-client-metrics=true" in err) == (2, True)
+    assert (status, "silent: has no norms of updates; run it again with --set report-client-metrics=true" in err) == (2, True)
     assert "client-" not in (silent / "metrics.jsonl").read_text()
     assert "CLIENT METRICS" not in (silent / "statement.txt").read_text()
     folder = play(tmp_path / "told", {**keywords, "report-client-metrics": True})
